@@ -1,0 +1,142 @@
+"""Small trainings that the tests of this folder run on any number of ranks."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.checkpoint.load import load, newest
+from unisono.env import World
+from unisono.settings import Settings
+from unisono.train.run import Run
+from unisono.world.start import group as join
+
+
+class Points(torch.utils.data.Dataset):
+    """`length` points with a noisy class each; fetching draws noise, so keyed randomness is needed."""
+
+    def __init__(self, length: int, width: int = 12, classes: int = 5) -> None:
+        g = torch.Generator().manual_seed(3)
+        self.x = torch.randn(length, width, generator=g)
+        self.y = (self.x @ torch.randn(width, classes, generator=g)).argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[i] + 0.01 * torch.randn(self.x.shape[1]), self.y[i]
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Sequences of 2 to 12 numbers, each a noisy function of the one before it."""
+
+    def __init__(self, length: int, vocabulary: int = 23) -> None:
+        g = torch.Generator().manual_seed(5)
+        self.rows = [
+            torch.randint(0, vocabulary, (int(n),), generator=g) for n in torch.randint(3, 13, (length,), generator=g)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.rows[i]
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
+    targets = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)
+    return tokens, targets
+
+
+class MLP(nn.Sequential):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__(nn.Linear(12, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 5))
+
+
+class TinyGPT(nn.Module):
+    """Tied weights, variable length, a frozen parameter, and one that nobody uses."""
+
+    def __init__(self, vocabulary: int = 23, width: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.place = nn.Parameter(torch.randn(16, width) * 0.02, requires_grad=False)
+        self.block = nn.TransformerEncoderLayer(width, 2, 32, dropout, batch_first=True, norm_first=True)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        n = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(n)
+        x = self.embed(tokens) + self.place[:n]
+        return self.head(self.block(x, src_mask=mask, is_causal=True))
+
+
+def settings(**changes: Any) -> Settings:
+    return replace(Settings(steps=8, batch=16, virtual_ranks=8), **changes)
+
+
+def train(
+    world: World,
+    kind: str,
+    config: Settings,
+    run_dir: str,
+    length: int = 101,
+    resume: bool = False,
+    deals: dict[int, Any] | None = None,
+    stop_after: int | None = None,
+) -> dict[str, Any]:
+    """Train on this rank; the losses of all steps, gradient norms, the result, how many micro-batches were computed here."""
+    torch.manual_seed(world.rank)  # the run must not depend on it
+    with join(world) as group:
+        found = newest(Path(run_dir), print) if resume else None
+        run: Run[Settings] = Run(
+            config,
+            world=world,
+            group=group,
+            run_dir=Path(run_dir),
+            identity={},
+            resumed=load(found) if found else None,
+            output=io.StringIO(),
+        )
+        out = loop(run, kind, length, deals or {}, stop_after)
+        run.close()
+        return out | {"result": run.result(), "state": run._state.fingerprint()}
+
+
+def loop(run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None) -> dict[str, Any]:
+    data: Any = Points(length) if kind == "mlp" else Sentences(length)
+    model = run.place(MLP if kind == "mlp" else TinyGPT)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+    losses, norms, rounds, held = [], [], 0, {}
+    for step in run.steps(data, collate_fn=None if kind == "mlp" else padded):
+        if step.number in deals:
+            held[step.number] = run.deal(deals[step.number])
+        for x, y in step:
+            rounds += 1
+            out = model(x)
+            loss = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="sum", ignore_index=-100)
+            step.add("right", (out.argmax(-1) == y).sum(), y.numel())
+            step.backward(loss, weight=(y != -100).sum())
+        norms.append(step.grad_norm)
+        step.update(optimizer, schedule)
+        losses.append(step.loss)
+        run.log(right=step.mean("right"))
+        if step.number + 1 == stop_after:
+            run.stop()
+    unused = None if kind == "mlp" else model.unused.weight.grad
+    return {"losses": losses, "norms": norms, "rounds": rounds, "held": held, "unused": unused, "copies": copies(run)}
+
+
+def copies(run: Run[Settings]) -> int:
+    pool = getattr(run._engine.exchange, "pool", None)
+    return pool.made if pool else 0

@@ -1,0 +1,52 @@
+"""Unisono: train on one process or a hundred and get the same model, to the last bit.
+
+The names below are all there is to learn. They are resolved when first used, so `import unisono` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_door = {
+    "main": "unisono.cli.script",
+    "Settings": "unisono.settings",
+    "CheckpointSettings": "unisono.settings",
+    "LoaderSettings": "unisono.settings",
+    "Run": "unisono.train.run",
+    "Step": "unisono.train.step",
+    "World": "unisono.env",
+    "UnisonoError": "unisono.errors",
+    "SettingsError": "unisono.errors",
+    "WorldError": "unisono.errors",
+    "DataError": "unisono.errors",
+    "LoopError": "unisono.errors",
+    "CheckpointError": "unisono.errors",
+}
+
+__all__ = ["__version__", *_door]
+
+if TYPE_CHECKING:
+    from unisono.cli.script import main as main
+    from unisono.env import World as World
+    from unisono.errors import CheckpointError as CheckpointError
+    from unisono.errors import DataError as DataError
+    from unisono.errors import LoopError as LoopError
+    from unisono.errors import SettingsError as SettingsError
+    from unisono.errors import UnisonoError as UnisonoError
+    from unisono.errors import WorldError as WorldError
+    from unisono.settings import CheckpointSettings as CheckpointSettings
+    from unisono.settings import LoaderSettings as LoaderSettings
+    from unisono.settings import Settings as Settings
+    from unisono.train.run import Run as Run
+    from unisono.train.step import Step as Step
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _door:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_door[name]), name)
+    globals()[name] = value
+    return value

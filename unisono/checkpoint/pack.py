@@ -1,0 +1,98 @@
+"""A state dict taken apart: tensors under names of their own, everything else as JSON. Nothing is ever unpickled.
+
+    {"state": {0: {"step": tensor, "m": tensor}}, "betas": (0.9, 0.999)}
+    ->  {"state": {"~": "map", "of": [[0, {"step": {"~": "tensor", ...}, ...}]]}, "betas": {"~": "tuple", ...}}
+        and {"optimizer.state.0.step": tensor, "optimizer.state.0.m": tensor}
+
+JSON writes floats with all their digits, so numbers come back with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.errors import CheckpointError
+
+_MARK = "~"
+
+
+class Tensors(dict[str, torch.Tensor]):
+    """Tensors by name. One that is there already, under another name (tied weights), is not put in twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._storages: set[int] = set()
+
+    def put(self, tensor: torch.Tensor, name: str) -> str:
+        """Put a tensor in, and return the name that it has here."""
+        memory = tensor.untyped_storage().data_ptr()
+        layout = (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if memory and layout in self._names:
+            return self._names[layout]
+        # a file holds whole tensors: one that shares its memory with another in part is copied out
+        self[name] = tensor.detach().clone() if memory in self._storages else tensor.detach()
+        self._names[layout] = name
+        self._storages.add(memory)
+        return name
+
+
+def pack(value: Any, name: str, tensors: Tensors) -> Any:
+    """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`."""
+    if isinstance(value, torch.Tensor):
+        name = tensors.put(value, name)
+        return {_MARK: "tensor", "name": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return pack(value.item(), name, tensors)
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and key != _MARK for key in value):
+            return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return {_MARK: "map", "of": [[pack(k, name, tensors), pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_MARK: type(value).__name__, "of": items}
+    raise CheckpointError(
+        f"{name} is a {type(value).__name__}, and was to be saved.",
+        "A checkpoint holds tensors, numbers, text, and lists, tuples, sets and dicts of them: what can be read "
+        "without running code.",
+        "leave it out of that object's state_dict(), or let state_dict() return it as one of these.",
+    )
+
+
+def described(plain: Any, into: dict[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+    """The dtype and shape of every tensor that `plain` refers to, by name."""
+    into = {} if into is None else into
+    if isinstance(plain, dict):
+        if plain.get(_MARK) == "tensor":
+            into[plain["name"]] = plain
+        for item in plain.values():
+            described(item, into)
+    elif isinstance(plain, list):
+        for item in plain:
+            described(item, into)
+    return into
+
+
+def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What was packed."""
+    if isinstance(plain, list):
+        return [unpack(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    kind = plain.get(_MARK)
+    if kind is None:
+        return {key: unpack(item, tensors) for key, item in plain.items()}
+    if kind == "tensor":
+        return tensors[plain["name"]]
+    if kind == "map":
+        return {unpack(key, tensors): unpack(item, tensors) for key, item in plain["of"]}
+    return _sequences[kind](unpack(item, tensors) for item in plain["of"])
+
+
+_sequences = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": tuple}

@@ -1,0 +1,1 @@
+"""Data: what each virtual rank sees, fetched by torch's DataLoader."""

@@ -1,0 +1,193 @@
+"""The loader: this process's micro-batches of every step, fetched ahead by torch's DataLoader.
+
+A task is one whole micro-batch: its key, its place, its samples. A worker seeds from the key, fetches, collates; which
+worker it is, or whether there is any, changes nothing. One DataLoader runs through all epochs, so no epoch's end stalls.
+
+Placement may change while it runs. Tasks are dealt ahead, so a new placement holds from the first step for which nobody
+has dealt yet (`horizon`); until then the old one does, and nothing is fetched twice or thrown away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from unisono.data.seeding import seed_everything
+from unisono.errors import DataError
+from unisono.score.keys import FETCH, mix
+from unisono.score.order import Order, Place
+
+Collate = Callable[[list[Any]], Any]
+Spans = tuple[tuple[int, int], ...]
+
+
+class Task(NamedTuple):
+    """One micro-batch to fetch."""
+
+    place: Place
+    key: int
+    samples: list[int]
+
+
+class Schedule:
+    """Which placement holds at which step: the newest that began at or before it."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._changes: list[tuple[int, Spans]] = [(0, spans)]
+
+    def at(self, step: int) -> Spans:
+        return next(spans for first, spans in reversed(self._changes) if first <= step)
+
+    def change(self, first_step: int, spans: Spans) -> None:
+        """From `first_step` on, `spans` holds. Steps must be announced in order."""
+        assert first_step >= self._changes[-1][0]
+        self._changes = [*self._changes[-1:], (first_step, spans)]
+
+
+class Fetcher(Dataset[Any]):
+    """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself."""
+
+    def __init__(self, data: Any, collate: Collate, threads: int) -> None:
+        self.data, self.collate, self.threads = data, collate, threads
+
+    def __getitem__(self, task: Task) -> Any:
+        seed_everything(task.key)
+        if self.threads != 1 and torch.utils.data.get_worker_info() is None:
+            torch.set_num_threads(1)  # as in a worker: bits depend on it
+            try:
+                return self._fetch(task.samples)
+            finally:
+                torch.set_num_threads(self.threads)
+        return self._fetch(task.samples)
+
+    def _fetch(self, samples: list[int]) -> Any:
+        if hasattr(self.data, "__getitems__"):
+            return self.collate(self.data.__getitems__(samples))
+        return self.collate([self.data[i] for i in samples])
+
+
+class Loader:
+    """Yields (place, batch) for every micro-batch that is this process's, in order, from step `first` to `last` - 1."""
+
+    def __init__(
+        self,
+        data: Any,
+        order: Order,
+        schedule: Schedule,
+        *,
+        rank: int,
+        first: int,
+        last: int,
+        device: torch.device,
+        collate: Collate | None = None,
+        workers: int = 0,
+        prefetch: int = 2,
+        threads: int = 1,
+    ) -> None:
+        self.order, self.schedule, self.rank = order, schedule, rank
+        self.first, self.last, self.device = first, last, device
+        self.horizon = first
+        """No step from this one on has been dealt yet."""
+        self._dealt: deque[Task] = deque()
+        self._batches = DataLoader(
+            Fetcher(data, collate or default_collate, threads),
+            sampler=_Tasks(self),
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            pin_memory=device.type != "cpu",
+            generator=torch.Generator(),
+        )
+
+    def __iter__(self) -> Iterator[tuple[Place, Any]]:
+        batches = iter(self._batches)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._told(error) from error.__cause__
+            yield self._dealt.popleft().place, to_device(batch, self.device)
+
+    def deal(self) -> Iterator[Task]:
+        """Every task of this process, in order; what is dealt is remembered until it is yielded."""
+        for step in range(self.first, self.last):
+            span = self.schedule.at(step)[self.rank]
+            self.horizon = step + 1
+            for place, samples in self.order.places(step, span):
+                task = Task(place, mix(self.order.seed, FETCH, *place), samples)
+                self._dealt.append(task)
+                yield task
+
+    def _told(self, error: Exception) -> Exception:
+        """The error of a fetch, with the place and the samples it was about."""
+        if not self._dealt:
+            return error
+        (step, virtual_rank, _), _, samples = self._dealt[0]
+        where = f"step {step}, virtual rank {virtual_rank}"
+        if isinstance(error, RuntimeError) and "exited unexpectedly" in str(error):
+            return DataError(
+                f"A loader worker was asked for a micro-batch of {len(samples)} samples ({where}).",
+                f"It died without a word. {str(error).splitlines()[0]}",
+                "if memory ran out, use fewer workers (--set loader.workers=1); to see its error, "
+                "fetch in the process itself (--set loader.workers=0).",
+            )
+        error.add_note(f"while fetching the samples {_some(samples)} of {where}")
+        return error
+
+
+class _Tasks:
+    """The tasks of a loader in the shape that DataLoader takes a sampler."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Task]:
+        return self.loader.deal()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _some(samples: Sequence[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + (f", ... ({len(samples)} in all)" if len(samples) > 8 else "")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on `device`: tensors, and lists, tuples and mappings of them, at any depth."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def length_of(data: Any, what: str) -> int:
+    """The number of samples in a map-style data set; refuses anything else, and an empty one."""
+    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        raise DataError(
+            f"{what} is a {type(data).__name__}.",
+            "It lacks __len__ or __getitem__, and the order of a run is made of sample numbers.",
+            "pass a map-style data set (torch.utils.data.Dataset with __len__ and __getitem__).",
+        )
+    length = len(data)
+    if length == 0:
+        raise DataError(
+            f"{what} is a {type(data).__name__}.",
+            "It has length 0: there is nothing to train on.",
+            "check the path or the filter that makes it.",
+        )
+    return length

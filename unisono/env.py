@@ -1,0 +1,99 @@
+"""Where this process stands among the processes of its run, as a plain value. The one reader of the environment.
+
+Our own launcher hands every process its World on the command line, and torchrun says the same in variables. Nothing
+here is ever written to the environment: we do not talk to ourselves through it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from unisono.errors import WorldError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One process's place in its run."""
+
+    rank: int = 0  # 0 to size - 1
+    size: int = 1  # processes in the run
+    local_rank: int = 0  # 0 to local_size - 1, on this host
+    local_size: int = 1  # processes of this run on this host
+    host: str = field(default_factory=socket.gethostname)
+    store: str | None = None  # where the processes meet: file:///path, env:// (torchrun's variables); None: alone
+    launcher: str = "python"  # who started us: python, unisono, torchrun
+    terminal: bool = False  # may rank 0 draw live lines on its standard output?
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 speaks for all."""
+        return self.rank == 0
+
+    @classmethod
+    def current(cls) -> World:
+        """The World that our launcher assigned, or torchrun's, or one plain process. Raises WorldError."""
+        return _assigned or _from_torchrun() or cls(terminal=draws_live_lines())
+
+
+_assigned: World | None = None
+
+
+def assign(world: World | None) -> None:
+    """From now on this process is there. None: forget it again."""
+    global _assigned
+    _assigned = world
+
+
+def draws_live_lines() -> bool:
+    """Is standard output a terminal that can redraw a line?"""
+    return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Those of the named environment variables that are set: for what a library reads, to show and to record."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def inherited(changes: dict[str, str]) -> dict[str, str]:
+    """The environment for a process that we start: ours, and the variables that its libraries read."""
+    return {**os.environ, **changes}
+
+
+def _from_torchrun() -> World | None:
+    """What torchrun's variables say, None without them. Half of them is a mistake, and training alone would hide it."""
+    given = variables(("RANK", "WORLD_SIZE"))
+    if not given:
+        return None
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    asked = "Join the processes that torchrun's variables describe: " + ", ".join(f"{k}={v}" for k, v in given.items())
+    do = "Start with torchrun, which sets all of them, or type: env -u RANK -u WORLD_SIZE python SCRIPT (one process)"
+    if missing:
+        raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
+    rank, size = _number("RANK", asked, do), _number("WORLD_SIZE", asked, do)
+    local = variables(("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank = _number("LOCAL_RANK", asked, do) if "LOCAL_RANK" in local else 0
+    local_size = _number("LOCAL_WORLD_SIZE", asked, do) if "LOCAL_WORLD_SIZE" in local else max(1, local_rank + 1)
+    if rank >= size or local_rank >= local_size or local_size > size:
+        true = f"Rank {rank} of {size}, and {local_rank} of {local_size} on this host, cannot be."
+        raise WorldError(asked, true, do)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        store="env://",
+        launcher="torchrun",
+        terminal=rank == 0 and draws_live_lines(),
+    )
+
+
+def _number(name: str, asked: str, do: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise WorldError(asked, f"{name} is {text!r}, which is not a number of 0 or more.", do)
+    return int(text)

@@ -1,0 +1,69 @@
+"""What Unisono says when it cannot go on.
+
+Every message has three parts: what was asked, what is true (with numbers), and what to type next. The constructor
+takes the three parts apart, so that none can be forgotten:
+
+    raise DataError("The training set was asked for its first sample.", "It has length 0.", "Check the path you pass.")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong, in three sentences: what was asked, what is true, what to do next."""
+
+    asked: str
+    true: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.asked}\n  {self.true}\n  Next: {self.do}"
+
+
+class UnisonoError(Exception):
+    """The root of all our errors. `exit_status` is what the process returns when nobody catches it."""
+
+    exit_status = 1
+
+    def __init__(self, asked: str, true: str = "", do: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(asked, true, do),)
+        super().__init__(asked, true, do)
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> UnisonoError:
+        """One error that tells several problems at once (at least one)."""
+        error = cls(*problems[0])
+        error.problems = tuple(problems)
+        return error
+
+    def __str__(self) -> str:
+        return "\n".join(str(problem) for problem in self.problems)
+
+
+class SettingsError(UnisonoError):
+    """The request was wrong: a setting, a flag, or several of them together. Nothing was started."""
+
+    exit_status = 2
+
+
+class WorldError(UnisonoError):
+    """The processes of this run do not fit together, or cannot reach each other."""
+
+
+class DataError(UnisonoError):
+    """The data cannot be read, or is not what the loop needs."""
+
+
+class LoopError(UnisonoError):
+    """The contract of the training loop was broken (docs/loop.md lists its lines)."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint cannot be written, read, or is not the state of this run."""
+
+
+class PeerLost(WorldError):
+    """Another process of this run died, or its host is gone."""

@@ -1,0 +1,77 @@
+"""Exchanges: how the processes of a run come to hold the same gradient. A variant is a file, not a branch.
+
+An exchange lives through a step like this (train/step.py is the caller):
+
+    begin(span, pieces)          a step begins; pieces[v] micro-batches will come for virtual rank v of the span
+    enter(v, last)  leave()      around every micro-batch: in between, backward fills p.grad
+    launch()                     the last micro-batch is done: everything still here goes out
+    finish(weight)               p.grad becomes the sum divided by `weight`, the same on every process
+    commit()                     everybody holds the whole gradient: partial sums may be forgotten
+    zero()                       the optimizer has stepped: p.grad is given back
+
+Until `commit`, `launch(again=True)` and `finish` may be repeated by everybody, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from unisono.world.collectives import Group
+
+Spans = Sequence[tuple[int, int]]
+
+
+class Exchange(Protocol):
+    """What the step asks of an exchange. `promise` and `reason` go into result.json."""
+
+    promise: str
+    reason: str
+
+    def begin(self, spans: Spans, pieces: Mapping[int, int]) -> None: ...
+
+    def enter(self, virtual_rank: int, *, last: bool) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def launch(self, *, again: bool = False) -> None: ...
+
+    def finish(self, weight: float) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def zero(self) -> None: ...
+
+    def finite(self) -> bool: ...
+
+    @property
+    def used(self) -> Sequence[bool]: ...
+
+    def drop(self, used: Sequence[bool]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_files = {"tree": "unisono.exchange.tree:Tree", "allreduce": "unisono.exchange.allreduce:AllReduce"}
+
+
+def _kind(name: str, virtual_ranks: int, size: int) -> Any:
+    """The class of the exchange called `name`. One virtual rank on one process needs none: solo.py."""
+    where = "unisono.exchange.solo:Solo" if virtual_ranks == size == 1 else _files[name]
+    module, cls = where.split(":")
+    return getattr(importlib.import_module(module), cls)
+
+
+def build_exchange(name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> Exchange:
+    """The exchange called `name` over these parameters."""
+    exchange: Exchange = _kind(name, virtual_ranks, group.size)(params, virtual_ranks, group)
+    return exchange
+
+
+def promise_of(name: str, virtual_ranks: int, size: int) -> tuple[str, str]:
+    """What the exchange called `name` promises of the result, and why."""
+    kind = _kind(name, virtual_ranks, size)
+    return kind.promise, kind.reason

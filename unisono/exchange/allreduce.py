@@ -1,0 +1,83 @@
+"""The fast path: one gradient copy a process and the library's own all-reduce, in buckets, while backward still runs.
+
+The mathematics are the tree's (sums of losses, divided once by the total weight), but who adds what in which order
+depends on how many processes there are and on the library. Runs agree to rounding, not to the bit, and say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from unisono.exchange.buckets import Copy, Layout, Readiness
+from unisono.world.collectives import Group, Work, all_reduce
+
+
+class AllReduce:
+    promise = "tolerance"
+    reason = "exchange=allreduce adds in an order that depends on the number of processes; exchange=tree does not"
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+        self.params = params
+        self.group = group
+        self.layout = Layout(params, group.size)
+        self.ready = Readiness(self.layout, self._launch)
+        self.sum = Copy(self.layout)
+        self._works: list[Work] = []
+
+    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
+        self.ready.begin()
+        for flat in self.sum.flats:
+            flat.zero_()
+
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        self.ready.enter(last=last and self.group.size > 1)
+        for p, view in zip(self.params, self.sum.views, strict=True):
+            p.grad = view
+
+    def leave(self) -> None:
+        self.ready.leave()
+
+    def launch(self, *, again: bool = False) -> None:
+        assert not again, "an all-reduce overwrites its input: it cannot be repeated"
+        for bucket in range(self.ready.next, len(self.layout.buckets)):
+            self._launch(bucket)
+        self.ready.next = len(self.layout.buckets)
+
+    def finish(self, weight: float) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for flat in self.sum.flats:
+            flat.div_(weight)
+        for p, view in zip(self.params, self.sum.views, strict=True):
+            p.grad = view
+
+    def commit(self) -> None:
+        pass
+
+    def zero(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def finite(self) -> bool:
+        """Whether every element of the mean gradient is finite; a read of the gradient."""
+        return all(bool(torch.isfinite(torch.linalg.vector_norm(f, float("inf")))) for f in self.sum.flats)
+
+    @property
+    def used(self) -> Sequence[bool]:
+        return self.ready.used
+
+    def drop(self, used: Sequence[bool]) -> None:
+        for p, was_used in zip(self.params, used, strict=True):
+            if not was_used:
+                p.grad = None
+
+    def close(self) -> None:
+        self.ready.close()
+        self.zero()
+
+    def _launch(self, bucket: int) -> None:
+        if self.group.size > 1:
+            self._works.append(all_reduce(self.sum.flats[bucket]))

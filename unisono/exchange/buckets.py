@@ -1,0 +1,181 @@
+"""Gradients as a few flat buffers: the layout of parameters in buckets, and who is ready when.
+
+Parameters are laid out in the order in which backward tends to finish them (the reverse of registration), each kind of
+tensor (dtype, device) in buffers of its own. A buffer is one bucket's worth of one gradient copy; `p.grad` is a view
+into it, so autograd adds straight into what will travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.errors import LoopError
+
+BUCKET_BYTES = 25 * 2**20
+"""Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""
+
+ALIGN = 16
+"""Every parameter starts at a multiple of this many elements: a cache line of float32, and whole SIMD registers."""
+
+
+@dataclass
+class Bucket:
+    """Some parameters side by side: `members` are their numbers, `offsets` where each starts, in elements."""
+
+    dtype: torch.dtype
+    device: torch.device
+    members: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    size: int = 0
+
+    def append(self, number: int, elements: int) -> None:
+        self.members.append(number)
+        self.offsets.append(self.size)
+        self.size += -(-elements // ALIGN) * ALIGN
+
+
+class Layout:
+    """Which parameter lies where. Buckets are padded to a multiple of `size` chunks; the padding stays zero."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], size: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.params = params
+        self.buckets: list[Bucket] = []
+        open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
+        for number in reversed(range(len(params))):
+            p = params[number]
+            bucket = open_buckets.get((p.dtype, p.device))
+            if bucket is None or (bucket.size + p.numel()) * p.element_size() > bucket_bytes:
+                bucket = open_buckets[p.dtype, p.device] = Bucket(p.dtype, p.device)
+                self.buckets.append(bucket)
+            bucket.append(number, p.numel())
+        for bucket in self.buckets:
+            bucket.size = -(-bucket.size // (size * ALIGN)) * size * ALIGN
+        self.bucket_of = {number: b for b, bucket in enumerate(self.buckets) for number in bucket.members}
+
+
+class Copy:
+    """One copy of the gradient: a flat buffer for each bucket, and a view for each parameter."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.flats = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in layout.buckets]
+        views: dict[int, torch.Tensor] = {}
+        for bucket, flat in zip(layout.buckets, self.flats, strict=True):
+            for number, offset in zip(bucket.members, bucket.offsets, strict=True):
+                views[number] = _view(flat, offset, layout.params[number])
+        self.views = [views[number] for number in range(len(layout.params))]
+        self.clean = True
+
+    def add_(self, other: Copy) -> Copy:
+        for mine, theirs in zip(self.flats, other.flats, strict=True):
+            mine.add_(theirs)
+        return self
+
+
+def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tensor:
+    """Part of `flat` with the shape of `p`, and its strides where `p` fills its memory (channels_last, say).
+
+    Autograd and the foreach optimizers are fastest when a gradient lies in memory as its parameter does.
+    """
+    dense = torch.empty_like(p, device="meta").stride()  # preserve_format: p's own strides if it is dense
+    return flat.as_strided(p.shape, dense, offset)
+
+
+class Pool:
+    """Gradient copies that are not in use. One that is taken is all zeros, so a leaf's first addition is exact:
+    0 + g = g, except that -0 becomes +0. That no sum is ever -0 is what lets an absent gradient count as zeros."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.free: list[Copy] = []
+        self.made = 0
+
+    def take(self) -> Copy:
+        if not self.free:
+            self.made += 1
+            return Copy(self.layout)
+        copy = self.free.pop()
+        if not copy.clean:
+            for flat in copy.flats:
+                flat.zero_()
+        return copy
+
+    def take_dirty(self) -> Copy:
+        """A copy whose content does not matter, since all of it will be overwritten."""
+        return self.free.pop() if self.free else self.take()
+
+    def give(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            copy.clean = False
+            self.free.append(copy)
+
+
+class Readiness:
+    """Knows which parameters backward has finished, and calls `launch(bucket)` as soon as a bucket is complete.
+
+    It counts how often each parameter's gradient is accumulated during one backward. Usually once; recomputation with
+    a nested backward makes it more. The most ever seen is what it waits for, so the first micro-batch of a run is only
+    watched. Buckets are launched in their fixed order, since every process must post the same sequence.
+    """
+
+    def __init__(self, layout: Layout, launch: Callable[[int], None], names: Sequence[str] | None = None) -> None:
+        self.layout = layout
+        self.launch = launch
+        self.used = [False] * len(layout.params)
+        self.expected = [0] * len(layout.params)
+        self.fired = [0] * len(layout.params)
+        self.armed = False
+        self.next = 0
+        self._missing: list[int] = []
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
+        ]
+
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        bucket = self.layout.bucket_of[number]
+
+        def fire(_: torch.Tensor) -> None:
+            self.used[number] = True
+            self.fired[number] += 1
+            if not self.armed:
+                return
+            if bucket < self.next:
+                self._late(number)
+            if self.fired[number] == self.expected[number]:
+                self._missing[bucket] -= 1
+                while self.next < len(self._missing) and self._missing[self.next] == 0:
+                    self.next += 1
+                    self.launch(self.next - 1)
+
+        return fire
+
+    def _late(self, number: int) -> None:
+        shape = tuple(self.layout.params[number].shape)
+        raise LoopError(
+            f"A parameter of shape {shape} received another gradient after its sum had been sent.",
+            f"It was accumulated {self.fired[number]} times in this backward, never more than "
+            f"{self.expected[number]} times before: the same layer is recomputed a varying number of times.",
+            "use torch.utils.checkpoint with use_reentrant=False, which accumulates each parameter once.",
+        )
+
+    def begin(self) -> None:
+        """A step begins: nothing is used, nothing is launched."""
+        self.used = [False] * len(self.used)
+        self.next = 0
+
+    def enter(self, *, last: bool) -> None:
+        """A micro-batch begins. With `last`, buckets are launched as they become complete."""
+        self.fired = [0] * len(self.fired)
+        self.armed = last and any(self.expected)
+        if self.armed:
+            self._missing = [len(bucket.members) for bucket in self.layout.buckets]
+
+    def leave(self) -> None:
+        self.armed = False
+        self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,61 @@
+"""One virtual rank on one process: nothing to exchange. Autograd's own p.grad, divided by the weight, and that is all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from unisono.world.collectives import Group
+
+
+class Solo:
+    """Bit-equal to the loop one writes by hand: sum loss, backward, gradients divided by the total weight."""
+
+    promise = "exact"
+    reason = "one virtual rank on one process"
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+        assert virtual_ranks == group.size == 1
+        self.params = params
+        self.used: Sequence[bool] = ()
+        self._grads: list[torch.Tensor] = []
+
+    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
+        pass
+
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def launch(self, *, again: bool = False) -> None:
+        pass
+
+    def finish(self, weight: float) -> None:
+        self._grads = [p.grad for p in self.params if p.grad is not None]
+        if self._grads:
+            torch._foreach_div_(self._grads, weight)
+
+    def commit(self) -> None:
+        pass
+
+    def zero(self) -> None:
+        for p in self.params:
+            p.grad = None
+        self._grads = []
+
+    def finite(self) -> bool:
+        """Whether every element of the gradient is finite; costs a read of the gradient."""
+        return all(_finite(g) for g in self._grads)
+
+    def drop(self, used: Sequence[bool]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _finite(grad: torch.Tensor) -> bool:
+    return bool(torch.isfinite(torch.linalg.vector_norm(grad, float("inf"))))

@@ -1,0 +1,106 @@
+"""Order: which samples a step sees, and in which micro-batches. A pure function of numbers; no state but the step.
+
+A step takes one global batch from the epoch's permutation. The batch is dealt to V virtual ranks as evenly as it goes,
+in order; each virtual rank cuts its share into micro-batches, again as evenly as it goes. The last batch of an epoch is
+what is left: shorter, dealt the same way, so a virtual rank may get nothing. No sample is repeated, dropped or padded.
+
+    batch   | s17 s4 s9 s22 s1 s30 s8 | s2 ...           length 31, batch 7, V = 3, micro_batch 2
+    shares  | s17 s4 | s9 s22 | s1 s30 s8 |
+    micro   | s17 s4 | s9 s22 | s1 | s30 s8 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.score.keys import ORDER, mix, shuffled
+
+
+class Place(NamedTuple):
+    """Where a micro-batch stands in the run: its step (from 0), its virtual rank, its number within that share."""
+
+    step: int
+    virtual_rank: int
+    number: int
+
+
+def deal(count: int, hands: int, hand: int) -> tuple[int, int]:
+    """The part [start, stop) of `count` things that goes to `hand` when `hands` share them as evenly as it goes.
+
+    Larger parts are spread over the hands, not bunched at the front, so that a span of neighbours is even as well.
+    """
+    return hand * count // hands, (hand + 1) * count // hands
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order of a run.
+
+    length         samples in the data set (at least 1)
+    batch          samples in a full global batch (at least 1)
+    virtual_ranks  V, how many shares a batch is dealt into
+    micro_batch    most samples in one micro-batch; None: a virtual rank's whole share
+    seed           of the run
+    shuffle        False: epochs walk the data in its own order
+    """
+
+    length: int
+    batch: int
+    virtual_ranks: int
+    micro_batch: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.length // self.batch)
+
+    def epoch(self, step: int) -> int:
+        """The epoch (from 0) that `step` belongs to."""
+        return step // self.steps_per_epoch
+
+    def batch_bounds(self, step: int) -> tuple[int, int]:
+        """The part [start, stop) of the epoch's permutation that is `step`'s global batch."""
+        start = step % self.steps_per_epoch * self.batch
+        return start, min(start + self.batch, self.length)
+
+    def batch_size(self, step: int) -> int:
+        """Samples in `step`'s global batch: `batch`, or fewer at the end of an epoch."""
+        start, stop = self.batch_bounds(step)
+        return stop - start
+
+    def micro_bounds(self, step: int, virtual_rank: int) -> list[tuple[int, int]]:
+        """The micro-batches of a virtual rank in `step`, as parts [start, stop) of the epoch's permutation."""
+        first, last = self.batch_bounds(step)
+        start, stop = deal(last - first, self.virtual_ranks, virtual_rank)
+        size = stop - start
+        if size == 0:
+            return []
+        pieces = 1 if self.micro_batch is None else -(-size // self.micro_batch)
+        return [(first + start + a, first + start + b) for a, b in (deal(size, pieces, i) for i in range(pieces))]
+
+    def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The order of all samples in `epoch`, shape [length]. The last two epochs asked for are kept."""
+        return _permutation(self.length, mix(self.seed, ORDER, epoch) if self.shuffle else None)
+
+    def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
+        """The sample numbers of each micro-batch of a virtual rank in `step`, in order."""
+        permutation = self.permutation(self.epoch(step))
+        return [permutation[a:b].tolist() for a, b in self.micro_bounds(step, virtual_rank)]
+
+    def places(self, step: int, span: tuple[int, int]) -> Iterator[tuple[Place, list[int]]]:
+        """Every micro-batch of the virtual ranks [lo, hi) in `step`, with its place, in the order to compute them."""
+        for virtual_rank in range(*span):
+            for number, samples in enumerate(self.micro_batches(step, virtual_rank)):
+                yield Place(step, virtual_rank, number), samples
+
+
+@lru_cache(maxsize=2)
+def _permutation(length: int, key: int | None) -> npt.NDArray[np.int64]:
+    return np.arange(length, dtype=np.int64) if key is None else shuffled(length, key)

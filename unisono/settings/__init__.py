@@ -1,0 +1,439 @@
+"""The settings of a run: frozen, keyword-only dataclasses, and the one way in.
+
+A script's own class adds fields and changes defaults; a TOML file overrides the script, and `--set key=value` overrides
+the file. Every value remembers where it came from, and every problem is told at once, before any process starts.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings(unisono.Settings):
+        batch: int = 64
+        lr: float = 3e-4
+        model: Model = Model()                        # a dataclass of its own: model.width, model.depth
+
+    loaded = load(Settings, file=Path("small.toml"), sets=["model.width=64", "steps=20"])
+    loaded.settings.model.width, loaded.sources["model.width"]              # 64, "--set"
+
+A value is a number, true or false, text, a path, one of a Literal's or Enum's choices, a list of these, or none: what a
+line of TOML can say. TOML has no word for None, so the text "none" stands for it wherever None is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_type_hints
+
+from unisono.errors import Problem, SettingsError
+from unisono.settings.script import settings_of
+from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed
+
+__all__ = [
+    "CheckpointSettings",
+    "LoaderSettings",
+    "Settings",
+    "Loaded",
+    "Entry",
+    "load",
+    "check",
+    "flatten",
+    "mathematics",
+    "explain",
+    "read",
+    "entries_of",
+    "settings_of",
+    "kind",
+    "plain",
+    "shown",
+    "toml",
+    "plural",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When the state of a run is saved, and how much of it is kept."""
+
+    every: int = 0
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """How a process gets its data."""
+
+    workers: int = 0
+    prefetch: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every run has. A script's own class inherits from this one."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    batch: int = 32
+    micro_batch: int | None = None
+    virtual_ranks: int = 8
+    seed: int = 0
+    precision: Literal["fp32"] = "fp32"
+    clip: float | None = None
+    exchange: Literal["tree", "allreduce"] = "tree"
+    threads: int = 1
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    loader: LoaderSettings = field(default_factory=LoaderSettings)
+
+
+class About(NamedTuple):
+    """What a setting means, and whether another value is another computation (so that a resume refuses it)."""
+
+    meaning: str
+    mathematics: bool
+
+
+# A table and not the fields' metadata, because a script that gives a field another default replaces the whole field.
+ABOUT = {
+    "steps": About("optimizer steps of the whole run; give these or epochs", False),
+    "epochs": About("passes over the training data; give these or steps", False),
+    "batch": About("samples in one step, over all processes", True),
+    "micro_batch": About("samples in one forward pass at most; none: a virtual rank's whole share", True),
+    "virtual_ranks": About("how many shares a batch is dealt into, and so how many processes can help", True),
+    "seed": About("where all randomness comes from", True),
+    "precision": About("the numbers that forward and backward compute with", True),
+    "clip": About("the gradient's largest norm; none: no clipping", True),
+    "exchange": About("how gradients meet: tree (the same bits on any number of processes) or allreduce", True),
+    "threads": About("threads of torch in each process", True),
+    "checkpoint.every": About("steps from one checkpoint to the next; 0: only at a stop and at the end", False),
+    "checkpoint.keep": About("how many of the newest checkpoints stay", False),
+    "loader.workers": About("processes that fetch data, for each process that trains; 0: it fetches its own", False),
+    "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
+}
+
+OURS = (Settings, CheckpointSettings, LoaderSettings)
+
+T = TypeVar("T")
+
+
+class Loaded(NamedTuple, Generic[T]):
+    """Settings, and for every dotted name where its value came from: default, script, the file's path, or --set."""
+
+    settings: T
+    sources: dict[str, str]
+
+
+class Entry(NamedTuple):
+    """One setting that a class has."""
+
+    name: str  # dotted, as in model.width
+    hint: Any  # its type
+    default: Any  # MISSING where the script gives none
+    source: str  # default: ours; script: the script's
+    mathematics: bool
+    meaning: str
+
+
+def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = ()) -> Loaded[T]:
+    """What class, file and `--set key=value` make together. Raises SettingsError with all that is wrong."""
+    if "__dataclass_fields__" not in cls.__dict__:
+        true = "It is not a dataclass itself, so its own fields would be lost."
+        do = f"Write @dataclass(frozen=True, kw_only=True) above class {cls.__name__}."
+        raise SettingsError(f"The settings of class {cls.__name__}", true, do)
+    entries = {entry.name: entry for entry in entries_of(cls)}
+    values = {name: entry.default for name, entry in entries.items()}
+    sources = {name: entry.source for name, entry in entries.items()}
+    problems: list[Problem] = []
+
+    for name, value in _lines_of(file, entries, problems):
+        _put(entries, values, sources, problems, name, value, str(file))
+    for request in sets:
+        name, equals, text = request.partition("=")
+        if equals:
+            _put(entries, values, sources, problems, name.strip(), text.strip(), "--set")
+        else:
+            entry = entries[_nearest(name, entries) or "steps"]
+            do = f"--set {entry.name}={example_of(entry)}"
+            problems.append(Problem(f"--set {request}", "--set takes key=value.", do))
+
+    for name, entry in entries.items():
+        if sources[name] in ("default", "script"):
+            _check_default(entry, problems)
+    if problems:
+        raise SettingsError.of(problems)
+
+    # Eight virtual ranks are a default, not a wish: a small batch has fewer shares.
+    if sources.get("virtual_ranks") == "default" and 1 <= values["batch"] < values["virtual_ranks"]:
+        values["virtual_ranks"] = values["batch"]
+    try:
+        return Loaded(_build(cls, values), sources)
+    except (ValueError, TypeError) as error:  # the class checks its own values when it is made
+        true = f"{type(error).__name__}: {error}"
+        raise SettingsError(f"The settings of {cls.__name__}", true, "Change the value that it names.") from error
+
+
+def check(settings: Any, size: int, target: str) -> list[Problem]:
+    """Everything that is wrong with these settings for `size` processes; `target` is what `unisono run` runs."""
+    problems = []
+    values = flatten(settings)
+    for entry in entries_of(type(settings), settings):
+        try:
+            typed(entry.hint, entry.default)
+        except Misfit as misfit:
+            do = f"--set {entry.name}={example_of(entry)}"
+            problems.append(Problem(f"{entry.name} = {shown(entry.default)}", f"It is not {misfit}.", do))
+    if problems:
+        return problems  # comparing values of the wrong type would only raise
+
+    for name, (least, most) in LIMITS.items():
+        value = values[name]
+        if value is not None and not least <= value <= most:
+            true = f"It must be at least {least}." if value < least else f"It can be at most {most}."
+            do = f"--set {name}={least if value < least else most}"
+            problems.append(Problem(f"{name} = {value}", true, do))
+    if values["clip"] is not None and not values["clip"] > 0:
+        true = "The largest norm must be a number above 0; none means no clipping."
+        problems.append(Problem(f"clip = {values['clip']}", true, "--set clip=1.0, or --set clip=none"))
+
+    steps, epochs = values["steps"], values["epochs"]
+    if steps is None and epochs is None:
+        true = "Neither steps nor epochs is given, so nobody knows when it ends."
+        problems.append(Problem(f"Run {target}.", true, "--set steps=100, or --set epochs=1"))
+    if steps is not None and epochs is not None:
+        do = "--set epochs=none, or --set steps=none"
+        problems.append(Problem(f"steps = {steps} and epochs = {epochs}", "Only one of them can say when it ends.", do))
+
+    ranks, batch = values["virtual_ranks"], values["batch"]
+    if ranks > batch >= 1:
+        true = f"A batch of {batch} has {batch} samples, so at most {batch} shares."
+        do = f"--set virtual_ranks={batch}, or --set batch={ranks}"
+        problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
+    if size > ranks >= 1:
+        true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
+        # More virtual ranks are another computation, so that comes second, and with the batch they need.
+        more = f"--set virtual_ranks={size}" + (f" --set batch={size}" if size > batch else "")
+        do = f"unisono run {target} --ranks {ranks}, or (other bits): unisono run {target} --ranks {size} {more}"
+        problems.append(Problem(f"{size} processes", true, do))
+    return problems
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "steps": (1, float("inf")),
+    "epochs": (1, float("inf")),
+    "batch": (1, float("inf")),
+    "micro_batch": (1, float("inf")),
+    "virtual_ranks": (1, float("inf")),
+    "seed": (0, 2**64 - 1),  # keys are made of 64 bits
+    "threads": (1, float("inf")),
+    "checkpoint.every": (0, float("inf")),
+    "checkpoint.keep": (1, float("inf")),
+    "loader.workers": (0, float("inf")),
+    "loader.prefetch": (1, float("inf")),
+}
+
+
+def flatten(settings: Any) -> dict[str, Any]:
+    """Every value by its dotted name, in the order of the fields."""
+    return {entry.name: entry.default for entry in entries_of(type(settings), settings)}
+
+
+def mathematics(settings: Any) -> dict[str, Any]:
+    """The values that the result depends on, as JSON can hold them (a path as text, a tuple as a list, an Enum's name).
+
+    Everything a script adds is part of it, unless its field says `field(..., metadata={"mathematics": False})`.
+    """
+    return {e.name: plain(e.default) for e in entries_of(type(settings), settings) if e.mathematics}
+
+
+def explain(settings: Any, sources: Mapping[str, str]) -> str:
+    """TOML, one line a value with its source as a comment. It is a settings file too: `--settings` takes it."""
+    lines = [(f"{name} = {toml(value)}", sources[name]) for name, value in flatten(settings).items()]
+    width = min(40, max(len(line) for line, _ in lines))
+    return "".join(f"{line:{width}}  # {source}\n" for line, source in lines)
+
+
+def read(path: Path, cls: type | None = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values and sources that `explain` wrote to `path`, both by dotted name.
+
+    With `cls` values get their types again, and names that the class does not have are left out; without it they
+    are what TOML holds, and "none" is None. Raises SettingsError where the file is not such a file.
+    """
+    values = dict(_flat(_parsed(path)))
+    sources = {}
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        assignment, mark, source = line.rpartition("  # ")  # the comment is last, whatever a text value contains
+        if mark:
+            sources[assignment.partition(" = ")[0]] = source.strip()
+    if cls is None:
+        return {name: None if value == "none" else value for name, value in values.items()}, sources
+    hints = {entry.name: entry.hint for entry in entries_of(cls)}
+    try:
+        return {name: typed(hints[name], value) for name, value in values.items() if name in hints}, sources
+    except Misfit as misfit:
+        raise SettingsError(f"Read {path}", f"A value is not {misfit}.", "Give it a value of its type.") from misfit
+
+
+def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str = "") -> Iterator[Entry]:
+    """Every setting of a class, sections unfolded, in order. With an instance its values stand in for the defaults."""
+    for f, hint, default in _fields(cls, instance):
+        name = prefix + f.name
+        owner = next(base for base in cls.__mro__ if f.name in inspect.get_annotations(base))
+        origin = source or ("default" if owner in OURS else "script")
+        if _is_section(hint):
+            # A section that the script defines anew is the script's as a whole.
+            yield from entries_of(hint, default, name + ".", "script" if origin == "script" else "")
+        else:
+            about = ABOUT.get(name) or About(f.metadata.get("meaning", ""), f.metadata.get("mathematics", True))
+            yield Entry(name, hint, default, origin, about.mathematics, about.meaning)
+
+
+def _fields(cls: type, instance: Any = MISSING) -> Iterator[tuple[Field[Any], Any, Any]]:
+    """The fields that are settings: (field, type, value or default). A section's type is that of its default."""
+    hints = get_type_hints(cls)
+    for f in fields(cls):
+        if not f.init:
+            continue  # computed by the class itself
+        value: Any = f.default
+        factory: Any = f.default_factory
+        if instance is not MISSING:
+            value = getattr(instance, f.name)
+        elif factory is not MISSING:
+            value = factory()
+        hint = hints[f.name]
+        yield f, type(value) if _is_section(hint) and _is_section(type(value)) else hint, value
+
+
+def _is_section(hint: Any) -> TypeGuard[type]:
+    return isinstance(hint, type) and is_dataclass(hint)
+
+
+def _build(cls: type[T], values: Mapping[str, Any], prefix: str = "", default: Any = MISSING) -> T:
+    """An instance with these values."""
+    arguments = {}
+    for f, hint, value in _fields(cls, default):
+        name = prefix + f.name
+        arguments[f.name] = _build(hint, values, name + ".", value) if _is_section(hint) else values[name]
+    return cls(**arguments)
+
+
+def _put(
+    entries: Mapping[str, Entry],
+    values: dict[str, Any],
+    sources: dict[str, str],
+    problems: list[Problem],
+    name: str,
+    value: Any,
+    source: str,
+) -> None:
+    """One value from outside, into values and sources or into problems."""
+    from_text = source == "--set"
+    asked = f"--set {name}={value}" if from_text else f"{name} = {toml(value)} in {source}"
+
+    def line(name: str, value: Any = "VALUE") -> str:
+        return f"--set {name}={value}" if from_text else f"{name} = {value}"
+
+    if name in entries:
+        entry = entries[name]
+        try:
+            values[name], sources[name] = typed(entry.hint, value, text=from_text), source
+        except Misfit as misfit:
+            near = difflib.get_close_matches(str(value), [shown(choice) for choice in choices_of(entry.hint)], 1)
+            example = near[0] if near else _example(entry)
+            do = line(name, shown(example) if from_text else toml(example))
+            problems.append(Problem(asked, f"{name} takes {misfit}.", do))
+        return
+    inside = [other for other in entries if other.startswith(name + ".")]
+    if inside:
+        problems.append(Problem(asked, f"{name} is a section: it has {', '.join(inside)}.", line(inside[0])))
+        return
+    nearest = _nearest(name, entries)
+    if nearest:
+        do = line(nearest, value if from_text else toml(value))
+        problems.append(Problem(asked, f"There is no setting {name}; the nearest is {nearest}.", do))
+    else:
+        true = f"There is no setting {name}. There are {', '.join(entries)}."
+        problems.append(Problem(asked, true, "Choose one of them, or leave it out."))
+
+
+def _check_default(entry: Entry, problems: list[Problem]) -> None:
+    """The script's own default may be missing, or of another type than its annotation says."""
+    if entry.default is MISSING:
+        do = f"--set {entry.name}={example_of(entry)}"
+        problems.append(Problem(f"{entry.name} has no default", f"It takes {kind(entry.hint)}.", do))
+        return
+    try:
+        typed(entry.hint, entry.default)
+    except Misfit as misfit:
+        asked = f"{entry.name} = {shown(entry.default)} in the script"
+        do = f"Change the default of {entry.name}, or its type, in the script."
+        problems.append(Problem(asked, f"Its type says that it takes {misfit}.", do))
+
+
+def _nearest(name: str, names: Mapping[str, Any]) -> str | None:
+    """The known name that was probably meant: the same last part, or nearly the same letters."""
+    same_end = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = difflib.get_close_matches(name, names, 1, 0.6)
+    ends = {other.rpartition(".")[2]: other for other in names}
+    near_end = difflib.get_close_matches(name.rpartition(".")[2], ends, 1, 0.75)
+    return next(iter(same_end + near + [ends[end] for end in near_end]), None)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    """What a TOML file holds. Raises SettingsError."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        do = f"Check the path: you are in {Path.cwd()}."
+        raise SettingsError(f"--settings {file}", "There is no such file.", do) from None
+    except OSError as error:
+        raise SettingsError(f"--settings {file}", f"It cannot be read: {error.strerror}.", "Check the path.") from None
+    except UnicodeDecodeError:
+        do = "Save it as UTF-8 text, with lines like: batch = 64"
+        raise SettingsError(f"--settings {file}", "It is not UTF-8 text.", do) from None
+    except tomllib.TOMLDecodeError as error:
+        do = 'Write lines like: batch = 64, or name = "text"'
+        raise SettingsError(f"--settings {file}", f"It is not TOML: {error}.", do) from None
+
+
+def _lines_of(file: Path | None, entries: Mapping[str, Entry], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in the file; none without one, or when it cannot be read."""
+    if file is None:
+        return
+    try:
+        content = _parsed(file)
+    except SettingsError as error:
+        problems.extend(error.problems)
+        return
+    yield from _flat(content)
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested tables."""
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def example_of(entry: Entry) -> str:
+    """A value that the setting would take, as one types it after `--set key=`."""
+    return shown(_example(entry))
+
+
+def _example(entry: Entry) -> Any:
+    for candidate in (entry.default, *choices_of(entry.hint), 1, 0.1, True, "text", [1, 2], ["a", "b"]):
+        if candidate is not None and candidate is not MISSING:
+            try:
+                return typed(entry.hint, candidate)
+            except Misfit:
+                continue
+    return "VALUE"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    """1 step, 2 steps."""
+    return f"{count} {one if count == 1 else many or one + 's'}"

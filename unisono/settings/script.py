@@ -1,0 +1,127 @@
+"""A script's settings class, without running the script: so that a wrong request is told before any process starts.
+
+Only what a settings class is made of is executed: its dataclasses and enums without their methods, the constants they
+use, and the imports from the standard library that these need. The rest of the script, torch above all, is not touched.
+A script that gets its class in another way (imports it from a module of its own, computes it) is not understood here;
+then its own processes check the request.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+MODULES = {"__future__", "collections.abc", "dataclasses", "enum", "math", "pathlib", "typing", "unisono.settings"}
+OURS = {"Settings", "CheckpointSettings", "LoaderSettings"}  # other names of `unisono` would load torch
+CALLS = {"dataclass", "field", "auto", "Path", "tuple", "list", "int", "float", "str", "range", "len", "min", "max"}
+
+
+def settings_of(script: Path) -> type | None:
+    """The class that the script hands to `unisono.main`, made without running the script; None: not understood."""
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return None  # the script's own process says it best
+    wanted = _handed_to_main(tree)
+    if wanted is None:
+        return None
+    module = types.ModuleType(f"settings of {script.stem}")
+    module.__file__ = str(script)
+    sys.modules[module.__name__] = module  # dataclasses and typing look the names in annotations up there
+    late = any(isinstance(s, ast.ImportFrom) and s.module == "__future__" for s in tree.body)
+    flags = __future__.annotations.compiler_flag if late else 0
+    try:
+        for statement in tree.body:
+            kept = _harmless(statement)
+            try:
+                if kept is None:
+                    raise NotImplementedError
+                code = compile(ast.Module([kept], []), str(script), "exec", flags, dont_inherit=True)
+                exec(code, module.__dict__)
+            except Exception:
+                # Not for us, or made from something that was not for us. What it binds is unknown from here on.
+                for name in _bound(statement):
+                    module.__dict__.pop(name, None)
+        found = eval(compile(ast.Expression(wanted), str(script), "eval", dont_inherit=True), module.__dict__)
+        typing.get_type_hints(found)  # an annotation may name what is not there
+    except Exception:
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _handed_to_main(tree: ast.Module) -> ast.expr | None:
+    """The expression for the class in the script's one call of `unisono.main(main, Settings)`."""
+    modules, functions = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == "unisono"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "unisono":
+            functions |= {alias.asname or alias.name for alias in node.names if alias.name == "main"}
+    calls = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if (isinstance(called, ast.Name) and called.id in functions) or (
+                isinstance(called, ast.Attribute)
+                and called.attr == "main"
+                and isinstance(called.value, ast.Name)
+                and called.value.id in modules
+            ):
+                calls.append(node)
+    if len(calls) != 1:
+        return None
+    handed = [*calls[0].args[1:], *(keyword.value for keyword in calls[0].keywords)]
+    if len(handed) != 1 or not isinstance(handed[0], ast.Name | ast.Attribute):
+        return None
+    return handed[0]
+
+
+def _harmless(statement: ast.stmt) -> ast.stmt | None:
+    """The part of a statement that only makes classes, constants and names; None: nothing of it."""
+    if isinstance(statement, ast.Import):
+        names = [alias for alias in statement.names if alias.name in MODULES or alias.name == "unisono"]
+        return ast.copy_location(ast.Import(names), statement) if names else None
+    if isinstance(statement, ast.ImportFrom):
+        if statement.module == "unisono" and statement.level == 0:
+            names = [alias for alias in statement.names if alias.name in OURS]
+            kept = ast.ImportFrom("unisono", names, 0)
+            return ast.copy_location(kept, statement) if names else None
+        return statement if statement.module in MODULES and statement.level == 0 else None
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return statement if _quiet(statement) else None
+    if isinstance(statement, ast.ClassDef):
+        fields = [s for s in statement.body if not isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
+        kept_class = ast.ClassDef(statement.name, statement.bases, [], fields or [ast.Pass()], statement.decorator_list)
+        named = all(isinstance(s, ast.Assign | ast.AnnAssign | ast.Expr | ast.Pass) for s in fields)
+        if named and not statement.keywords and _quiet(kept_class):
+            return ast.fix_missing_locations(ast.copy_location(kept_class, statement))
+    return None
+
+
+def _quiet(node: ast.AST) -> bool:
+    """Does it only make values? Calls are allowed by name: dataclasses, fields, paths, and the script's own classes."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Call):
+            name = inner.func.id if isinstance(inner.func, ast.Name) else getattr(inner.func, "attr", "")
+            if name not in CALLS and not name[:1].isupper():  # a class of the script: only a harmless one is there
+                return False
+        elif isinstance(inner, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+            return False
+    return True
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement may give another value."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]

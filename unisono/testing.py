@@ -1,0 +1,105 @@
+"""Real processes in the time of a unit test: run a function on N ranks and get each one's value, or the traceback.
+
+A fork server with torch loaded once makes a rank cost a fork instead of an import; ranks meet in a file store, so there
+is no port to collide on; a deadline ends a hang and prints every rank's stack.
+
+    def sums(world):                                    # module-level, so that the ranks can import it
+        with unisono.world.start.group(world) as group:
+            return group.sum_(torch.tensor([1.0])).item()
+
+    assert run_ranks(sums, 3) == [3.0, 3.0, 3.0]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from unisono.env import World
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.checkpoint", "unisono.train.run"])
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> list[Any]:
+    """[function(world, *args) of rank 0, ...]; `function` joins the group itself, if it wants one.
+
+    Raises AssertionError with a rank's own traceback when one fails or dies, and TimeoutError after `seconds`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes: list[BaseProcess] = []
+        ends: dict[Any, int] = {}
+        for rank in range(size):
+            world = World(
+                rank=rank, size=size, local_rank=rank, local_size=size, store=f"file://{folder}/store", launcher="test"
+            )
+            mine, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(target=_rank, args=(function, world, theirs, args, seconds), daemon=False)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ends[mine] = rank
+        results: dict[int, Any] = {}
+        try:
+            _collect(results, ends, processes, size, time.monotonic() + seconds, seconds)
+        finally:
+            for process in processes:
+                process.join(5 if len(results) == size else 0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+        return [results[rank] for rank in range(size)]
+
+
+def _collect(
+    results: dict[int, Any],
+    ends: dict[Any, int],
+    processes: list[BaseProcess],
+    size: int,
+    deadline: float,
+    seconds: float,
+) -> None:
+    open_ends = dict(ends)
+    try:
+        while open_ends:
+            ready = wait(list(open_ends), timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(open_ends.values())} of {size} still run after {seconds:g} s")
+            for end in ready:
+                rank = open_ends.pop(end)
+                assert isinstance(end, Connection)
+                try:
+                    value, error = end.recv()
+                except EOFError:
+                    processes[rank].join(5)
+                    raise AssertionError(
+                        f"rank {rank} of {size} died with exit code {processes[rank].exitcode}"
+                    ) from None
+                if error:
+                    raise AssertionError(f"rank {rank} of {size} failed:\n{error}")
+                results[rank] = value
+    finally:
+        for end in ends:
+            end.close()
+
+
+def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tuple[Any, ...], seconds: float) -> None:
+    import torch
+
+    faulthandler.dump_traceback_later(max(seconds - 1.0, 0.5), exit=False)
+    torch.set_num_threads(1)
+    try:
+        pipe.send((function(world, *args), None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        pipe.close()

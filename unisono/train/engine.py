@@ -1,0 +1,232 @@
+"""The engine behind `run.steps`: fetches, seeds, exchanges, and tells what does not fit. One for each run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.data.loader import Loader, Schedule
+from unisono.data.seeding import seed_everything
+from unisono.errors import DataError, LoopError
+from unisono.exchange import Exchange, build_exchange
+from unisono.score.keys import BODY, mix
+from unisono.score.order import Order, Place
+from unisono.train.table import LOSS, Table
+
+if TYPE_CHECKING:
+    from unisono.settings import Settings
+    from unisono.train.step import Step
+    from unisono.world.collectives import Group
+
+
+class Engine:
+    """What a step needs from the run, in one place."""
+
+    exchange: Exchange
+
+    def __init__(
+        self,
+        settings: Settings,
+        group: Group,
+        order: Order,
+        loader: Loader,
+        schedule: Schedule,
+        modules: Sequence[torch.nn.Module],
+        names: dict[int, str],
+        last: int,
+    ) -> None:
+        self.settings, self.group, self.order = settings, group, order
+        self.schedule, self.modules, self.names, self.last = schedule, modules, names, last
+        self.table = Table(order.virtual_ranks, group)
+        self.seen_backward = False
+        self.asked = {"stop": False, "leave": False}
+        self.agreed = {"stop": False, "leave": False}
+        self.steppers: list[Any] = []
+        self.params: list[torch.nn.Parameter] = []
+        self._buffers: list[tuple[str, torch.Tensor]] = []
+        self._versions: list[int] = []
+        self._signature: tuple[bool, ...] = ()
+        self._batches = iter(loader)
+        self._body_key = mix(order.seed, BODY)
+        self._token = torch.zeros(1, device=group.device)
+
+    # -- a step
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Place, Any, bool]]:
+        """(place, batch, is it this process's last of the step) for every micro-batch of this process in `step`."""
+        self._build_exchange()
+        spans = self.schedule.at(step)
+        pieces = {v: len(self.order.micro_bounds(step, v)) for v in range(*spans[self.group.rank])}
+        self.exchange.begin(spans, pieces)
+        self._versions = [buffer._version for _, buffer in self._buffers]
+        for left in range(sum(pieces.values()), 0, -1):
+            try:
+                place, batch = next(self._batches)
+            except StopIteration:
+                raise DataError(
+                    f"Step {step} was asked for its micro-batches.", "The data set ended early.", "check its __len__."
+                ) from None
+            assert place.step == step
+            yield place, batch, left == 1
+
+    def before_body(self, place: Place, last: bool) -> None:
+        """Seed for the body of the loop, and let the exchange place p.grad."""
+        seed_everything(mix(self._body_key, *place), self.group.device)
+        self.exchange.enter(place.virtual_rank, last=last)
+
+    def meet(self, step: Step) -> dict[str, tuple[float, float]]:
+        """The step's sums over all processes; when it returns, p.grad is the mean gradient everywhere."""
+        exchange, several = self.exchange, self.group.size > 1
+        exchange.launch()
+        self._check_buffers(step)
+        self.seen_backward = True
+        totals = self.table.meet({**self.asked, "unused": not all(exchange.used)})
+        self.agreed = {flag: totals.flags[flag] > 0 for flag in self.asked}
+        self._check_totals(step, *totals.sums.get(LOSS, (0.0, 0.0)), totals.losses)
+        exchange.finish(totals.sums[LOSS][1])
+        if totals.flags["unused"]:
+            used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
+            exchange.drop([bool(u) for u in self.group.max_(used).tolist()])
+        if several:  # nobody finishes this unless everybody holds the whole gradient
+            self.group.sum_(self._token)
+        exchange.commit()
+        return totals.sums
+
+    def _build_exchange(self) -> None:
+        """The exchange over the parameters that train now; a new one when some were frozen or unfrozen."""
+        everything = list({id(p): p for m in self.modules for p in m.parameters()}.values())
+        signature = tuple([p.requires_grad for p in everything])
+        if signature == self._signature:
+            return
+        if not any(signature):
+            raise LoopError(
+                "run.steps was asked for a step.",
+                f"{len(self.modules)} models were placed, and none of their parameters needs a gradient.",
+                "place the model that trains: model = run.place(lambda: Net()).",
+            )
+        if self._signature:
+            self.exchange.close()
+        self._signature = signature
+        self.params = [p for p in everything if p.requires_grad]
+        self._buffers = [(name, b) for m in self.modules for name, b in m.named_buffers()]
+        self.exchange = build_exchange(self.settings.exchange, self.params, self.order.virtual_ranks, self.group)
+
+    # -- what does not fit
+
+    def check_first_loss(self, loss: torch.Tensor, mean: bool) -> None:
+        """The first step's losses are looked at closely: the mistakes that are made are made in every step."""
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise LoopError(
+                "step.backward was given a loss that is not one number.",
+                f"It is {shape}.",
+                'sum it: loss.sum(), or reduction="sum".',
+            )
+        if not loss.requires_grad:
+            raise LoopError(
+                "step.backward was given a loss without a graph.",
+                "It does not depend on any parameter that needs a gradient.",
+                "look for torch.no_grad, .detach(), .item() or frozen parameters between the model and the loss.",
+            )
+        found = None if mean else _visible_mean(loss.grad_fn)
+        if found:
+            raise LoopError(
+                "step.backward was given a loss that is a mean.",
+                f"It was made by {found}; the step needs a sum, to divide by the total weight itself.",
+                'use reduction="sum" and weight=<how many it sums>, or say step.backward(loss, weight, mean=True).',
+            )
+
+    def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> None:
+        if not weight > 0:
+            raise LoopError(
+                f"Step {step.number} was to be divided by its total weight.",
+                f"The total weight of its {step.samples} samples over all processes is {weight:g}"
+                + (", since no round called step.backward." if weight == 0 else "."),
+                "call step.backward(loss, weight) in `for batch in step:` with a weight above 0 in some round.",
+            )
+        if not math.isfinite(loss):
+            bad = [v for v, row in enumerate(losses) if not math.isfinite(row)]
+            raise LoopError(
+                f"Step {step.number} has a loss of {loss}.",
+                f"It comes from virtual rank {bad[0]} of {self.order.virtual_ranks}"
+                f" (samples {self._samples(step.number, bad[0])}).",
+                "look at these samples, lower the learning rate, or clip the gradient (--set clip=1.0).",
+            )
+
+    def _samples(self, step: int, virtual_rank: int) -> str:
+        samples = [i for micro_batch in self.order.micro_batches(step, virtual_rank) for i in micro_batch]
+        return ", ".join(map(str, samples[:8])) + (f", ... {len(samples)} in all" if len(samples) > 8 else "")
+
+    def check_finite(self, step: Step) -> None:
+        """Refuse a gradient that is not finite, naming the first parameter that has it."""
+        if self.exchange.finite():
+            return
+        for p in self.params:
+            if p.grad is not None and not torch.isfinite(p.grad).all():
+                raise LoopError(
+                    f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
+                    f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has "
+                    f"{int((~torch.isfinite(p.grad)).sum())} such elements.",
+                    "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
+                )
+
+    def know(self, optimizer: Any) -> None:
+        """Look at an optimizer when it is first stepped: can it step here, and does it hold parameters of the run?"""
+        if any(known is optimizer for known in self.steppers):
+            return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise LoopError(
+                "step.update was given LBFGS.",
+                "It calls a closure several times a step, and a step here is one gradient.",
+                "use an optimizer that takes no closure.",
+            )
+        ours = {id(p) for p in self.params}
+        strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in ours]
+        if strange:
+            raise LoopError(
+                f"step.update was given {type(optimizer).__name__}.",
+                f"{len(strange)} of its parameters belong to no placed model, so their gradients would not be "
+                f"exchanged; the first has shape {tuple(strange[0].shape)}.",
+                "make every model that trains with run.place, and the optimizer from the model it returns.",
+            )
+        self.steppers.append(optimizer)
+
+    def know_schedule(self, schedule: Any) -> None:
+        """Look at a schedule when it is first stepped."""
+        if any(known is schedule for known in self.steppers):
+            return
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise LoopError(
+                "step.update was given ReduceLROnPlateau.",
+                "It needs a metric, which step.update does not have.",
+                "call schedule.step(metric) yourself, with a value that is the same on every process (run.evaluate's is).",
+            )
+        self.steppers.append(schedule)
+
+    def _check_buffers(self, step: Step) -> None:
+        """A buffer that forward changes is state outside the tree. With one virtual rank that is plain torch."""
+        if self.order.virtual_ranks == 1 or self._versions == [buffer._version for _, buffer in self._buffers]:
+            return
+        for (name, buffer), before in zip(self._buffers, self._versions, strict=True):
+            if buffer._version != before:
+                raise LoopError(
+                    f"The forward pass of step {step.number} changed the buffer {name}, of shape {tuple(buffer.shape)}.",
+                    f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
+                    "buffers that change (batch norm's running statistics) are not carried yet.",
+                    "use a norm without running statistics (GroupNorm, LayerNorm), or --set virtual_ranks=1.",
+                )
+
+
+def _visible_mean(node: Any, depth: int = 8) -> str | None:
+    """The name of the operator that made a loss a mean, where it shows: at its end, or in a term of a sum."""
+    if node is None or depth == 0:
+        return None
+    name = node.name().removesuffix("0").removesuffix("Backward")
+    if name.startswith("Mean") or getattr(node, "_saved_reduction", None) == 1:
+        return f"{name}, whose reduction is 'mean'"
+    if name.startswith(("Add", "Sub", "ToCopy", "View", "Squeeze", "Reshape")):
+        return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
+    return None

@@ -1,0 +1,112 @@
+"""Evaluation: every sample once, on any number of processes, with the bits of one.
+
+The data set is cut into micro-batches whose shape depends on the settings alone. Each process computes a stretch of
+them and writes their sums into its rows of a table; everybody adds the rows up in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from unisono.data.loader import Collate, Loader, Schedule, length_of
+from unisono.data.seeding import seed_everything
+from unisono.errors import LoopError
+from unisono.score.keys import EVALUATE, mix
+from unisono.score.order import Order, deal
+from unisono.score.tree import chain
+from unisono.settings import Settings
+from unisono.world.collectives import Group
+
+Measure = Callable[..., Any]
+Forward = Callable[[torch.nn.Module, Any], Any]
+
+
+def evaluate(
+    model: torch.nn.Module,
+    data: Any,
+    measure: Measure,
+    *,
+    settings: Settings,
+    group: Group,
+    forward: Forward | None = None,
+    collate: Collate | None = None,
+) -> dict[str, float]:
+    """See Run.evaluate."""
+    length = length_of(data, "The data set of run.evaluate")
+    size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
+    # one "step" per micro-batch, on one virtual rank: the order is the data's own
+    order = Order(length=length, batch=size, virtual_ranks=1, seed=mix(settings.seed, EVALUATE), shuffle=False)
+    first, last = deal(order.steps_per_epoch, group.size, group.rank)
+    loader = Loader(
+        data,
+        order,
+        Schedule(((0, 1),)),
+        rank=0,
+        first=first,
+        last=last,
+        device=group.device,
+        collate=collate,
+        workers=settings.loader.workers,
+        prefetch=settings.loader.prefetch,
+        threads=settings.threads,
+    )
+    rows: dict[str, list[tuple[int, float, float]]] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for place, batch in loader:
+                seed_everything(mix(order.seed, *place), group.device)
+                output = (forward or call)(model, batch)
+                for name, (total, weight) in _named(measure, measure(output, *_parts(batch))).items():
+                    rows.setdefault(name, []).append((place.step, float(total), float(weight)))
+    finally:
+        model.train(was_training)
+    return _fold(rows, order.steps_per_epoch, group)
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """How a batch goes into a model unless the user says otherwise: its first part, or a mapping by name."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+def _parts(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+
+
+def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:
+    name = getattr(measure, "__name__", "value")
+    named = result if isinstance(result, Mapping) else {name: result}
+    for key, pair in named.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise LoopError(
+                f"run.evaluate asked {name} for its sum over a batch.",
+                f"It returned {type(pair).__name__}" + (f" for {key!r}." if named is result else "."),
+                "return (sum, weight), for instance (correct.sum(), correct.numel()), or a dict of such pairs.",
+            )
+    return named
+
+
+def _fold(rows: dict[str, list[tuple[int, float, float]]], count: int, group: Group) -> dict[str, float]:
+    names = sorted({name for everybody in group.gather(sorted(rows)) for name in everybody})
+    table = torch.zeros(len(names), 2, count, dtype=torch.float64)
+    for i, name in enumerate(names):
+        for row, total, weight in rows.get(name, []):
+            table[i, 0, row], table[i, 1, row] = total, weight
+    table = group.sum_(table.to(group.device)).cpu()
+    result = {}
+    for name, (totals, weights) in zip(names, table.tolist(), strict=True):
+        weight = chain(weights)
+        if not weight > 0:
+            raise LoopError(
+                f"run.evaluate was to divide {name} by its total weight.",
+                f"The total weight of {count} micro-batches is {weight:g}.",
+                "return (sum, weight) with a weight above 0 for some batch.",
+            )
+        result[name] = chain(totals) / weight
+    return result

@@ -1,0 +1,76 @@
+"""What a run's bits depend on: its mathematics, and the machine it computes on. Compared between processes and at resume."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono import __version__, env
+from unisono.errors import Problem, WorldError
+from unisono.world.collectives import Group
+
+ENVIRONMENT = ("torch", "numpy", "device", "instruction_set", "threads")
+"""Fields of the environment that bits depend on (measured; see LOG.md). `threads` is a setting as well."""
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The facts about this process's machine that belong in environment.json."""
+    return {
+        "unisono": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "variables": env.variables(("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY")),
+    }
+
+
+def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str) -> tuple[list[Problem], list[str]]:
+    """How two identities differ: the problems, and in words the changes that were accepted.
+
+    Both are flat: settings of the mathematics by their names, and the fields of ENVIRONMENT.
+    """
+    problems, changes = [], []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if name in accepted:
+            changes.append(f"{name} from {old} to {new}")
+        else:
+            problems.append(
+                Problem(
+                    f"The run was to be resumed with {name} = {new}.",
+                    f"It was begun with {name} = {old}, and the result depends on it.",
+                    f"{command} --accept-change {name}, or go on with {name} = {old}.",
+                )
+            )
+    return problems, changes
+
+
+def agree(group: Group, mine: dict[str, Any]) -> list[str]:
+    """What differs between the processes, in words: their bits can then not be promised. Threads must be equal."""
+    everybody = group.gather({name: mine[name] for name in ENVIRONMENT})
+    differences = []
+    for name in ENVIRONMENT:
+        values = [facts[name] for facts in everybody]
+        if len(set(values)) > 1:
+            by_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values) if values.index(value) == rank)
+            if name == "threads":
+                raise WorldError(
+                    "The processes of a run must use the same number of threads.",
+                    f"They use {by_rank}.",
+                    "leave torch.set_num_threads to the setting `threads`.",
+                )
+            differences.append(f"{name} differs between processes: {by_rank}")
+    return differences

@@ -1,0 +1,353 @@
+"""The run: the verbs of a training script. The loop itself belongs to the script."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from unisono import phases
+from unisono.checkpoint.load import Checkpoint
+from unisono.data.loader import Collate, Loader, Schedule, length_of
+from unisono.data.seeding import seed_everything
+from unisono.errors import LoopError, SettingsError
+from unisono.exchange import promise_of
+from unisono.score.keys import INIT, mix
+from unisono.score.order import Order
+from unisono.score.placement import Spans, place_evenly
+from unisono.settings import Settings
+from unisono.train.engine import Engine
+from unisono.train.evaluate import Forward, Measure, evaluate
+from unisono.train.state import State
+from unisono.train.step import Step
+from unisono.watch.clock import Clock
+from unisono.watch.progress import Progress
+from unisono.watch.timeline import Timeline
+
+if TYPE_CHECKING:
+    from unisono.env import World
+    from unisono.world.collectives import Group
+
+S = TypeVar("S", bound=Settings)
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+class Stopped(BaseException):
+    """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
+
+
+class Run(Generic[S]):
+    """A training run, as its script sees it.
+
+    settings  the script's settings, as they are in this run
+    rank      this process, 0 to size - 1
+    size      how many processes there are
+    device    where this process computes
+    dir       the run directory
+    """
+
+    def __init__(
+        self,
+        settings: S,
+        *,
+        world: World,
+        group: Group,
+        run_dir: Path,
+        identity: Mapping[str, Any],
+        resumed: Checkpoint | None,
+        output: Any,
+    ) -> None:
+        self.settings, self.world, self.dir = settings, world, run_dir
+        self.rank, self.size, self.device = group.rank, group.size, group.device
+        self.steps_done = resumed.steps if resumed else 0
+        self.results: dict[str, Any] = {}
+        self.changes: list[dict[str, Any]] = list(resumed.about["changes"]) if resumed else []
+        self._group = group
+        self._identity = dict(identity)
+        self._state = State(run_dir, group, resumed)
+        self._modules: list[torch.nn.Module] = []
+        self._names: dict[int, str] = {}
+        self._total_steps = settings.steps
+        self._engine: Engine | None = None
+        self._output = output
+        self._logged: dict[str, Any] = {}
+        self._leave = False
+        self._began: float | None = None
+        self._samples_here = 0
+        self.clock = Clock()
+        self._progress: Progress | None = None
+        self._timeline: Timeline | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Is this the process that speaks for all?"""
+        return self.rank == 0
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run. With `epochs` it is known once the data is: call count_steps(data) first."""
+        if self._total_steps is None:
+            raise SettingsError(
+                "run.total_steps was asked for.",
+                f"The settings say epochs={self.settings.epochs}, and no data set has been seen yet.",
+                "run.count_steps(train_set) tells, and run.total_steps knows it from then on.",
+            )
+        return self._total_steps
+
+    def count_steps(self, data: Any) -> int:
+        """Optimizer steps of the whole run over this data set."""
+        if self._total_steps is None:
+            assert self.settings.epochs is not None
+            self._total_steps = self.settings.epochs * -(-length_of(data, "The training set") // self.settings.batch)
+        return self._total_steps
+
+    # -- before the loop
+
+    def place(self, model: Callable[[], Module] | Module) -> Module:
+        """Put a model where it trains, and give every process the same weights; returns the model.
+
+        model  a function that builds it (it runs under the run's seed), or a ready module (rank 0's weights are taken)
+        """
+        if not isinstance(model, torch.nn.Module):
+            seed_everything(mix(self.settings.seed, INIT, len(self._modules)), self.device)
+            model = model()
+        placed = model.to(self.device)
+        self._group.share_([*placed.parameters(), *placed.buffers()])
+        self._names |= {id(p): name for name, p in placed.named_parameters()}
+        self._modules.append(placed)
+        return placed
+
+    def track(self, **things: Any) -> None:
+        """Name what a resume needs: models, optimizers, schedules, anything with state_dict and load_state_dict.
+
+        Call it before the loop. If the run is resumed, the state of the newest whole checkpoint is loaded here.
+        """
+        self._state.track(**things)
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """A block that one process on each host enters before the others, for what is made or fetched once."""
+        ahead = self.world.local_rank == 0
+        if not ahead:
+            self._group.barrier()
+        yield
+        if ahead:
+            self._group.barrier()
+
+    # -- the loop
+
+    def steps(self, data: Any, *, shuffle: bool = True, collate_fn: Collate | None = None) -> Iterator[Step]:
+        """The steps of the run over a map-style data set, from where it stands to its end.
+
+        data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate
+        shuffle     False: every epoch walks the data in its own order
+        collate_fn  a list of samples -> a batch
+
+        Between two steps checkpoints are written and signals are heard. Raises DataError for an empty data set, and
+        LoopError where the contract of the loop is broken (see Step).
+        """
+        if self._engine is not None:
+            raise LoopError(
+                "run.steps was called twice.",
+                "A run is one sequence of steps, numbered through.",
+                "give the number of epochs (--set epochs=3) instead of calling it once an epoch.",
+            )
+        settings = self.settings
+        length = length_of(data, "The training set")
+        last = self.count_steps(data)
+        self._identity["length"] = length
+        self._check_length(length)
+        order = Order(
+            length=length,
+            batch=settings.batch,
+            virtual_ranks=settings.virtual_ranks,
+            micro_batch=settings.micro_batch,
+            seed=settings.seed,
+            shuffle=shuffle,
+        )
+        schedule = Schedule(place_evenly(settings.virtual_ranks, self.size))
+        self._loader = Loader(
+            data,
+            order,
+            schedule,
+            rank=self.rank,
+            first=self.steps_done,
+            last=last,
+            device=self.device,
+            collate=collate_fn,
+            workers=settings.loader.workers,
+            prefetch=settings.loader.prefetch,
+            threads=settings.threads,
+        )
+        self._engine = Engine(
+            settings, self._group, order, self._loader, schedule, self._modules, self._names, last
+        )
+        return self._steps(self._engine)
+
+    def _steps(self, engine: Engine) -> Iterator[Step]:
+        self._begin_watching(engine)
+        first = self.steps_done
+        every = self.settings.checkpoint.every
+        for number in range(first, engine.last):
+            step = Step(engine, number)
+            engine.asked["leave"] = self._leave
+            yield step
+            step.finish()
+            if number == first:
+                self._state.check_whole(self._modules, engine.steppers)
+            self.steps_done = number + 1
+            self._samples_here += step.samples
+            self._watch(step)
+            if engine.agreed["leave"]:
+                self._save()
+                raise Stopped
+            if engine.agreed["stop"]:
+                break
+            if every and self.steps_done % every == 0 and self.steps_done < engine.last:
+                self._save()
+        if self._state.saved_after != self.steps_done:
+            self._save()
+
+    def stop(self) -> None:
+        """End the loop after the next step, on every process; one process asking is enough."""
+        if self._engine is not None:
+            self._engine.asked["stop"] = True
+
+    def leave(self) -> None:
+        """A signal came: save and leave after the step under way."""
+        self._leave = True
+        if self._engine is not None:
+            self._engine.asked["leave"] = True
+
+    def deal(self, spans: Spans) -> int:
+        """Deal the virtual ranks anew (spans[r] is what process r computes); returns the first step it holds for.
+
+        Every process must call it between the same two steps. What has been fetched ahead is still computed where it
+        was fetched, so nobody waits. The result does not change by a bit.
+        """
+        assert self._engine is not None
+        horizon = torch.tensor([self._loader.horizon], device=self.device)
+        first = int(self._group.max_(horizon).item())
+        self._engine.schedule.change(first, spans)
+        return first
+
+    # -- what comes out
+
+    def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
+        """Record values of this step: they go into the timeline, the progress line and, the last ones, result.json."""
+        for name, value in {**(values or {}), **named}.items():
+            self._logged[name] = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        self.results.update(self._logged)
+
+    def print(self, *values: Any) -> None:
+        """Print on the main process only, without disturbing the progress line."""
+        if self.is_main:
+            text = " ".join(map(str, values))
+            if self._progress is not None:
+                self._progress.note(text)
+            else:
+                print(text, file=self._output, flush=True)
+
+    def evaluate(
+        self,
+        model: torch.nn.Module,
+        data: Any,
+        measure: Measure,
+        *,
+        forward: Forward | None = None,
+        collate_fn: Collate | None = None,
+    ) -> dict[str, float]:
+        """The mean of a measure over a data set: every sample once, on any number of processes, with the same bits.
+
+        measure  measure(output, *batch) -> (sum, weight), named after the function; or a dict of such pairs
+        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
+
+        In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
+        """
+        with phases.phase("evaluate"):
+            return evaluate(
+                model, data, measure, settings=self.settings, group=self._group, forward=forward, collate=collate_fn
+            )
+
+    # -- watching and saving
+
+    def _begin_watching(self, engine: Engine) -> None:
+        seen = _samples(engine.order, self.steps_done)
+        self._timeline = Timeline(self.dir / "timeline" / f"rank-{self.rank}.jsonl", note=self.print)
+        if self._state.resumed is not None:
+            self._timeline.resumed(self.steps_done)
+        if self.is_main:
+            self._progress = Progress(self._output, self.world.terminal, engine.last, self.steps_done, seen)
+        self._began = time.perf_counter()
+        self.clock.start()
+
+    def _watch(self, step: Step) -> None:
+        assert self._timeline is not None
+        self._timeline.step(step.number, self.clock.lap(), step.loss, self._logged or None)
+        self.results["loss"] = step.loss
+        if self._progress is not None:
+            self._progress.update(self.steps_done, step.loss, step.samples, self.clock, self._logged or None)
+        if self._logged:
+            self._logged = {}
+
+    def _save(self) -> None:
+        about = {"identity": self._identity, "changes": self.changes}
+        self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
+
+    def _check_length(self, length: int) -> None:
+        resumed = self._state.resumed
+        before = resumed.about["identity"].get("length", length) if resumed else length
+        if before != length and not any(change["field"] == "length" for change in self.changes):
+            raise SettingsError(
+                f"The run was to be resumed with {length} samples of training data.",
+                f"It was begun with {before}, and the order of all samples depends on it.",
+                "resume with the same data set, or add --accept-change length.",
+            )
+
+    def promise(self) -> tuple[str, str]:
+        """What is promised of this run's result, and why."""
+        if self.changes:
+            what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in self.changes)
+            first = min(c["step"] for c in self.changes)
+            return f"exact until step {first}", f"then accepted: {what}"
+        return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+
+    def result(self) -> dict[str, Any]:
+        """What goes into result.json."""
+        seconds = 0.0 if self._began is None else time.perf_counter() - self._began
+        promise, reason = self.promise()
+        order = self._engine.order if self._engine else None
+        return {
+            **{name: value for name, value in self.results.items() if isinstance(value, (int, float, str, bool))},
+            "steps": self.steps_done,
+            "samples": _samples(order, self.steps_done) if order else 0,
+            "seconds": round(seconds, 3),
+            "samples_per_second": round(self._samples_here / seconds, 2) if seconds else 0.0,
+            "ranks": self.size,
+            "virtual_ranks": self.settings.virtual_ranks,
+            "promise": promise,
+            "reason": reason,
+            "weights_sha256": self._state.fingerprint() if self._state.models else None,
+            "stopped": order is not None and self._engine is not None and self.steps_done < self._engine.last,
+            "phases": {name: round(s, 3) for name, s in self.clock.seconds.items()},
+        }
+
+    def close(self) -> None:
+        """Stop watching: the last progress line, and the timeline on disk."""
+        self.clock.stop()
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
+        if self._timeline is not None:
+            self._timeline.close()
+
+
+def _samples(order: Order, steps: int) -> int:
+    """Samples in the first `steps` steps of an order."""
+    epochs, rest = divmod(steps, order.steps_per_epoch)
+    return epochs * order.length + min(rest * order.batch, order.length)
+

@@ -1,0 +1,108 @@
+"""The state of a run: what is tracked, how it is saved between two steps, and how a resume finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono import phases
+from unisono.checkpoint import load as loading
+from unisono.checkpoint.save import save
+from unisono.errors import CheckpointError
+from unisono.world.collectives import Group
+
+
+class State:
+    """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
+
+    def __init__(self, run_dir: Path, group: Group, resumed: loading.Checkpoint | None) -> None:
+        self.run_dir, self.group, self.resumed = run_dir, group, resumed
+        self.tracked: dict[str, Any] = {}
+        self.saved_after: int | None = resumed.steps if resumed else None
+
+    @property
+    def models(self) -> dict[str, torch.nn.Module]:
+        return {name: thing for name, thing in self.tracked.items() if isinstance(thing, torch.nn.Module)}
+
+    def track(self, **things: Any) -> None:
+        """See Run.track."""
+        for name, thing in things.items():
+            if name in self.tracked:
+                raise CheckpointError(
+                    f"run.track was given {name!r} twice.", "Each name is one thing in a checkpoint.", "rename one of them."
+                )
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise CheckpointError(
+                    f"run.track was given {name!r}, a {type(thing).__name__}.",
+                    "It has no state_dict() and load_state_dict().",
+                    "give it both, or track what it holds.",
+                )
+            self.tracked[name] = thing
+            if self.resumed is not None:
+                self._restore(name, thing, self.resumed)
+
+    def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
+        if name not in checkpoint.states:
+            raise CheckpointError(
+                f"{name!r} was to be resumed from {checkpoint.path}.",
+                f"That holds {', '.join(sorted(checkpoint.states)) or 'nothing'}.",
+                f"track the same names as the run that saved it, or start anew in another --run-dir.",
+            )
+        try:
+            thing.load_state_dict(checkpoint.states[name])
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
+                f"Its state does not fit: {error}",
+                "resume with the script that began the run, or start anew in another --run-dir.",
+            ) from error
+
+    def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
+        """After the first step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
+        covered = {id(p) for model in self.models.values() for p in model.parameters()}
+        forgotten = [m for m in placed if any(id(p) not in covered for p in m.parameters())]
+        forgotten += [s for s in steppers if hasattr(s, "state_dict") and not any(s is t for t in self.tracked.values())]
+        missing = set(self.resumed.states) - set(self.tracked) if self.resumed else set()
+        if missing:
+            raise CheckpointError(
+                f"The run resumed from {self.resumed.path if self.resumed else ''}.",
+                f"It holds {', '.join(sorted(missing))} as well, which this run does not track.",
+                "track the same names as the run that saved it.",
+            )
+        if forgotten:
+            names = [type(thing).__name__ for thing in forgotten]
+            words = ", ".join(f"{_word(thing)}=..." for thing in forgotten)
+            raise CheckpointError(
+                "The first step is done, and its state was to be checked for the checkpoints.",
+                f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} part of it but not tracked: "
+                "a resume would silently start that anew.",
+                f"run.track({words}) before the loop.",
+            )
+
+    def save(self, steps: int, about: dict[str, Any], keep: int) -> None:
+        """Write a checkpoint after `steps` steps. Every process must call it; all raise if it cannot be written."""
+        with phases.phase("checkpoint"):
+            problem = None
+            if self.group.rank == 0:
+                states = {name: thing.state_dict() for name, thing in self.tracked.items()}
+                try:
+                    save(self.run_dir, steps, states, {**about, "models": sorted(self.models)}, keep)
+                except CheckpointError as error:
+                    problem = list(error.problems[0])
+            problem = self.group.share(problem)
+            if problem is not None:
+                raise CheckpointError(*problem)
+            self.saved_after = steps
+
+    def fingerprint(self) -> str:
+        """sha256 over the tracked models' weights and buffers."""
+        return loading.fingerprint_of({name: model.state_dict() for name, model in self.models.items()})
+
+
+def _word(thing: Any) -> str:
+    if isinstance(thing, torch.nn.Module):
+        return "model"
+    return "optimizer" if hasattr(thing, "zero_grad") else "schedule"

@@ -1,0 +1,243 @@
+"""One optimizer step, as the loop sees it. This file is the contract of the loop; docs/loop.md tells it in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono import phases
+from unisono.errors import LoopError
+from unisono.score.order import Place
+from unisono.train.table import LOSS
+
+if TYPE_CHECKING:
+    from unisono.train.engine import Engine
+
+FROM_SETTINGS: Any = type("FromSettings", (), {"__repr__": lambda _: "the setting"})()
+
+
+class Step:
+    """One step: iterate over it once, call `backward` once in each round, then `update`.
+
+    number   of the step, from 0
+    epoch    that it belongs to, from 0
+    samples  in its global batch, over all processes
+    """
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self._engine = engine
+        self.number = number
+        self.epoch = engine.order.epoch(number)
+        self.samples = engine.order.batch_size(number)
+        self.skipped = False
+        self._place: Place | None = None  # of the micro-batch whose round it is
+        self._ready = False  # may `backward` be called?
+        self._state = "new"  # -> "walking" -> "whole" -> "updated"; or "broken"
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._grad_norm: float | None = None
+
+    # -- the loop over micro-batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """This process's micro-batches of the step. When it ends, the gradient is whole on every process."""
+        if self._state != "new":
+            raise self._breach("was iterated over twice", "Its micro-batches have been computed already.")
+        return self._rounds()
+
+    def _rounds(self) -> Iterator[Any]:
+        engine = self._engine
+        self._state = "walking"
+        phases.enter("data")
+        for place, batch, last in engine.micro_batches(self.number):
+            self._place, self._ready = place, True
+            engine.before_body(place, last)
+            phases.enter("forward")
+            try:
+                yield batch
+            except GeneratorExit:
+                self._state = "broken"
+                raise
+            phases.enter("data")
+            engine.exchange.leave()
+        self._ready = False
+        phases.enter("exchange")
+        self._sums = engine.meet(self)
+        self._state = "whole"
+        phases.enter("other")
+
+    def __length_hint__(self) -> int:
+        # list(step) and tuple(step) ask for this first; a plain `for` does not
+        raise self._breach(
+            "was turned into a list", "Its rounds are where micro-batches are computed, one after the other."
+        )
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
+        """Add a micro-batch's gradient to the step's.
+
+        loss    the sum of the losses of what it holds, a tensor of one element that needs a gradient
+        weight  how many things it sums (samples, or tokens that count); a number, or a tensor of one element (no sync)
+        mean    the loss is a mean over `weight` things, as models that own their loss return it
+
+        The step divides by the total weight of all micro-batches of all processes, once. Raises LoopError if it is
+        called twice in a round, outside of one, with a loss that has no graph, or (in the first step) with a loss that
+        is visibly a mean although `mean` was not said.
+        """
+        if not self._ready:
+            self._refuse_backward()
+        if not self._engine.seen_backward:
+            self._engine.check_first_loss(loss, mean)
+        assert self._place is not None
+        if mean:
+            loss = loss * weight
+        self._engine.table.add(self._place.virtual_rank, LOSS, loss.detach(), weight)
+        self._ready = False
+        phases.enter("backward")
+        loss.backward()
+        phases.enter("other")
+
+    def add(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
+        """Add to a sum of your own, exact over all processes: after the rounds, `mean(name)` is sum over weight."""
+        if self._state != "walking" or self._place is None:
+            raise self._breach(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
+        if name == LOSS:
+            raise self._breach("was asked to add 'loss'", "That name is taken by backward's own sum.", "choose another.")
+        self._engine.table.add(self._place.virtual_rank, name, _detached(total), _detached(weight))
+
+    # -- after the rounds
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the step over all processes: the sum of losses over the sum of weights."""
+        return self.mean(LOSS)
+
+    @property
+    def weight(self) -> float:
+        """The total weight of the step over all processes."""
+        return self._total(LOSS)[1]
+
+    def mean(self, name: str) -> float:
+        """sum / weight of what was added under `name`, over all processes."""
+        total, weight = self._total(name)
+        return total / weight
+
+    def sum(self, name: str) -> float:
+        """The sum of what was added under `name`, over all processes."""
+        return self._total(name)[0]
+
+    def _total(self, name: str) -> tuple[float, float]:
+        if self._state not in ("whole", "updated"):
+            raise self._breach(f"was asked for its {name}", "That is known when all its rounds are done.")
+        if name not in self._sums:
+            raise self._breach(
+                f"was asked for the mean of {name!r}", f"What was added is: {', '.join(sorted(self._sums))}."
+            )
+        return self._sums[name]
+
+    @property
+    def grad_norm(self) -> float:
+        """The 2-norm of the step's mean gradient, before clipping; the same on every process.
+
+        `update` computes it when it clips. Without clipping it costs a read of the gradient, so ask before `update`.
+        """
+        if self._grad_norm is None:
+            if self._state != "whole":
+                raise self._breach(
+                    "was asked for grad_norm",
+                    "Without clipping it is only computed on demand, and the gradient is gone after update.",
+                    "ask between the rounds and step.update(...), or clip.",
+                )
+            grads = [p.grad for p in self._engine.params if p.grad is not None]
+            self._grad_norm = float(torch.nn.utils.get_total_norm(grads))
+        return self._grad_norm
+
+    def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
+        """Check that the gradient is finite, clip it, step optimizers and then schedules, and forget the gradient.
+
+        steppers  optimizers and learning-rate schedules of torch.optim, or anything with a `step()`
+        clip      the gradient's largest 2-norm (torch.nn.utils.clip_grad_norm_); None: no clipping; left out: the
+                  setting `clip`
+
+        Raises LoopError before the rounds are done, when called twice, and if the gradient is not finite.
+        """
+        if self._state != "whole":
+            self._refuse_update()
+        phases.enter("update")
+        engine = self._engine
+        engine.check_finite(self)
+        limit = engine.settings.clip if clip is FROM_SETTINGS else clip
+        if limit is not None:
+            self._grad_norm = float(torch.nn.utils.clip_grad_norm_(engine.params, limit))
+        optimizers = [s for s in steppers if hasattr(s, "zero_grad")]
+        for optimizer in optimizers:
+            engine.know(optimizer)
+            optimizer.step()
+        for schedule in steppers:
+            if schedule not in optimizers:
+                engine.know_schedule(schedule)
+                schedule.step()
+        engine.exchange.zero()
+        self._state = "updated"
+        phases.enter("other")
+
+    def every(self, n: int) -> bool:
+        """Is this the n-th, 2n-th, ... step of the run (counting from 1), or the last one?"""
+        return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
+
+    # -- breaches
+
+    def finish(self) -> None:
+        """Called when the loop asks for the next step: is this one done? Raises LoopError if not."""
+        if self._state == "broken":
+            raise self._broken()
+        if self._state == "new":
+            raise self._breach(
+                "was skipped", "Nobody iterated over it.", "write `for batch in step:` inside `for step in run.steps(...)`."
+            )
+        if self._state != "updated":
+            raise self._breach(
+                "ended without an update", "Its gradient is whole, and no optimizer used it.", "call step.update(optimizer)."
+            )
+
+    def _broken(self) -> LoopError:
+        return self._breach(
+            "was left with break",
+            "Its other micro-batches were not computed, so its gradient is not whole anywhere.",
+            "use continue: a round without backward counts as weight 0.",
+        )
+
+    def _refuse_backward(self) -> None:
+        if self._state == "walking":
+            raise self._breach(
+                "got a second backward in one round",
+                "A micro-batch contributes one loss and one weight.",
+                "add the losses up and call step.backward once.",
+            )
+        raise self._breach(
+            "got a backward outside of its rounds",
+            "The exchange happens when the loop over its micro-batches ends.",
+            "call step.backward inside `for batch in step:` (and do not collect the batches first).",
+        )
+
+    def _refuse_update(self) -> None:
+        if self._state == "broken":
+            raise self._broken()
+        if self._state == "updated":
+            raise self._breach(
+                "was updated twice",
+                "The gradient is gone after the first update.",
+                "pass all optimizers and schedules to one step.update(...).",
+            )
+        raise self._breach(
+            "was updated too early" if self._state == "walking" else "was updated without its rounds",
+            "The gradient is whole when the loop over its micro-batches has ended.",
+            "call step.update after `for batch in step:`, at the same indentation.",
+        )
+
+    def _breach(self, what: str, true: str, do: str = "see docs/loop.md for the contract of the loop.") -> LoopError:
+        return LoopError(f"Step {self.number} {what}.", true, do)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

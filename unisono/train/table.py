@@ -1,0 +1,80 @@
+"""The table: the small things of a step, one row a virtual rank, one writer a row, folded in order by everybody.
+
+Loss sums, weights, and whatever the loop adds by name travel as float64 in one small all-reduce of rows that are zero
+everywhere but at their writer, which no order of addition can change. Flags ride along as counts of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unisono.score.tree import chain
+from unisono.world.collectives import Group
+
+FLAGS = ("stop", "leave", "unused", "news")
+LOSS = "loss"
+
+
+@dataclass
+class Totals:
+    """What the table adds up to: (sum, weight) by name, flags as numbers of processes, the rows of the loss."""
+
+    sums: dict[str, tuple[float, float]]
+    flags: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FLAGS, 0))
+    losses: list[float] = field(default_factory=list)
+
+
+class Table:
+    """The rows of one step at a time. The names of the columns are agreed on when they first appear, and remembered."""
+
+    def __init__(self, virtual_ranks: int, group: Group) -> None:
+        self.virtual_ranks, self.group = virtual_ranks, group
+        self.names: list[str] = [LOSS]
+        self._entries: list[tuple[int, str, Any, Any]] = []
+
+    def add(self, virtual_rank: int, name: str, total: Any, weight: Any) -> None:
+        """Add to a virtual rank's row; numbers or tensors of one element, read only when the step meets (no sync)."""
+        self._entries.append((virtual_rank, name, total, weight))
+
+    def meet(self, flags: Mapping[str, bool]) -> Totals:
+        """Add up everybody's rows. Every process must call it once a step."""
+        entries, self._entries = self._entries, []
+        if self.virtual_ranks == 1 and len(entries) == 1:  # nothing to fold, nobody to ask
+            _, name, total, weight = entries[0]
+            alone = float(total)
+            return Totals({name: (alone, float(weight))}, {f: int(flags.get(f, False)) for f in FLAGS}, [alone])
+        rows: dict[str, list[list[float]]] = {}
+        for virtual_rank, name, total, weight in entries:
+            row = rows.setdefault(name, [[0.0] * self.virtual_ranks, [0.0] * self.virtual_ranks])
+            row[0][virtual_rank] += float(total)
+            row[1][virtual_rank] += float(weight)
+        news = any(name not in self.names for name in rows)
+        told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS]
+        columns, counts = self._sum(rows, told)
+        if counts[FLAGS.index("news")]:
+            everybody = self.group.gather(sorted(rows))
+            known = {name for names in everybody for name in names} | set(self.names)
+            self.names = [LOSS, *sorted(known - {LOSS})]
+            columns, _ = self._sum(rows, told)
+        sums = {name: (chain(total), chain(weight)) for name, (total, weight) in columns.items()}
+        return Totals(
+            {name: pair for name, pair in sums.items() if name == LOSS or pair[1] != 0},
+            {flag: int(count) for flag, count in zip(FLAGS, counts, strict=True)},
+            columns[LOSS][0],
+        )
+
+    def _sum(
+        self, rows: Mapping[str, list[list[float]]], told: list[float]
+    ) -> tuple[dict[str, list[list[float]]], list[float]]:
+        v = self.virtual_ranks
+        empty = [[0.0] * v, [0.0] * v]
+        flat = [x for name in self.names for column in rows.get(name, empty) for x in column] + told
+        if self.group.size > 1:
+            flat = self.group.sum_(torch.tensor(flat, dtype=torch.float64, device=self.group.device)).tolist()
+        cut = [flat[i : i + v] for i in range(0, 2 * v * len(self.names), v)]
+        columns = {name: [cut[2 * i], cut[2 * i + 1]] for i, name in enumerate(self.names)}
+        return columns, flat[2 * v * len(self.names) :]

@@ -1,0 +1,98 @@
+"""The group of processes, and the collectives on it. One process needs no group: everything here is then the identity.
+
+Objects travel as JSON in byte tensors, never as pickles: nothing that arrives can run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Work(Protocol):
+    """A collective under way; `wait` returns when the result is there, and raises if a peer is lost."""
+
+    def wait(self) -> Any: ...
+
+
+# torch 2.13 gave these two new names and warns about the old ones
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_reduce(tensor: torch.Tensor) -> Work:
+    """Begin to sum `tensor` over all processes, in place."""
+    work: Work = dist.all_reduce(tensor, async_op=True)
+    return work
+
+
+def all_gather(out: torch.Tensor, mine: torch.Tensor) -> Work:
+    """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
+    work: Work = _all_gather(out, mine, async_op=True)
+    return work
+
+
+def all_to_all(out: torch.Tensor, mine: torch.Tensor, receive: list[int], send: list[int]) -> Work:
+    """Begin to send send[r] elements of `mine` to process r, and to receive receive[r] elements from it into `out`."""
+    work: Work = dist.all_to_all_single(out, mine, receive, send, async_op=True)
+    return work
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes of a run. `device` is where collectives find their tensors."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's `value` (anything that JSON carries), in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        mine = json.dumps(value).encode()
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = len(mine)
+        dist.all_reduce(sizes)
+        longest = int(sizes.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everybody = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
+        all_gather(everybody, padded.to(self.device)).wait()
+        rows = everybody.cpu().view(self.size, longest)
+        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
+
+    def share(self, value: Any) -> Any:
+        """The main process's `value` (anything that JSON carries), on every process."""
+        return self.gather(value if self.rank == 0 else None)[0]
+
+    def share_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every process the main process's content of these tensors, in place."""
+        if self.size == 1:
+            return
+        for tensor in tensors:
+            dense = tensor.detach().contiguous()
+            dist.broadcast(dense, src=0)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(dense)
+
+    def barrier(self) -> None:
+        """Wait until everybody is here."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1, device=self.device))
