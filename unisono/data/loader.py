@@ -10,7 +10,7 @@ has dealt yet (`horizon`); until then the old one does, and nothing is fetched t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from unisono.data.seeding import seed_everything
 from unisono.errors import DataError
-from unisono.score.keys import FETCH, mix
+from unisono.score.keys import FETCH, mix, place_key
 from unisono.score.order import Order, Place
 
 Collate = Callable[[list[Any]], Any]
@@ -93,8 +93,12 @@ class Loader:
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
+        fetcher = Fetcher(data, collate or default_collate, threads)
+        if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
+            self._batches: Iterable[Any] = map(fetcher.__getitem__, self.deal())
+            return
         self._batches = DataLoader(
-            Fetcher(data, collate or default_collate, threads),
+            fetcher,
             sampler=_Tasks(self),
             batch_size=None,
             collate_fn=_as_it_is,
@@ -113,15 +117,16 @@ class Loader:
                 return
             except Exception as error:
                 raise self._told(error) from error.__cause__
-            yield self._dealt.popleft().place, to_device(batch, self.device)
+            yield self._dealt.popleft().place, batch if self.device.type == "cpu" else to_device(batch, self.device)
 
     def deal(self) -> Iterator[Task]:
         """Every task of this process, in order; what is dealt is remembered until it is yielded."""
+        run_key = mix(self.order.seed, FETCH)
         for step in range(self.first, self.last):
             span = self.schedule.at(step)[self.rank]
             self.horizon = step + 1
             for place, samples in self.order.places(step, span):
-                task = Task(place, mix(self.order.seed, FETCH, *place), samples)
+                task = Task(place, place_key(run_key, *place), samples)
                 self._dealt.append(task)
                 yield task
 
@@ -162,8 +167,6 @@ def _some(samples: Sequence[int]) -> str:
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on `device`: tensors, and lists, tuples and mappings of them, at any depth."""
-    if device.type == "cpu":
-        return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

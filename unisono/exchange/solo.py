@@ -20,6 +20,9 @@ class Solo:
         self.params = params
         self.used: Sequence[bool] = ()
         self._grads: list[torch.Tensor] = []
+        self._kinds: set[tuple[torch.dtype, torch.device]] = set()
+        self._one: dict[torch.device, torch.Tensor] = {}
+        self._found: dict[torch.device, torch.Tensor] = {}
 
     def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
         pass
@@ -47,8 +50,20 @@ class Solo:
         self._grads = []
 
     def finite(self) -> bool:
-        """Whether every element of the gradient is finite; costs a read of the gradient."""
-        return all(_finite(g) for g in self._grads)
+        """Whether every element of the gradient is finite: the check of torch's GradScaler, with a scale of 1."""
+        kinds = {(g.dtype, g.device) for g in self._grads}
+        if kinds != self._kinds:
+            self._kinds = kinds
+            self._one = {d: torch.ones((), device=d) for _, d in kinds}
+            self._found = {d: torch.zeros((), device=d) for _, d in kinds}
+        for kind in kinds:
+            device = kind[1]
+            same = self._grads if len(kinds) == 1 else [g for g in self._grads if (g.dtype, g.device) == kind]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, self._found[device], self._one[device])
+        if any(found.item() for found in self._found.values()):
+            self._kinds = set()
+            return False
+        return True
 
     def drop(self, used: Sequence[bool]) -> None:
         pass
@@ -56,6 +71,3 @@ class Solo:
     def close(self) -> None:
         pass
 
-
-def _finite(grad: torch.Tensor) -> bool:
-    return bool(torch.isfinite(torch.linalg.vector_norm(grad, float("inf"))))

@@ -29,6 +29,14 @@ def mix(*coordinates: int) -> int:
     return h
 
 
+def place_key(run_key: int, step: int, virtual_rank: int, number: int) -> int:
+    """The key of a micro-batch under `run_key`: mix of both, with its place packed into one coordinate.
+
+    Packing is one to one below 2^32 steps, 2^16 virtual ranks and 2^16 micro-batches each; this runs twice a step.
+    """
+    return mix(run_key, step << 32 | virtual_rank << 16 | number)
+
+
 def shuffled(length: int, key: int) -> npt.NDArray[np.int64]:
     """The numbers 0 .. length-1, each sorted by its own key under `key`: a permutation, shape [length].
 

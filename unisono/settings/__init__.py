@@ -21,7 +21,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_type_hints
@@ -43,6 +43,7 @@ __all__ = [
     "explain",
     "read",
     "entries_of",
+    "nearest_name",
     "settings_of",
     "kind",
     "plain",
@@ -95,19 +96,19 @@ class About(NamedTuple):
 
 # A table and not the fields' metadata, because a script that gives a field another default replaces the whole field.
 ABOUT = {
-    "steps": About("optimizer steps of the whole run; give these or epochs", False),
-    "epochs": About("passes over the training data; give these or steps", False),
+    "steps": About("optimizer steps in all; these or epochs", False),
+    "epochs": About("passes over the training data; these or steps", False),
     "batch": About("samples in one step, over all processes", True),
-    "micro_batch": About("samples in one forward pass at most; none: a virtual rank's whole share", True),
-    "virtual_ranks": About("how many shares a batch is dealt into, and so how many processes can help", True),
+    "micro_batch": About("most samples in one forward pass; none: a whole share", True),
+    "virtual_ranks": About("shares of a batch: so many processes can help", True),
     "seed": About("where all randomness comes from", True),
-    "precision": About("the numbers that forward and backward compute with", True),
+    "precision": About("numbers that forward and backward compute with", True),
     "clip": About("the gradient's largest norm; none: no clipping", True),
-    "exchange": About("how gradients meet: tree (the same bits on any number of processes) or allreduce", True),
+    "exchange": About("tree: the same bits on any number of processes", True),
     "threads": About("threads of torch in each process", True),
-    "checkpoint.every": About("steps from one checkpoint to the next; 0: only at a stop and at the end", False),
+    "checkpoint.every": About("steps between checkpoints; 0: at a stop and the end", False),
     "checkpoint.keep": About("how many of the newest checkpoints stay", False),
-    "loader.workers": About("processes that fetch data, for each process that trains; 0: it fetches its own", False),
+    "loader.workers": About("processes that fetch data, for each that trains", False),
     "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
 }
 
@@ -134,8 +135,11 @@ class Entry(NamedTuple):
     meaning: str
 
 
-def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = ()) -> Loaded[T]:
-    """What class, file and `--set key=value` make together. Raises SettingsError with all that is wrong."""
+def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = (), strangers: bool = False) -> Loaded[T]:
+    """What class, file and `--set key=value` make together. Raises SettingsError with all that is wrong.
+
+    With `strangers`, names that the class does not have are passed over: somebody else knows them.
+    """
     if "__dataclass_fields__" not in cls.__dict__:
         true = "It is not a dataclass itself, so its own fields would be lost."
         do = f"Write @dataclass(frozen=True, kw_only=True) above class {cls.__name__}."
@@ -145,14 +149,15 @@ def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = ()) ->
     sources = {name: entry.source for name, entry in entries.items()}
     problems: list[Problem] = []
 
-    for name, value in _lines_of(file, entries, problems):
-        _put(entries, values, sources, problems, name, value, str(file))
+    for name, value in _lines_of(file, problems):
+        if name in entries or not strangers:
+            _put(entries, values, sources, problems, name, value, str(file))
     for request in sets:
-        name, equals, text = request.partition("=")
-        if equals:
-            _put(entries, values, sources, problems, name.strip(), text.strip(), "--set")
-        else:
-            entry = entries[_nearest(name, entries) or "steps"]
+        name, equals, text = (part.strip() for part in request.partition("="))
+        if equals and (name in entries or not strangers):
+            _put(entries, values, sources, problems, name, text, "--set")
+        elif not equals:
+            entry = entries[nearest_name(name, entries) or "steps"]
             do = f"--set {entry.name}={example_of(entry)}"
             problems.append(Problem(f"--set {request}", "--set takes key=value.", do))
 
@@ -346,7 +351,7 @@ def _put(
     if inside:
         problems.append(Problem(asked, f"{name} is a section: it has {', '.join(inside)}.", line(inside[0])))
         return
-    nearest = _nearest(name, entries)
+    nearest = nearest_name(name, entries)
     if nearest:
         do = line(nearest, value if from_text else toml(value))
         problems.append(Problem(asked, f"There is no setting {name}; the nearest is {nearest}.", do))
@@ -369,8 +374,9 @@ def _check_default(entry: Entry, problems: list[Problem]) -> None:
         problems.append(Problem(asked, f"Its type says that it takes {misfit}.", do))
 
 
-def _nearest(name: str, names: Mapping[str, Any]) -> str | None:
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """The known name that was probably meant: the same last part, or nearly the same letters."""
+    names = list(names)
     same_end = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = difflib.get_close_matches(name, names, 1, 0.6)
     ends = {other.rpartition(".")[2]: other for other in names}
@@ -398,7 +404,7 @@ def _parsed(file: Path) -> dict[str, Any]:
         raise SettingsError(f"--settings {file}", f"It is not TOML: {error}.", do) from None
 
 
-def _lines_of(file: Path | None, entries: Mapping[str, Entry], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
+def _lines_of(file: Path | None, problems: list[Problem]) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of everything in the file; none without one, or when it cannot be read."""
     if file is None:
         return

@@ -12,7 +12,7 @@ from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import seed_everything
 from unisono.errors import DataError, LoopError
 from unisono.exchange import Exchange, build_exchange
-from unisono.score.keys import BODY, mix
+from unisono.score.keys import BODY, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.train.table import LOSS, Table
 
@@ -48,9 +48,12 @@ class Engine:
         self.params: list[torch.nn.Parameter] = []
         self._buffers: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
-        self._signature: tuple[bool, ...] = ()
+        self._everything: list[torch.nn.Parameter] = []
+        self._counted = -1  # of how many modules that is
+        self._signature: list[bool] = []
         self._batches = iter(loader)
         self._body_key = mix(order.seed, BODY)
+        self._accelerator = group.device if group.device.type != "cpu" else None
         self._token = torch.zeros(1, device=group.device)
 
     # -- a step
@@ -74,7 +77,7 @@ class Engine:
 
     def before_body(self, place: Place, last: bool) -> None:
         """Seed for the body of the loop, and let the exchange place p.grad."""
-        seed_everything(mix(self._body_key, *place), self.group.device)
+        seed_everything(place_key(self._body_key, *place), self._accelerator)
         self.exchange.enter(place.virtual_rank, last=last)
 
     def meet(self, step: Step) -> dict[str, tuple[float, float]]:
@@ -97,8 +100,10 @@ class Engine:
 
     def _build_exchange(self) -> None:
         """The exchange over the parameters that train now; a new one when some were frozen or unfrozen."""
-        everything = list({id(p): p for m in self.modules for p in m.parameters()}.values())
-        signature = tuple([p.requires_grad for p in everything])
+        if len(self.modules) != self._counted:
+            self._counted = len(self.modules)
+            self._everything = list({id(p): p for m in self.modules for p in m.parameters()}.values())
+        signature = [p.requires_grad for p in self._everything]
         if signature == self._signature:
             return
         if not any(signature):
@@ -110,7 +115,7 @@ class Engine:
         if self._signature:
             self.exchange.close()
         self._signature = signature
-        self.params = [p for p in everything if p.requires_grad]
+        self.params = [p for p in self._everything if p.requires_grad]
         self._buffers = [(name, b) for m in self.modules for name, b in m.named_buffers()]
         self.exchange = build_exchange(self.settings.exchange, self.params, self.order.virtual_ranks, self.group)
 

@@ -59,7 +59,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for place, batch in loader:
-                seed_everything(mix(order.seed, *place), group.device)
+                seed_everything(mix(order.seed, *place), None if group.device.type == "cpu" else group.device)
                 output = (forward or call)(model, batch)
                 for name, (total, weight) in _named(measure, measure(output, *_parts(batch))).items():
                     rows.setdefault(name, []).append((place.step, float(total), float(weight)))

@@ -24,6 +24,7 @@ from unisono.train.engine import Engine
 from unisono.train.evaluate import Forward, Measure, evaluate
 from unisono.train.state import State
 from unisono.train.step import Step
+from unisono.watch import log
 from unisono.watch.clock import Clock
 from unisono.watch.progress import Progress
 from unisono.watch.timeline import Timeline
@@ -66,6 +67,8 @@ class Run(Generic[S]):
         self.steps_done = resumed.steps if resumed else 0
         self.results: dict[str, Any] = {}
         self.changes: list[dict[str, Any]] = list(resumed.about["changes"]) if resumed else []
+        self.differences: list[str] = []
+        """What differs between the machines of this run and changes bits, in words."""
         self._group = group
         self._identity = dict(identity)
         self._state = State(run_dir, group, resumed)
@@ -77,6 +80,7 @@ class Run(Generic[S]):
         self._logged: dict[str, Any] = {}
         self._leave = False
         self._began: float | None = None
+        self._ended: float | None = None
         self._samples_here = 0
         self.clock = Clock()
         self._progress: Progress | None = None
@@ -113,7 +117,9 @@ class Run(Generic[S]):
         model  a function that builds it (it runs under the run's seed), or a ready module (rank 0's weights are taken)
         """
         if not isinstance(model, torch.nn.Module):
-            seed_everything(mix(self.settings.seed, INIT, len(self._modules)), self.device)
+            seed_everything(
+                mix(self.settings.seed, INIT, len(self._modules)), None if self.device.type == "cpu" else self.device
+            )
             model = model()
         placed = model.to(self.device)
         self._group.share_([*placed.parameters(), *placed.buffers()])
@@ -211,6 +217,7 @@ class Run(Generic[S]):
                 self._save()
         if self._state.saved_after != self.steps_done:
             self._save()
+        self._ended = time.perf_counter()
 
     def stop(self) -> None:
         """End the loop after the next step, on every process; one process asking is enough."""
@@ -282,6 +289,7 @@ class Run(Generic[S]):
             self._timeline.resumed(self.steps_done)
         if self.is_main:
             self._progress = Progress(self._output, self.world.terminal, engine.last, self.steps_done, seen)
+            log.through(self._progress)
         self._began = time.perf_counter()
         self.clock.start()
 
@@ -314,11 +322,13 @@ class Run(Generic[S]):
             what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in self.changes)
             first = min(c["step"] for c in self.changes)
             return f"exact until step {first}", f"then accepted: {what}"
+        if self.differences:
+            return "tolerance", "; ".join(self.differences)
         return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""
-        seconds = 0.0 if self._began is None else time.perf_counter() - self._began
+        seconds = 0.0 if self._began is None else (self._ended or time.perf_counter()) - self._began
         promise, reason = self.promise()
         order = self._engine.order if self._engine else None
         return {
@@ -341,6 +351,7 @@ class Run(Generic[S]):
         self.clock.stop()
         if self._progress is not None:
             self._progress.close()
+            log.through(None)
             self._progress = None
         if self._timeline is not None:
             self._timeline.close()

@@ -1,0 +1,58 @@
+# Two commands for a newcomer:   make run    (a language model trains on two processes)
+#                                make test   (lint, types and all quick tests)
+# Both make .venv first, from Python 3.11 or newer and pip; nothing here needs root.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first Python of these that starts and is new enough. Say PYTHON=/path/to/python to choose another one.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+RANKS ?= 2
+WORKERS ?= 2
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv with the pinned dependencies and the project in it
+
+# --without-pip is for systems that ship Python without ensurepip (Debian without python3-venv): their own pip fills it.
+# The build back end comes first, pinned, so that --no-build-isolation builds with it and fetches nothing else.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "Unisono needs Python 3.11 or newer; found: $$(python3 --version 2>&1 || true)." \
+		"Next: install one, then type: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3" >&2; exit 2; fi
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+		&& $(PYTHON) -m pip --python $(BIN)/python install pip; }
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+run: setup  ## train the text recipe on two processes (RANKS=2)
+	$(BIN)/unisono run text --ranks $(RANKS)
+
+test: lint types  ## lint, types, and every test that is not slow
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+lint: setup  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup  ## mypy
+	$(BIN)/mypy
+
+slow: setup  ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+bench: setup  ## measure: each file in benchmarks/ prints what it compares, and how
+	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench; done
+
+clean:  ## remove .venv, caches and builds; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help setup run test lint types slow bench clean

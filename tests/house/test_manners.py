@@ -1,0 +1,131 @@
+"""Rules of the house that a machine can hold: small rooms, one reader of the environment, a light door."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import LIBRARY, ROOT, files, place, tree
+
+FILE_LINES = 450
+FUNCTION_LINES = 70  # from `def` to its end, docstring included
+NO_HOME = {"utils", "util", "helpers", "helper", "misc", "common"}  # a helper lives with its owner
+
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def test_files_fit_on_a_few_screens() -> None:
+    lines = {
+        path: len(path.read_text(encoding="utf-8").splitlines()) for path in files("unisono", "tests", "benchmarks")
+    }
+    assert {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > FILE_LINES} == {}
+
+
+def test_functions_fit_on_one_screen() -> None:
+    long = {
+        place(path, node): f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for path in files("unisono", "tests", "benchmarks")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= FUNCTION_LINES
+    }
+    assert long == {}
+
+
+def test_every_helper_has_a_home() -> None:
+    assert [str(path.relative_to(ROOT)) for path in files("unisono") if NO_HOME & {*path.parts, path.stem}] == []
+
+
+def test_every_file_says_what_it_is() -> None:
+    assert [str(path.relative_to(ROOT)) for path in files("unisono") if not ast.get_docstring(tree(path))] == []
+
+
+def test_one_file_reads_the_environment() -> None:
+    """Children get their variables from it as well (`env.inherited`); nobody writes to our own environment."""
+    readers = {}
+    for path in files("unisono"):
+        for node in ast.walk(tree(path)):
+            names = (
+                {node.attr}
+                if isinstance(node, ast.Attribute)
+                else {node.id}
+                if isinstance(node, ast.Name)
+                else {alias.name for alias in node.names}
+                if isinstance(node, ast.ImportFrom) and node.module in ("os", "posix")
+                else set()
+            )
+            if names & ENVIRONMENT:
+                readers[place(path, node)] = path
+    assert {where for where, path in readers.items() if path != LIBRARY / "env.py"} == set()
+    written = [
+        node
+        for node in ast.walk(tree(LIBRARY / "env.py"))
+        if isinstance(node, ast.Subscript)
+        and "environ" in ast.unparse(node.value)
+        and not isinstance(node.ctx, ast.Load)
+    ]
+    assert written == []
+
+
+def loaded_by(program: str) -> set[str]:
+    """The top-level modules and our own that a fresh Python has loaded after this program."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}\nprint('loaded', *sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=True,
+    )
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+HELP = """
+import runpy, sys
+sys.argv = ["unisono", *{arguments}]
+try:
+    runpy.run_module("unisono.cli.main", run_name="__main__")
+except SystemExit as leave:
+    assert not leave.code, leave.code
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys, unisono; unisono.__version__, unisono.SettingsError, unisono.Settings, unisono.World",
+        HELP.format(arguments=["--help"]),
+        HELP.format(arguments=["run", "--help"]),
+    ],
+    ids=["import", "help", "run-help"],
+)
+def test_the_door_is_light(program: str) -> None:
+    modules = loaded_by(program)
+    assert "unisono.errors" in modules
+    assert modules & {"torch", "numpy", "safetensors", "fsspec"} == set()
+
+
+def test_the_door_keeps_its_promises() -> None:
+    """Every public name can be had, and a wrong one is answered with those that there are."""
+    import unisono
+
+    for name in unisono.__all__:
+        assert getattr(unisono, name) is not None
+    with pytest.raises(AttributeError, match="it has __version__, main"):
+        unisono.nothing  # noqa: B018
+
+
+def test_nothing_of_this_machine_is_in_the_files() -> None:
+    """No path of somebody's home in what we publish."""
+    homes = {str(Path.home()), str(ROOT)} - {"/"}
+    folders = [ROOT / name for name in ("unisono", "tests", "benchmarks", "docs", ".ci")]
+    paths = [*ROOT.glob("*"), *(path for folder in folders for path in folder.rglob("*"))]
+    for path in paths:
+        if path.is_file() and path.suffix != ".pyc":
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            assert not [home for home in homes if home in text], path

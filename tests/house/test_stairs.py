@@ -1,0 +1,145 @@
+"""The staircase: a file imports from a lower step or from its own room, and nothing else.
+
+An import inside a function or under TYPE_CHECKING counts as well: it says who knows whom. So does a name taken from the
+door (`unisono.Run`), which stands for the file that the name comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.sources import LIBRARY, files, tree
+from unisono import _door
+
+STEPS = {
+    "errors": 0,
+    "settings": 1,
+    "env": 1,
+    "score": 1,
+    "phases": 1,
+    "secure": 2,
+    "launch": 3,
+    "world": 3,
+    "data": 4,
+    "parallel": 4,
+    "exchange": 4,
+    "checkpoint": 4,
+    "watch": 4,
+    "train": 5,
+    "plan": 6,
+    "recipes": 6,
+    "testing": 6,
+    "cli": 7,
+}
+WITHOUT_TORCH = ("errors", "settings", "env", "score", "phases", "secure", "launch")
+WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "score")
+
+
+def room_of(module: str) -> str:
+    """unisono.score.order -> score; the door itself is ''."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def behind(name: str) -> str:
+    """The module that `unisono.name` comes from; what every module has (__version__, __file__) is the door's own."""
+    return "unisono" if name.startswith("__") else _door.get(name, f"unisono.{name}")
+
+
+def imports(source: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import in a file, wherever it stands; names of the door as the module they come from."""
+    doors = set()
+    for node in ast.walk(source):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                doors |= {alias.asname or "unisono"} if alias.name == "unisono" else set()
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write the import in full"
+            assert node.module is not None
+            for alias in node.names:
+                if node.module == "unisono":
+                    yield node.lineno, behind(alias.name)
+                else:
+                    yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            # A table of variants may load its own room by name: import_module(f"unisono.exchange.{name}").
+            text = "".join(n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+            yield node.lineno, text.rstrip(".")
+    for node in ast.walk(source):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in doors:
+            yield node.lineno, behind(node.attr)
+
+
+def breaches(room: str, source: ast.Module) -> list[str]:
+    """What a file of this room may not import."""
+    found = []
+    for line, module in imports(source):
+        if module.split(".")[0] == "torch" and room in WITHOUT_TORCH:
+            found.append(f"line {line}: {room} works without torch, and imports {module}")
+        if module.split(".")[0] == "numpy" and room in WITHOUT_NUMPY:
+            found.append(f"line {line}: {room} works without numpy, and imports {module}")
+        other = room_of(module) if module.split(".")[0] == "unisono" else ""
+        if other and other != room and STEPS[other] >= STEPS[room]:
+            found.append(f"line {line}: {room} (step {STEPS[room]}) imports {module} (step {STEPS[other]})")
+    return found
+
+
+def around_the_door(source: ast.Module) -> list[str]:
+    """What a recipe imports of us besides the public names and its own room: it could not be copied then."""
+    return [
+        f"line {node.lineno}: {name}"
+        for node in ast.walk(source)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [f"unisono.{alias.name}" if node.module == "unisono" else node.module or "" for alias in node.names]
+        )
+        if room_of(name) not in ("", "recipes") and name.startswith("unisono.") and name[len("unisono.") :] not in _door
+    ]
+
+
+def test_every_file_stands_on_a_step() -> None:
+    rooms = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in files("unisono")} - {"__init__"}
+    assert rooms <= set(STEPS), "give the new room a step, here and in the README's picture of the house"
+
+
+@pytest.mark.parametrize("path", files("unisono"), ids=lambda p: p.relative_to(LIBRARY).as_posix())
+def test_imports_go_down(path: Path) -> None:
+    room = path.relative_to(LIBRARY).parts[0].removesuffix(".py")
+    if room == "__init__":
+        return  # the door: it knows everybody's names, and loads them when they are used
+    if room == "recipes":
+        assert not around_the_door(tree(path))
+    else:
+        assert not breaches(room, tree(path))
+
+
+@pytest.mark.parametrize(
+    ("room", "text"),
+    [
+        ("score", "from unisono.world.start import group"),
+        ("data", "def f():\n    from unisono.exchange import tree"),
+        ("exchange", "if TYPE_CHECKING:\n    from unisono.train.run import Run"),
+        ("settings", "from unisono import env"),
+        ("watch", "from unisono import Run"),
+        ("launch", "import unisono\nunisono.Step"),
+        ("launch", "import torch.distributed"),
+        ("env", "import numpy as np"),
+        ("world", "importlib.import_module(f'unisono.exchange.{name}')"),
+    ],
+)
+def test_a_step_up_is_seen(room: str, text: str) -> None:
+    assert breaches(room, ast.parse(text))
+
+
+def test_a_step_down_is_allowed() -> None:
+    text = "import unisono\nfrom unisono import phases\nfrom unisono.launch.log import x\nprint(unisono.__file__)"
+    assert not breaches("launch", ast.parse(text))
+    assert not around_the_door(ast.parse("import unisono\nfrom unisono import DataError\nimport unisono.recipes.text"))
+    assert around_the_door(ast.parse("from unisono.train.run import Run"))
+    assert around_the_door(ast.parse("from unisono import phases"))

@@ -1,0 +1,59 @@
+"""errors: three parts, several problems at once, and the exit status."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from unisono import errors
+from unisono.errors import (
+    CheckpointError,
+    DataError,
+    LoopError,
+    PeerLost,
+    Problem,
+    SettingsError,
+    UnisonoError,
+    WorldError,
+)
+
+ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost]
+
+
+def test_a_message_has_three_parts() -> None:
+    error = DataError("The training set was asked for a sample.", "It has length 0.", "check the path.")
+    assert str(error) == "The training set was asked for a sample.\n  It has length 0.\n  Next: check the path."
+
+
+def test_several_problems_are_told_at_once() -> None:
+    one, two = Problem("a", "b", "c"), Problem("d", "e", "f")
+    error = SettingsError.of([one, two])
+    assert isinstance(error, SettingsError)
+    assert error.problems == (one, two)
+    assert str(error) == "a\n  b\n  Next: c\nd\n  e\n  Next: f"
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_is_ours_and_only_a_wrong_request_exits_with_2(kind: type[UnisonoError]) -> None:
+    assert issubclass(kind, UnisonoError)
+    assert kind("a", "b", "c").exit_status == (2 if kind is SettingsError else 1)
+    with pytest.raises(UnisonoError):
+        raise kind("a", "b", "c")
+
+
+def test_a_lost_peer_is_a_matter_of_the_world() -> None:
+    assert issubclass(PeerLost, WorldError)
+
+
+def test_the_list_above_is_complete() -> None:
+    defined = {k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, Exception)}
+    assert defined == set(ALL)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_travels_between_processes(kind: type[UnisonoError]) -> None:
+    there = pickle.loads(pickle.dumps(kind.of([Problem("a", "b", "c"), Problem("d", "e", "f")])))
+    assert type(there) is kind
+    assert len(there.problems) == 2
+    assert str(there) == "a\n  b\n  Next: c\nd\n  e\n  Next: f"

@@ -1,0 +1,34 @@
+"""unisono copy: a recipe to own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unisono.cli.target import recipe_of
+from unisono.errors import SettingsError
+
+
+def copy(recipe: str, dest: Path | None = None, /) -> int:
+    """Copy a recipe, to own and change it.
+
+    Parameters
+    ----------
+    recipe
+        A recipe's name.
+    dest
+        The new file, or a folder for it. By default the folder you are in. Nothing is ever overwritten.
+    """
+    source = recipe_of(recipe)
+    path = Path(source.name) if dest is None else dest / source.name if dest.is_dir() else dest
+    asked = f"unisono copy {recipe}" + (f" {dest}" if dest is not None else "")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        do = f"unisono copy {recipe} {path.with_name(f'my_{path.name}')}"
+        raise SettingsError(asked, f"{path} is there already, and nothing is overwritten.", do) from None
+    except OSError as error:
+        do = f"unisono copy {recipe} DEST, with a folder that is there and that you may write to."
+        raise SettingsError(asked, f"{path} cannot be written: {error.strerror}.", do) from None
+    print(f"Copied to {path}. Next: unisono run {path}")
+    return 0

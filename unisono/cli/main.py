@@ -1,0 +1,101 @@
+"""The command `unisono`: which verbs there are, and how a request that cannot be met is told.
+
+Exit status: 0 done, 1 it failed, 2 the request was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cyclopts import App, Group, Parameter
+
+import unisono
+from unisono.cli.copy import copy
+from unisono.cli.doctor import doctor
+from unisono.cli.fingerprint import fingerprint
+from unisono.cli.request import Request, parsed, split
+from unisono.cli.run import run
+from unisono.errors import SettingsError, UnisonoError
+from unisono.settings import Settings, entries_of
+
+EXAMPLES = """\
+Examples:
+  unisono run text --ranks 2              train a language model, two processes
+  unisono run train.py --set steps=500    train your own script
+  unisono run train.py --resume           go on where its newest run stopped
+  unisono copy text train.py              get a recipe to change
+  unisono doctor                          is this machine ready?
+"""
+RUN_EXAMPLES = """\
+Examples:
+  unisono run text --ranks 2
+  unisono run train.py --ranks 4 --set batch=64 --set model.width=128
+  unisono run train.py --run-dir runs/mine --resume
+  unisono run train.py -- --an-argument-of-the-script
+  python train.py --help                  the settings of a script
+"""
+
+TRAIN = Group("Train", sort_key=1)
+LOOK = Group("Look", sort_key=2)
+
+
+def build_app() -> App:
+    """The verbs."""
+    app = App(
+        name="unisono",
+        help="Train on one process or a hundred and get the same model, to the last bit.",
+        help_epilogue=EXAMPLES,
+        help_format="plaintext",
+        version=unisono.__version__,
+        default_parameter=Parameter(negative=()),
+    )
+    app["--help"].group = app["--version"].group = LOOK
+    app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES)
+    app.command(copy, group=TRAIN)
+    app.command(fingerprint, group=LOOK)
+    app.command(doctor, group=LOOK)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _obey(words)
+    except UnisonoError as error:
+        print(error, file=sys.stderr)
+        if "--json" in split(words)[0]:
+            print(json.dumps({"error": told(error)}))
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 1
+
+
+def _obey(words: Sequence[str]) -> int:
+    """Do what these words say."""
+    flags, own = split(words)
+    names = [entry.name for entry in entries_of(Settings)]
+    command, bound = parsed(build_app(), flags, "unisono", names)
+    if command is run:
+        bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
+    elif own:
+        asked = " ".join(["unisono", *words])
+        raise SettingsError(asked, "Only `unisono run` hands arguments on to a script.", " ".join(["unisono", *flags]))
+    return command(*bound.args, **bound.kwargs) or 0
+
+
+def told(error: UnisonoError) -> dict[str, object]:
+    """An error for programs."""
+    return {
+        "exit_status": error.exit_status,
+        "type": type(error).__name__,
+        "message": str(error),
+        "problems": [problem._asdict() for problem in error.problems],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""`unisono.main(main, Settings)`: what a training script calls. The way into a run, and out of it again.
+
+The same file runs as `python script.py`, under `unisono run` and under torchrun: this function reads the command line,
+checks everything, joins the other processes, finds the checkpoint of a resume, and hands the script its Run.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from unisono import __version__, env
+from unisono.checkpoint.load import Checkpoint, about, load, newest
+from unisono.cli.request import Request
+from unisono.cli.rundir import choose_run_dir, newest_run
+from unisono.env import World
+from unisono.errors import Problem, SettingsError, UnisonoError
+from unisono.settings import Loaded, Settings, check, explain, mathematics
+from unisono.settings import load as load_settings
+from unisono.train.identity import ENVIRONMENT, agree, compare, environment
+from unisono.train.run import Run, Stopped
+from unisono.watch import log, report
+from unisono.world.collectives import Group
+from unisono.world.start import group as join
+
+S = TypeVar("S", bound=Settings)
+
+
+def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:  # type: ignore[assignment]
+    """Run `train(run)` with the settings that the command line gives, and leave the run directory complete.
+
+    train     the script's own function: models, optimizer, the loop
+    settings  its class of settings (a frozen dataclass that inherits from unisono.Settings)
+
+    Ends the process with status 2 for a wrong request, and lets other errors go up, as any script would. After Ctrl-C or
+    SIGTERM it returns once the state is saved.
+    """
+    world = World.current()
+    try:
+        _main(train, settings, world)
+    except Stopped:
+        pass
+    except UnisonoError as error:
+        if world.launcher == "unisono" or error.exit_status != 2:
+            raise  # the launcher says it, last; or Python does, below its traceback
+        if world.is_main:
+            print(f"{error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+
+
+def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
+    script = Path(sys.argv[0])
+    request = Request.parse(sys.argv[1:], cls, script.name)
+    loaded = load_settings(
+        cls, file=request.settings_file, sets=request.sets_after(request.run_dir or newest_run(script.stem))
+    )
+    problems = check(loaded.settings, world.size, script.stem)
+    if problems:
+        raise SettingsError.of(problems)
+    torch.set_num_threads(loaded.settings.threads)
+    asked = Asked(script, request, loaded)
+    with join(world) as group:
+        run_dir = Path(_on_main(group, lambda: str(asked.run_dir())))
+        facts = environment(group.device)
+        differences = agree(group, facts)
+        identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
+        log.start(group.rank, group.size)
+        path = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
+        resumed = load(Path(path)) if path else None
+        run: Run[S] = Run(
+            loaded.settings,
+            world=world,
+            group=group,
+            run_dir=run_dir,
+            identity=identity,
+            resumed=resumed,
+            output=sys.stdout,
+        )
+        run.changes += _changes(resumed, identity, request)
+        run.differences = differences
+        if group.rank == 0:
+            _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
+            _write(run_dir / "environment.json", json.dumps({**facts, "differences": differences}, indent=1) + "\n")
+        _say_hello(run, request, resumed)
+        with _signals(run):
+            _train(train, run, request)
+
+
+def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request) -> None:
+    stopped = False
+    try:
+        train(run)
+    except Stopped:
+        stopped = True
+    finally:
+        run.close()
+        log.stop()
+    result = run.result()
+    if run.is_main:
+        _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
+        color = run.world.terminal and not env.variables(("NO_COLOR",))
+        if not request.json:
+            print("\n".join(["", *report.closing(result, run.dir, color=color)]), flush=True)
+        elif run.world.launcher != "unisono":
+            print(json.dumps(result), flush=True)
+    if stopped:
+        run._group.barrier()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for, and the two decisions about it that one process takes for all."""
+
+    script: Path
+    request: Request
+    loaded: Loaded[Any]
+
+    @property
+    def command(self) -> str:
+        return f"python {self.script.name}"
+
+    def run_dir(self) -> Path:
+        if World.current().launcher == "unisono":  # the launcher chose it, and looked what is in it
+            assert self.request.run_dir is not None
+            return self.request.run_dir
+        return choose_run_dir(self.script.stem, self.request.run_dir, resume=self.request.resume, command=self.command)
+
+    def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
+        """The checkpoint to go on from; None: the run was ended before its first. Raises SettingsError if it does not fit."""
+        path = newest(run_dir, log.say)
+        if path is None:
+            log.say(f"There is no checkpoint in {run_dir} yet: starting at step 0.")
+            return None
+        before = about(path)["identity"]
+        command = shlex.join([*self.command.split(), "--resume", "--run-dir", str(run_dir)])
+        known = {name: value for name, value in before.items() if name != "length"}
+        problems, _ = compare(known, identity, list(self.request.accept_change), command)
+        if problems:
+            raise SettingsError.of(problems)
+        return str(path)
+
+
+def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Request) -> list[dict[str, Any]]:
+    """The changes of the mathematics that this resume accepts, as the promise will tell them."""
+    if resumed is None:
+        return []
+    before = resumed.about["identity"]
+    changes = [
+        {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
+        for name in request.accept_change
+        if name != "length" and before.get(name) != identity.get(name)
+    ]
+    if "length" in request.accept_change:
+        changes.append({"step": resumed.steps, "field": "length", "from": before.get("length"), "to": "another"})
+    return changes
+
+
+def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
+    """What the main process decides, on every process; its error is raised on all of them."""
+    decided: Any = None
+    error: UnisonoError | None = None
+    if group.rank == 0:
+        try:
+            decided = decide()
+        except UnisonoError as caught:
+            error = caught
+    told = group.share({"value": decided, "problems": error.problems if error else [], "kind": type(error).__name__})
+    if told["problems"]:
+        from unisono import errors
+
+        kind: type[UnisonoError] = getattr(errors, told["kind"])
+        raise kind.of([Problem(*p) for p in told["problems"]])
+    return told["value"]
+
+
+def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None) -> None:
+    s = run.settings
+    share = -(-s.batch // s.virtual_ranks)
+    micro = min(share, s.micro_batch or share)
+    processes = f"{run.size} process{'es' * (run.size > 1)}"
+    threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
+    more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
+    span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
+    log.say(f"unisono {__version__}: {processes} on {run.device.type}, {threads}{more}")
+    log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}: {span}, micro-batches of {micro}")
+    log.say(f"run directory: {run.dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+
+
+@contextmanager
+def _signals(run: Run[Any]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the run to save and leave after the step under way; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        run.leave()
+
+    for s in (signal.SIGINT, signal.SIGTERM):
+        before[s] = signal.signal(s, heard)
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    draft = path.with_name(f".{path.name}.{time.time_ns()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)

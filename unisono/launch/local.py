@@ -1,0 +1,86 @@
+"""All processes of a run on this host."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+import unisono
+from unisono.env import World, draws_live_lines, inherited
+from unisono.launch.supervise import Outcome, Task, supervise
+
+
+def run(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    logs: Path,
+    threads: int = 1,
+    screen: int | None = 1,
+    say: bool = True,
+) -> Outcome:
+    """Run the script in `ranks` processes and return when all are gone.
+
+    logs     the folder for rank-N.log, made if it is not there
+    threads  of each process; what OpenMP should know before it is loaded
+    screen   the file descriptor that rank 0's output goes to, besides its log; None: nowhere
+    say      tell on standard error why it failed
+    """
+    terminal = screen == 1 and draws_live_lines()
+    # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
+    with tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True) as folder:
+        tasks = []
+        for rank in range(ranks):
+            world = World(
+                rank=rank,
+                size=ranks,
+                local_rank=rank,
+                local_size=ranks,
+                host=socket.gethostname(),
+                store=f"file://{folder}/store",
+                launcher="unisono",
+                terminal=terminal,
+            )
+            record = Path(folder) / f"rank-{rank}.json"
+            order = json.dumps({"world": asdict(world), "record": str(record)})
+            tasks.append(
+                Task(
+                    command=[*_python(), "-m", "unisono.launch.child", order, str(script), *arguments],
+                    environment=inherited(_for_libraries(threads)),
+                    log=logs / f"rank-{rank}.log",
+                    record=record,
+                )
+            )
+        return supervise(tasks, screen=screen, say=say)
+
+
+def _for_libraries(threads: int) -> dict[str, str]:
+    """The variables that libraries read before any of our code runs. Nothing else is said this way."""
+    variables = {"OMP_NUM_THREADS": str(threads)}
+    loopback = loopback_name()
+    if loopback is not None:
+        variables["GLOO_SOCKET_IFNAME"] = loopback  # all on one host: nothing needs to leave it
+    return variables
+
+
+def loopback_name() -> str | None:
+    """The network interface with 127.0.0.1, mostly `lo`; None where there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address.startswith("127.") for a in addresses):
+            return name
+    return None
+
+
+def _python() -> list[str]:
+    """This Python, without buffers. -P keeps the folder one happens to be in from hiding modules of the library."""
+    here = Path(unisono.__file__).resolve().parents[1]
+    from_here = not sys.flags.safe_path and Path(sys.path[0] or ".").resolve() == here
+    return [sys.executable, "-u"] if from_here else [sys.executable, "-u", "-P"]

@@ -1,0 +1,84 @@
+"""What a failing process leaves behind for its launcher: one small file that says when, what and where.
+
+It is written the moment an exception leaves the script, before anything is torn down: tearing down may block, and the
+launcher should know by then. The earliest record of a run is the failure; later ones are mostly its consequences.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from unisono.errors import Problem, UnisonoError
+
+OUR_FRAMES = (os.path.join("launch", "child.py"), "<frozen runpy>", "runpy.py")
+"""Between the interpreter and the script; plain python shows no such frames either."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """An exception that left the script."""
+
+    time: float  # seconds since the epoch
+    kind: str  # the exception's type, as in ValueError
+    message: str
+    traceback: str  # as python prints it, the message last; empty for a SystemExit
+    exit_status: int  # what the process was going to return
+    problems: tuple[Problem, ...] = ()  # what one of our own errors says, part by part
+
+    @classmethod
+    def of(cls, error: BaseException) -> Record:
+        """What there is to say about this exception."""
+        kind = type(error).__qualname__
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            message = error.code if isinstance(error.code, str) else f"the script left with exit status {status}"
+            return cls(time.time(), kind, message, "", status & 0xFF)
+        text = "".join(traceback.format_exception(type(error), error, _from_the_script(error.__traceback__)))
+        if isinstance(error, UnisonoError):
+            return cls(time.time(), kind, str(error), text, error.exit_status, error.problems)
+        return cls(time.time(), kind, str(error), text, 1)
+
+
+def _from_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without our own first frames (all of it, if there is nothing else)."""
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename.endswith(OUR_FRAMES):
+        inner = inner.tb_next
+    return inner or trace
+
+
+_path: Path | None = None
+
+
+def write_to(path: Path) -> None:
+    """From now on this process's failure is recorded there."""
+    global _path
+    _path = path
+
+
+def write(error: BaseException) -> Record:
+    """Record why this process fails; only the first call counts. Without a launcher it only returns the record."""
+    global _path
+    record = Record.of(error)
+    if _path is not None:
+        path, _path = _path, None
+        half = path.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
+        half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
+        half.rename(path)
+    return record
+
+
+def read(path: Path) -> Record | None:
+    """The record at this path, None if there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    content["problems"] = tuple(Problem(*problem) for problem in content["problems"])
+    return Record(**content)

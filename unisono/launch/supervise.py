@@ -1,0 +1,367 @@
+"""Looking after the processes of a run on this host: their output, their failures, their end.
+
+    launcher ──stdin (ends when the launcher dies)──▶ process ──stdout+stderr──▶ launcher ──▶ log/rank-N.log
+                                                         │                          └─(rank 0)─▶ the screen
+                                                         └──record-N.json, the moment an exception leaves the script
+
+One thread, one loop, no torch. Every process has a session and a process group of its own, so that a Ctrl-C reaches
+only us, and so that whatever a process started ends with it. The rules:
+
+- The earliest failure is *the* failure. The others are told to end (SIGTERM), killed after a moment, and the failing
+  rank's own traceback is the last thing on the screen.
+- The first Ctrl-C, SIGTERM or SIGHUP asks every process to save and leave; a second Ctrl-C kills them at once.
+- Nobody outlives us: when we are gone, standard input ends in every process, and it ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from unisono.errors import WorldError
+from unisono.launch.log import Log, last_lines
+from unisono.launch.record import Record, read
+
+LOOK_SECONDS = 0.1
+"""Between two looks at the records; exits and output wake us at once."""
+GRACE_SECONDS = 0.4
+"""After a failure the other processes have this long to say something, so that a traceback is there within a second."""
+EARLY_STOP_SECONDS = 10.0
+"""Once a process left before it could listen to a stop, the others may wait for it in vain: they have this long."""
+SECOND_SIGNAL_SECONDS = 0.25
+"""A wrapper (make, uv) may pass on the same Ctrl-C that the terminal sent us: two within this time are one."""
+DRAIN_SECONDS = 0.2
+"""The last words of a process are in its pipe already; waiting for its end is only a courtesy."""
+HEAD_START_SECONDS = 0.5
+"""The peers of a process that crashed may notice before we do. A crash counts as this much earlier than we saw it."""
+
+MEANING = {
+    signal.SIGKILL: "usually the machine had no memory left (`dmesg | tail` tells), or somebody killed it",
+    signal.SIGSEGV: "a crash in compiled code: an extension, a driver, or libraries that do not fit together",
+    signal.SIGABRT: "compiled code gave up: an assertion, or an exception that nobody caught",
+    signal.SIGBUS: "usually no room in shared memory (`df -h /dev/shm` tells) or on a disk",
+    signal.SIGILL: "compiled code for another kind of processor",
+    signal.SIGFPE: "an arithmetic error in compiled code",
+    signal.SIGTERM: "somebody ended this one process (`kill`), not the launcher",
+    signal.SIGINT: "somebody interrupted this one process, not the launcher",
+}
+CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals that a process does not die of because a peer failed. SIGABRT is not one of them: gloo may do that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A process to start."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    record: Path
+
+
+class Failure(NamedTuple):
+    """Why a run failed."""
+
+    rank: int
+    size: int
+    time: float  # seconds since the epoch
+    record: Record | None  # None: the process left no word
+    signal: int  # that it died of, 0: none
+    exit_status: int  # what the launcher should return
+    log: Path
+
+    def __str__(self) -> str:
+        """What is printed last on the screen."""
+        record = self.record
+        if record is not None and record.exit_status == 2 and record.problems:
+            return record.message  # a wrong request needs no traceback
+        title = f"Rank {self.rank} of {self.size}"
+        if record is not None:
+            return f"{title} failed; its log is {self.log}\n\n{record.traceback or record.message}".rstrip("\n")
+        if self.signal:
+            meaning = MEANING.get(signal.Signals(self.signal), "")
+            said = f"{title} died of signal {self.signal} ({signal.Signals(self.signal).name})"
+            said += f": {meaning}." if meaning else "."
+        else:
+            said = f"{title} left with exit status {self.exit_status} and no word (os._exit?)."
+        tail = last_lines(self.log, 10)
+        if tail:
+            return "\n".join([said, f"The end of its log, {self.log}:", *(f"    {line}" for line in tail)])
+        return f"{said}\nIts log is empty: {self.log}"
+
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    exit_status: int
+    failure: Failure | None = None
+    stopped: bool = False  # somebody asked it to stop
+
+
+class _Process:
+    """A process that was started, and what we know of it."""
+
+    def __init__(self, rank: int, task: Task) -> None:
+        self.rank = rank
+        self.task = task
+        self.log = Log(task.log)
+        self.told = False  # we sent it SIGTERM
+        self.killed = False  # we sent it SIGKILL
+        self.log_is_lost = False  # and we said so
+        self.ended_at: float | None = None
+        try:
+            self.popen = subprocess.Popen(
+                task.command,
+                env=task.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.log.close()
+            do = "Start fewer processes, or close other programs."
+            raise WorldError(f"Start process {rank}.", f"The system says: {error.strerror}.", do) from error
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
+        os.set_blocking(self.stdout.fileno(), False)
+
+    @property
+    def alive(self) -> bool:
+        return self.ended_at is None
+
+    def tell(self, group: bool) -> None:
+        """SIGTERM, to the process alone (it saves, with the help of its workers) or to all that it started."""
+        self.told = True
+        if self.alive:
+            (os.killpg if group else os.kill)(self.popen.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, to all that it started."""
+        if self.alive:
+            self.killed = True
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def has_ended(self) -> bool:
+        """Look whether it is over, without forgetting it: as long as it is not reaped its group's number is its own."""
+        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def failed(self) -> bool:
+        """Is it over, and not as it should be?"""
+        code = self.popen.returncode
+        return not self.alive and code != 0 and not self.killed and not (self.told and code == -signal.SIGTERM)
+
+
+def supervise(tasks: Sequence[Task], *, screen: int | None = 1, say: bool = True) -> Outcome:
+    """Start the processes, rank by rank, and return when all are gone.
+
+    Rank 0's output goes to the file descriptor `screen` as well (None: only to its log). What is said about the run
+    as a whole goes to standard error, unless `say` is off.
+    """
+    return _Supervisor(tasks, screen, say).run()
+
+
+class _Supervisor:
+    def __init__(self, tasks: Sequence[Task], screen: int | None, say: bool) -> None:
+        self.tasks = tasks
+        self.say = say
+        self.screen = screen
+        self.last_byte = b"\n"  # of what is on the screen
+        self.processes: list[_Process] = []
+        self.selector = selectors.DefaultSelector()
+        self.signals: list[int] = []
+        self.stopped_at: float | None = None  # somebody asked us to stop
+        self.impatient = False  # ... and then asked again
+        self.left_early = False  # a process was told to stop before it could listen
+        self.kill_at: float | None = None
+        self.failing = False
+
+    def run(self) -> Outcome:
+        with self._listening():
+            try:
+                for rank, task in enumerate(self.tasks):
+                    process = _Process(rank, task)
+                    self.processes.append(process)
+                    self.selector.register(process.stdout, selectors.EVENT_READ, process)
+                while any(process.alive for process in self.processes):
+                    self._look()
+            finally:
+                self._end_all()
+        return self._outcome()
+
+    def _look(self) -> None:
+        """Wait for something to happen, or for a moment, and see to it."""
+        for key, _ in self.selector.select(LOOK_SECONDS):
+            if key.data is None:
+                os.read(key.fd, 4096)  # only there to wake us
+            else:
+                self._forward(key.data)
+        while self.signals:
+            self._obey(self.signals.pop(0))
+        for process in self.processes:
+            if process.alive and process.has_ended():
+                self._bury(process)
+        if not self.failing and any(p.failed() or p.task.record.exists() for p in self.processes):
+            self._end_the_others()
+        if self.kill_at is not None and time.monotonic() >= self.kill_at:
+            for process in self.processes:
+                process.kill()
+
+    def _forward(self, process: _Process) -> bool:
+        """Pass on what the process wrote; False when there will be no more."""
+        try:
+            data = os.read(process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return True
+        if not data:
+            self.selector.unregister(process.stdout)
+            return False
+        process.log.write(data)
+        if process.log.lost is not None and not process.log_is_lost:
+            process.log_is_lost = True
+            self._say(f"The log {process.log.path} ends here: {process.log.lost.strerror}. The run goes on.")
+        if process.rank == 0 and self.screen is not None:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(self.screen, view) :]
+                self.last_byte = data[-1:]
+            except OSError:  # the reader is gone, or the terminal; the logs go on
+                self.screen = None
+        return True
+
+    def _obey(self, number: int) -> None:
+        """Somebody wants us to stop."""
+        if number == signal.SIGCHLD:
+            return
+        now = time.monotonic()
+        if self.stopped_at is None:
+            self.stopped_at = now
+            if not self.failing:
+                self._say("Stopping: every process saves and leaves. Ctrl-C again kills them at once.")
+                for process in self.processes:
+                    process.tell(group=False)
+        elif number == signal.SIGINT and now - self.stopped_at > SECOND_SIGNAL_SECONDS:
+            self.impatient = True
+            self.kill_at = now
+
+    def _bury(self, process: _Process) -> None:
+        """A process is over: end what it started, read what is left in its pipe, and let it go."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.popen.pid, signal.SIGKILL)
+        process.ended_at = time.time()
+        process.popen.wait()
+        self._drain(process)
+        if self.stopped_at is not None and process.told and process.popen.returncode == -signal.SIGTERM:
+            self.left_early = True
+            self.kill_at = self.kill_at or time.monotonic() + EARLY_STOP_SECONDS
+
+    def _drain(self, process: _Process) -> None:
+        """Pass on the last words and close everything. Somebody who left the process group may hold the pipe open."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        open_ = process.stdout in self.selector.get_map()
+        while open_ and time.monotonic() < deadline:
+            if select.select([process.stdout], [], [], deadline - time.monotonic())[0]:
+                open_ = self._forward(process)
+        if open_:
+            self.selector.unregister(process.stdout)
+        process.stdout.close()
+        process.stdin.close()
+        process.log.close()
+
+    def _end_the_others(self) -> None:
+        """Somebody failed, so nobody can go on."""
+        self.failing = True
+        self.kill_at = time.monotonic() + GRACE_SECONDS
+        for process in self.processes:
+            if not process.task.record.exists():
+                process.tell(group=True)
+
+    def _end_all(self) -> None:
+        """Nothing of ours stays, whatever happened here."""
+        for process in self.processes:
+            if process.alive:
+                process.kill()
+                process.popen.wait()
+                process.ended_at = time.time()
+                self._drain(process)
+        self.selector.close()
+
+    def _outcome(self) -> Outcome:
+        """Find the failure that came first, put every traceback into its log, and say what happened."""
+        failures = [failure for process in self.processes if (failure := self._failure_of(process))]
+        for failure in failures:
+            if failure.record is not None:
+                with (
+                    contextlib.suppress(OSError),
+                    open(failure.log, "a", encoding="utf-8", errors="backslashreplace") as log,
+                ):
+                    log.write((failure.record.traceback or failure.record.message).rstrip("\n") + "\n")
+        if self.impatient and not self.failing:
+            self._say("Killed before everything was saved; the newest complete checkpoint stays.")
+            return Outcome(1, stopped=True)
+        if self.stopped_at is not None and (self.left_early or not failures):
+            return Outcome(0, stopped=True)
+        if not failures:
+            return Outcome(0)
+        # Who lost a peer did not fail first, whatever the clock says.
+        first = min(failures, key=lambda f: (f.record is not None and f.record.kind == "PeerLost", f.time))
+        self._say(str(first))
+        return Outcome(first.exit_status, first)
+
+    def _failure_of(self, process: _Process) -> Failure | None:
+        task, code, size = process.task, process.popen.returncode, len(self.processes)
+        record = read(task.record)
+        if record is not None:
+            return Failure(process.rank, size, record.time, record, 0, record.exit_status, task.log)
+        if not process.failed() or process.ended_at is None:
+            return None
+        seen = process.ended_at - (HEAD_START_SECONDS if -code in CRASHES else 0)
+        return Failure(process.rank, size, seen, None, max(0, -code), code if code > 0 else 1, task.log)
+
+    def _say(self, text: str) -> None:
+        """A line of ours, on a line of its own."""
+        if not self.say:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if self.screen is not None and self.last_byte != b"\n":
+                os.write(self.screen, b"\n")
+                self.last_byte = b"\n"
+            print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Signals go to `self.signals` and wake the loop. Only the main thread may listen; others just look around."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD]
+        # Under nohup, or in the background of a shell script, a signal is ignored on purpose.
+        wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        before = {number: signal.signal(number, lambda number, _: self.signals.append(number)) for number in wanted}
+        self.selector.register(reader, selectors.EVENT_READ, None)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(reader)
+            os.close(writer)
