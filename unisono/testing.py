@@ -95,6 +95,8 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
     import torch
 
     faulthandler.dump_traceback_later(max(seconds - 1.0, 0.5), exit=False)
+    if "fork" in mp.get_all_start_methods():
+        mp.set_start_method("fork", force=True)  # or each loader worker would wait for a fork server of its own
     torch.set_num_threads(1)
     try:
         pipe.send((function(world, *args), None))

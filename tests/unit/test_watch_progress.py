@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.watch import progress as module
@@ -63,7 +63,7 @@ def screen(raw: str) -> list[str]:
         if token == "\r":
             column = 0
         elif token == "\n":
-            row += 1
+            row, column = row + 1, 0
             lines += [""] * (row == len(lines))
         elif token == "\x1b[2K":
             lines[row] = ""
@@ -113,6 +113,19 @@ def test_a_run_that_ends_early_shows_its_last_step(hands: Hands) -> None:
         progress.update(step, 2.0, 32, hands)
     progress.close()
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/200", "3/200"]
+
+
+@pytest.mark.parametrize("terminal_like", [False, True])
+def test_what_comes_after_the_last_step_does_not_slow_it_down(hands: Hands, terminal_like: bool) -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, terminal_like, 3, 0, memory=lambda: 0, now=hands)
+    for step in (1, 2, 3):
+        hands.at += 1
+        progress.update(step, 2.0, 32, hands)
+    hands.at += 1000  # an evaluation, at the end
+    progress.close()
+    last = screen(stream.getvalue())[-2]
+    assert last == "step 3/3  loss 2.0000  32 samples/s  data wait 0%  0 B"  # and nothing is left
 
 
 def test_a_run_without_a_step_shows_nothing(hands: Hands) -> None:
@@ -186,7 +199,6 @@ def test_what_happens_now_and_then_is_in_the_pace(hands: Hands) -> None:
     for step in range(1, 1001):
         hands.at += 1 + (100 if step % 100 == 0 else 0)  # an evaluation as long as the steps before it
         progress.update(step, 1.0, 8, hands)
-    hands.at += 10
     progress.close()
     minutes = int(stream.getvalue().splitlines()[-1].split("  ")[-1].split(":")[0])
     assert 30 <= minutes <= 37  # 1000 steps of 2 s are 33 minutes
@@ -323,6 +335,15 @@ def test_other_output_makes_the_line_give_way(terminal: Terminal, hands: Hands) 
     assert terminal.screen()[2].startswith("step 4/200")
 
 
+def test_a_note_does_not_go_on_in_somebodys_unfinished_line(terminal: Terminal, hands: Hands) -> None:
+    progress = live(hands, terminal.stream)
+    aside = Aside(terminal.stream, progress)
+    aside.write("half a line")
+    progress.note("a note")
+    progress.note("another")
+    assert terminal.screen() == ["half a line", "a note", "another", ""]
+
+
 def test_aside_is_the_stream_in_all_other_respects(terminal: Terminal, hands: Hands) -> None:
     aside = Aside(terminal.stream, live(hands, terminal.stream))
     assert aside.isatty()
@@ -372,6 +393,7 @@ def test_an_update_that_does_not_draw_asks_for_nothing(hands: Hands) -> None:
         progress.update(step, 1.0, 1, Refuses())
 
 
+@settings(deadline=None)
 @given(st.lists(st.builds(Field, st.integers(0, 9), st.text("abc ", max_size=30)), min_size=1), st.integers(1, 120))
 def test_a_line_fits_any_width(fields: list[Field], width: int) -> None:
     line = fit(fields, width)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
 
 from unisono.errors import SettingsError
-from unisono.settings import entries_of, kind, nearest_name, read, shown, toml
+from unisono.settings import entries_of, kind, nearest_name, read, shown
 
 WHAT = Group("What is computed", sort_key=1)
 WHERE = Group("Where and how", sort_key=2)
@@ -63,13 +63,17 @@ class Request:
         return [*flags, f"--run-dir={run_dir}", *(["--", *self.own] if self.own else [])]
 
     def sets_after(self, run_dir: Path | None) -> tuple[str, ...]:
-        """All `--set`s of a resume: first what the run in `run_dir` was given by file or command line, then these."""
+        """All `--set`s of a resume: first what the run in `run_dir` was given by file or command line, then these.
+
+        What a --settings file of this request says counts more than what the run was given.
+        """
         file = run_dir / "settings.toml" if self.resume and run_dir is not None else None
         if file is None or not file.is_file():
             return self.sets
         values, sources = read(file)
-        given = [name for name, source in sources.items() if source not in ("default", "script")]
-        return (*(f"{name}={toml(values[name])}" for name in given), *self.sets)
+        newer = read(self.settings_file)[0] if self.settings_file is not None else {}
+        given = [name for name, source in sources.items() if source not in ("default", "script") and name not in newer]
+        return (*(f"{name}={shown(values[name])}" for name in given), *self.sets)
 
     @classmethod
     def parse(cls, argv: Sequence[str], settings: type, script: str) -> Request:

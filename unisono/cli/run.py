@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.request import WHERE, Request
-from unisono.cli.rundir import choose_run_dir, problems_of_run_dir
+from unisono.cli.rundir import choose_run_dir, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
 from unisono.errors import Problem, SettingsError
 from unisono.launch import local
@@ -71,12 +71,13 @@ def _checked(target: str, ranks: int, request: Request) -> tuple[Path, int]:
 def _check_settings(script: Path, target: str, ranks: int, request: Request) -> int:
     """Check the script's settings as far as they are known without running it; return its threads."""
     cls = settings_of(script)
+    sets = request.sets_after(request.run_dir or newest_run(script.stem))
     if cls is not None:
-        settings: Any = load(cls, file=request.settings_file, sets=request.sets).settings
+        settings: Any = load(cls, file=request.settings_file, sets=sets).settings
         problems = check(settings, ranks, target)
     else:
         # Only what is given here is known, and only the names that every run has: the script's own say the rest.
-        loaded = load(Settings, file=request.settings_file, sets=request.sets, strangers=True)
+        loaded = load(Settings, file=request.settings_file, sets=sets, strangers=True)
         settings = replace(loaded.settings, steps=loaded.settings.steps or 1)
         given = {name for name, source in loaded.sources.items() if source != "default"}
         named = {f"{ranks} processes": "virtual_ranks"}

@@ -63,7 +63,10 @@ def _leave_with_launcher(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # the launcher's private folder; it cannot clear it any more
         os.killpg(0, signal.SIGKILL)
 
+    # The thread inherits a mask that blocks every signal: they are the script's, and may interrupt nothing here.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 if __name__ == "__main__":

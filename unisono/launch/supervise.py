@@ -41,6 +41,8 @@ EARLY_STOP_SECONDS = 10.0
 """Once a process left before it could listen to a stop, the others may wait for it in vain: they have this long."""
 SECOND_SIGNAL_SECONDS = 0.25
 """A wrapper (make, uv) may pass on the same Ctrl-C that the terminal sent us: two within this time are one."""
+UNKILLABLE_SECONDS = 5.0
+"""A process that waits in the kernel, for a disk or a device, cannot be killed. We leave after this long."""
 DRAIN_SECONDS = 0.2
 """The last words of a process are in its pipe already; waiting for its end is only a courtesy."""
 HEAD_START_SECONDS = 0.5
@@ -187,6 +189,7 @@ class _Supervisor:
         self.impatient = False  # ... and then asked again
         self.left_early = False  # a process was told to stop before it could listen
         self.kill_at: float | None = None
+        self.look_at = 0.0
         self.failing = False
 
     def run(self) -> Outcome:
@@ -196,7 +199,7 @@ class _Supervisor:
                     process = _Process(rank, task)
                     self.processes.append(process)
                     self.selector.register(process.stdout, selectors.EVENT_READ, process)
-                while any(process.alive for process in self.processes):
+                while any(process.alive for process in self.processes) and not self._gave_up():
                     self._look()
             finally:
                 self._end_all()
@@ -209,6 +212,10 @@ class _Supervisor:
                 os.read(key.fd, 4096)  # only there to wake us
             else:
                 self._forward(key.data)
+        now = time.monotonic()
+        if not self.signals and now < self.look_at:
+            return  # only output; a process that writes a lot should not make us look at all the others each time
+        self.look_at = now + LOOK_SECONDS
         while self.signals:
             self._obey(self.signals.pop(0))
         for process in self.processes:
@@ -216,9 +223,13 @@ class _Supervisor:
                 self._bury(process)
         if not self.failing and any(p.failed() or p.task.record.exists() for p in self.processes):
             self._end_the_others()
-        if self.kill_at is not None and time.monotonic() >= self.kill_at:
+        if self.kill_at is not None and now >= self.kill_at:
             for process in self.processes:
                 process.kill()
+
+    def _gave_up(self) -> bool:
+        """Somebody was killed and does not go: he waits in the kernel, for a disk or a device that does not answer."""
+        return self.kill_at is not None and time.monotonic() > self.kill_at + UNKILLABLE_SECONDS
 
     def _forward(self, process: _Process) -> bool:
         """Pass on what the process wrote; False when there will be no more."""
@@ -295,7 +306,10 @@ class _Supervisor:
         for process in self.processes:
             if process.alive:
                 process.kill()
-                process.popen.wait()
+                try:
+                    process.popen.wait(UNKILLABLE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._say(f"Process {process.popen.pid} (rank {process.rank}) waits in the kernel and stays.")
                 process.ended_at = time.time()
                 self._drain(process)
         self.selector.close()

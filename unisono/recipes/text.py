@@ -65,11 +65,13 @@ def main(run: unisono.Run[Settings]) -> None:
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
-    run.log(run.evaluate(model, valid_set, bits_per_byte))
+    result = run.evaluate(model, valid_set, bits_per_byte)
+    run.log(result)
+    run.print(
+        f"validation: {result['bits_per_byte']:.3f} bits per byte, on {valid_set.bytes:,} bytes it has never seen"
+    )
     if run.is_main and settings.sample_bytes:
-        run.print(
-            f"\nWhat it writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n"
-        )
+        run.print(f"\nIt writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n")
 
 
 def bits_per_byte(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,13 +154,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def write(model: nn.Module, length: int, context: int, seed: int) -> str:
-    """Let the model go on from "def ", one byte after another; a low temperature keeps a young model readable."""
+    """Let the model go on from "def ", one byte after another; it may only see `context` bytes at a time."""
     model.eval()
     device = next(model.parameters()).device
     dice = torch.Generator(device).manual_seed(seed)
     text = torch.tensor([list(b"\n    def ")], device=device)
     for _ in range(length):
-        odds = F.softmax(model(text[:, -context:])[:, -1] / 0.7, dim=-1)
+        odds = F.softmax(model(text[:, -context:])[:, -1] / 0.9, dim=-1)  # much cooler, a young model writes but spaces
         text = torch.cat((text, torch.multinomial(odds, 1, generator=dice)), dim=1)
     written = bytes(text[0].tolist()).decode(errors="replace").strip("\n")
     return "".join(

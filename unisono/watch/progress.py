@@ -92,7 +92,7 @@ class Progress:
         self._now = now
         self._pause = LIVE_SECONDS if live else PLAIN_SECONDS
         self._draw_at = now()  # at once
-        self._last: tuple[int, float | None, Seconds] | None = None
+        self._last: tuple[int, float | None, Seconds, float] | None = None
         self._logged: dict[str, Any] = {}
         self._marks: list[Mark] = []
         self._shown = ""  # the live line on the screen
@@ -112,31 +112,32 @@ class Progress:
         extra    what the loop logged; a value is shown until a newer one of the same name comes
         """
         self.samples_seen += samples
-        self._last = (step, loss, clock)
+        now = self._now()
+        self._last = (step, loss, clock, now)
         if extra:
             self._logged.update(extra)
-        now = self._now()
         if now >= self._draw_at or step == self.total_steps:
             self._draw_at = now + self._pause
-            self._draw(now)
+            self._draw()
 
     def note(self, text: str) -> None:
         """Print a line (or several) of its own, above the live line."""
-        self._write(self._cleared() + text.rstrip("\n") + "\n" + self._redrawn())
+        unfinished = "\n" if self._open_line else ""
+        self._open_line = False
+        self._write(self._cleared() + unfinished + text.rstrip("\n") + "\n" + self._redrawn())
 
     def close(self) -> None:
         """Leave the last state as a plain line, and draw no more; closing twice changes nothing."""
         if self._last is not None and (self._live or self._last[0] != self._drawn_step):
-            now = self._now()
-            line = self._line(now)
+            line = self._shown if self._shown and self._last[0] == self._drawn_step else self._line()
             self._write(self._cleared() + line + "\n")
         self._shown = ""
         self._last = None
 
-    def _draw(self, now: float) -> None:
+    def _draw(self) -> None:
         if self._open_line:
             return
-        line = self._line(now)
+        line = self._line()
         if self._live:
             self._shown = line
             self._write(self._redrawn())
@@ -159,9 +160,10 @@ class Progress:
             # The terminal was closed, the pipe's reader went home: no reason to stop a training.
             self._gone = True
 
-    def _line(self, now: float) -> str:
+    def _line(self) -> str:
+        """How far the run was at the last update; what came after it (an evaluation) is not in the speed."""
         assert self._last is not None
-        step, loss, clock = self._last
+        step, loss, clock, now = self._last
         here = Mark(now, step, self.samples_seen, clock.seconds["data"])
         fields = [Field(0, f"step {step}" + (f"/{self.total_steps}" if self.total_steps else ""), "1")]
         if loss is not None:
@@ -185,10 +187,8 @@ class Progress:
         return fit(fields, terminal_width(self._stream) - 1 if self._live else None, color=self._color)
 
     def _seconds_left(self, here: Mark) -> float | None:
-        if self.total_steps is None:
+        if self.total_steps is None or here.step >= self.total_steps:
             return None
-        if here.step >= self.total_steps:
-            return 0.0
         if not self._marks:  # the first step is slow in its own way; no guess from it
             return None
         since = self._since((self._marks[0].time + here.time) / 2)
@@ -244,7 +244,7 @@ def fit(fields: Iterable[Field], width: int | None, *, color: bool = False) -> s
     """The fields on one line of at most `width` columns; the least important are left out where they do not fit."""
     kept = list(fields)
     while width is not None and len(kept) > 1 and sum(len(f.text) + 2 for f in kept) - 2 > width:
-        kept.remove(max(reversed(kept), key=lambda f: f.rank))
+        kept.pop(max(range(len(kept)), key=lambda i: (kept[i].rank, i)))
     if width is not None and len(kept) == 1:
         kept = [kept[0]._replace(text=kept[0].text[: max(0, width)])]
     return "  ".join(f"\x1b[{f.style}m{f.text}\x1b[0m" if color and f.style else f.text for f in kept)

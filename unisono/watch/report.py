@@ -61,7 +61,7 @@ def where_the_time_went(
         return "where the time went: nowhere yet"
     if total - sum(spent.values()) > 0.005 * total:
         spent["unwatched"] = total - sum(spent.values())
-    head = _clock(total) + (f" in {steps} step{'s' * (steps != 1)}" if steps is not None else "")
+    head = _clock(total) + (f" in {_steps(steps)}" if steps is not None else "")
     lines = [_bold("where the time went", color) + f"  {head}"]
     times = {phase: _clock(s) for phase, s in spent.items()}
     name_width, time_width = max(map(len, spent)), max(map(len, times.values()))
@@ -153,7 +153,7 @@ def closing(
     if (steps := result.get("steps")) is not None:
         loss = f", loss {result['loss']:.4f}" if isinstance(result.get("loss"), float) else ""
         speed = result.get("samples_per_second")
-        facts["result"] = f"{steps} steps{loss}" + (f", {speed:,.0f} samples/s" if speed else "") + _who(result)
+        facts["result"] = _steps(steps) + loss + (f", {speed:,.0f} samples/s" if speed else "") + _who(result)
     if promise := result.get("promise"):
         facts["promise"] = f"{promise}: {result['reason']}" if result.get("reason") else str(promise)
     if result.get("weights_sha256"):
@@ -227,11 +227,15 @@ def _workers(run_dir: Path) -> int:
         return 0
 
 
+def _steps(steps: int) -> str:
+    return f"{steps} step{'s' * (steps != 1)}"
+
+
 def _who(result: Mapping[str, Any]) -> str:
     ranks, virtual = result.get("ranks"), result.get("virtual_ranks")
     if not ranks or not virtual:
         return ""
-    return f", {ranks} process{'es' * (ranks != 1)}, {virtual} virtual rank{'s' * (virtual != 1)}"
+    return f", {ranks} rank{'s' * (ranks != 1)} ({virtual} virtual)"
 
 
 def _wrapped(found: Bottleneck) -> Sequence[str]:

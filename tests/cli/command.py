@@ -1,0 +1,123 @@
+"""Real commands with real processes, and how to wait for them without guessing: a pipe that every process holds open.
+
+A script of these tests opens the named pipe `alive` beside it. What it writes there says how far it is; and when the
+last process that holds it is gone, reading it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono import env
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_SECONDS = 30.0
+"""For a busy machine; nothing waits that long unless it hangs."""
+
+PRELUDE = """
+import os, signal, sys, time
+from pathlib import Path
+import unisono
+
+world = unisono.World.current()
+alive = os.open(Path(__file__).with_name("alive"), os.O_WRONLY)
+
+def say(text):
+    os.write(alive, f"{text} {world.rank}\\n".encode())
+"""
+
+
+@dataclass
+class Ended:
+    """A command that is over."""
+
+    status: int
+    out: str
+    err: str
+    at: float = field(default_factory=time.time)
+
+    @property
+    def last(self) -> str:
+        """The last line on the screen."""
+        return (self.err.strip() or self.out.strip()).splitlines()[-1]
+
+
+class Command:
+    """`unisono ARGUMENTS` in a folder, with the script `script.py` there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pipe = folder / "alive"
+        self.words: list[str] = []
+        self._rest = b""
+        self._alive = -1
+        self._running: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "script.py") -> Path:
+        path = self.folder / name
+        path.write_text(PRELUDE + textwrap.dedent(text))
+        return path
+
+    def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        if not self.pipe.exists():
+            os.mkfifo(self.pipe)
+            self._alive = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
+        path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
+        running = subprocess.Popen(
+            [sys.executable, "-P", "-m", "unisono.cli.main", *map(str, arguments)],
+            cwd=self.folder,
+            env=env.inherited({"PYTHONPATH": path}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._running.append(running)
+        return running
+
+    def run(self, *arguments: str | Path) -> Ended:
+        return self.end(self.start(*arguments))
+
+    def end(self, running: subprocess.Popen[str]) -> Ended:
+        out, err = running.communicate(timeout=PATIENCE_SECONDS)
+        return Ended(running.returncode, out, err)
+
+    def wait_for(self, *words: str) -> None:
+        """Until the processes have said all of these ("ready 0", "ready 1")."""
+        while not set(words) <= set(self.words):
+            assert self._hear(), f"everybody left, and only said {self.words}"
+
+    def wait_until_gone(self) -> None:
+        """Until nobody holds the pipe any more."""
+        os.close(os.open(self.pipe, os.O_WRONLY))  # a pipe that nobody ever wrote to has no end
+        while self._hear():
+            pass
+
+    def _hear(self) -> bool:
+        assert select.select([self._alive], [], [], PATIENCE_SECONDS)[0], f"silence after {self.words}"
+        data = os.read(self._alive, 4096)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self.words += [line.decode() for line in lines]
+        return bool(data)
+
+    def log(self, rank: int, run_dir: str = "out") -> str:
+        return (self.folder / run_dir / "log" / f"rank-{rank}.log").read_text()
+
+    def close(self) -> None:
+        for running in self._running:
+            if running.poll() is None:
+                running.kill()
+                running.wait()
+            for pipe in (running.stdout, running.stderr):
+                if pipe is not None:
+                    pipe.close()
+        if self._alive >= 0:
+            self.wait_until_gone()
+            os.close(self._alive)

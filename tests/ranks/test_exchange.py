@@ -1,0 +1,201 @@
+"""The exchange by itself: repeated, interrupted, and fed with gradients that tell every order of addition apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unisono.env import World
+from unisono.errors import LoopError
+from unisono.exchange.buckets import Layout, Readiness
+from unisono.exchange.tree import Tree
+from unisono.score.placement import place_evenly
+from unisono.score.tree import Node, fold
+from unisono.testing import run_ranks
+from unisono.world.collectives import Group
+from unisono.world.start import group as join
+
+
+def parameters() -> list[nn.Parameter]:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(3, 5), (7,), (1, 2, 3), (40, 11), ()]
+    return [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+
+
+def leaf(virtual_rank: int, p: torch.Tensor) -> torch.Tensor:
+    """A gradient whose magnitudes spread over 16 decimal places, so that every other bracket gives other bits."""
+    g = torch.Generator().manual_seed(100 + virtual_rank)
+    return torch.randn(p.shape, generator=g) * 10.0 ** torch.randint(-8, 9, p.shape, generator=g)
+
+
+def by_the_book(virtual_ranks: int, pieces: dict[int, int]) -> list[list[float]]:
+    """The tree over the leaves, written as the recursion that defines it."""
+    out = []
+    for p in parameters():
+        leaves = {
+            Node(v, v + 1): sum((leaf(v, p) for _ in range(pieces[v])), torch.zeros(p.shape)) for v in range(virtual_ranks)
+        }
+        out.append((fold(Node(0, virtual_ranks), leaves, torch.add) / 7.0).flatten().tolist())
+    return out
+
+
+def step(exchange: Tree, params: list[nn.Parameter], spans: Any, pieces: dict[int, int], rank: int, repeats: int) -> Any:
+    mine = {v: pieces[v] for v in range(*spans[rank])}
+    exchange.begin(spans, mine)
+    left = sum(mine.values())
+    for v, count in mine.items():
+        for _ in range(count):
+            exchange.enter(v, last=left == 1)
+            sum((p * leaf(v, p)).sum() for p in params).backward()
+            exchange.leave()
+            left -= 1
+    exchange.launch()
+    exchange.finish(7.0)
+    for _ in range(repeats):  # as after a failure: nobody has committed, everybody repeats
+        exchange.launch(again=True)
+        exchange.finish(7.0)
+    exchange.commit()
+    grads = [p.grad.flatten().tolist() for p in params if p.grad is not None]
+    exchange.zero()
+    return grads
+
+
+def exchange_on(world: World, virtual_ranks: int, spans: Any, pieces: dict[int, int], repeats: int) -> Any:
+    with join(world) as group:
+        params = parameters()
+        exchange = Tree(params, virtual_ranks, group)
+        return [step(exchange, params, spans, pieces, group.rank, repeats) for _ in range(3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("virtual_ranks", "pieces"), [(8, 1), (8, 3), (5, 1), (7, 2)])
+def test_the_sum_is_the_trees_sum(size: int, virtual_ranks: int, pieces: int) -> None:
+    counts = dict.fromkeys(range(virtual_ranks), pieces)
+    expected = by_the_book(virtual_ranks, counts)
+    for rank in run_ranks(exchange_on, size, virtual_ranks, place_evenly(virtual_ranks, size), counts, 0):
+        for grads in rank:
+            assert grads == expected
+
+
+@pytest.mark.parametrize("spans", [((0, 1), (1, 8)), ((0, 0), (0, 8)), ((0, 3), (3, 3), (3, 8)), ((0, 7), (7, 8))])
+def test_any_cut_gives_the_same_sum(spans: Any) -> None:
+    counts = {0: 1, 1: 0, 2: 2, 3: 1, 4: 0, 5: 0, 6: 1, 7: 3}
+    expected = by_the_book(8, counts)
+    for rank in run_ranks(exchange_on, len(spans), 8, spans, counts, 0):
+        assert rank[0] == rank[2] == expected
+
+
+def test_a_repeated_exchange_gives_the_same_bits() -> None:
+    counts = dict.fromkeys(range(8), 1)
+    expected = by_the_book(8, counts)
+    for rank in run_ranks(exchange_on, 3, 8, place_evenly(8, 3), counts, 2):
+        assert rank[0] == rank[1] == expected
+
+
+def test_another_order_of_addition_would_show() -> None:
+    """These gradients are chosen so that the tests above can fail."""
+    (p, *_) = parameters()
+    chain = sum((leaf(v, p) for v in range(8)), torch.zeros(p.shape)) / 7.0
+    assert chain.flatten().tolist() != by_the_book(8, dict.fromkeys(range(8), 1))[0]
+
+
+# -- who is ready when
+
+
+def overlapped(world: World) -> list[int]:
+    """Which buckets had been launched when the last backward returned."""
+    with join(world) as group:
+        model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
+        params = list(model.parameters())
+        exchange = Tree(params, 2, group)
+        exchange.ready.close()
+        exchange.layout = Layout(params, 2, bucket_bytes=2000)
+        exchange.pool.layout = exchange.layout
+        exchange.ready = Readiness(exchange.layout, exchange._launch)
+        seen = []
+        for _ in range(3):
+            exchange.begin(((0, 1), (1, 2)), {group.rank: 1})
+            exchange.enter(group.rank, last=True)
+            model(torch.ones(1, 20)).sum().backward()
+            seen.append(exchange.ready.next)
+            exchange.leave()
+            exchange.launch()
+            exchange.finish(1.0)
+            exchange.commit()
+            exchange.zero()
+        return [*seen, len(exchange.layout.buckets)]
+
+
+def test_buckets_leave_while_backward_still_runs() -> None:
+    """In the first step backward is only watched; from then on every bucket is gone before it returns."""
+    for first, second, third, buckets in run_ranks(overlapped, 2):
+        assert (first, second, third) == (0, buckets, buckets)
+        assert buckets == 4
+
+
+def recompute(world: World) -> tuple[int, list[float]]:
+    """A layer used twice under a nested backward: its gradient is accumulated twice in one backward."""
+    with join(world) as group:
+        torch.manual_seed(0)
+        layer, head = nn.Linear(4, 4), nn.Linear(4, 1)
+        params = [*layer.parameters(), *head.parameters()]
+        exchange = Tree(params, 4, group)
+        spans = place_evenly(4, group.size)
+        grads: list[float] = []
+        for _ in range(2):
+            mine = range(*spans[group.rank])
+            exchange.begin(spans, dict.fromkeys(mine, 1))
+            for v in mine:
+                exchange.enter(v, last=v == mine[-1])
+                x = torch.full((2, 4), float(v), requires_grad=True)
+                for _ in range(2):
+                    x = checkpoint(layer, x, use_reentrant=True)
+                head(x).sum().backward()
+                exchange.leave()
+            exchange.launch()
+            exchange.finish(4.0)
+            exchange.commit()
+            grads = [x for p in params if p.grad is not None for x in p.grad.flatten().tolist()]
+            exchange.zero()
+        return max(exchange.ready.expected), grads
+
+
+def test_a_parameter_accumulated_twice_in_one_backward_is_waited_for() -> None:
+    one = run_ranks(recompute, 1)[0]
+    assert one[0] == 2
+    for rank in run_ranks(recompute, 2):
+        assert rank == one
+
+
+def test_a_gradient_that_comes_too_late_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    ready = Readiness(Layout(list(layer.parameters()), 1), lambda bucket: None)
+    for repeats in (1, 2):
+        ready.begin()
+        ready.enter(last=True)
+        x = torch.ones(1, 2)
+        if repeats == 1:
+            layer(x).sum().backward()
+            ready.leave()
+        else:
+            layer(x).sum().backward()
+            with pytest.raises(LoopError, match="received another gradient after its sum had been sent"):
+                layer(x).sum().backward()
+
+
+def test_layouts_keep_strides_and_kinds_apart() -> None:
+    conv = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    half = nn.Parameter(torch.randn(5, dtype=torch.float64))
+    exchange = Tree([conv, half], 2, Group())
+    exchange.begin(((0, 2),), {0: 1, 1: 1})
+    exchange.enter(0, last=False)
+    assert conv.grad is not None
+    assert conv.grad.stride() == conv.stride()
+    assert half.grad is not None
+    assert half.grad.dtype == torch.float64
+    assert len(exchange.layout.buckets) == 2
+    exchange.close()

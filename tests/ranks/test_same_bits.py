@@ -1,0 +1,107 @@
+"""The claim: one result, whatever the number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.training import settings, train
+from unisono.testing import run_ranks
+
+
+def results(tmp_path: Path, size: int, kind: str, config: Any, **more: Any) -> list[dict[str, Any]]:
+    folder = tmp_path / f"{kind}-{size}-{len(list(tmp_path.iterdir()))}"
+    return run_ranks(train_with, size, kind, config, str(folder), more)
+
+
+def train_with(world: Any, kind: str, config: Any, folder: str, more: dict[str, Any]) -> dict[str, Any]:
+    return train(world, kind, config, folder, **more)
+
+
+def same(runs: list[dict[str, Any]]) -> None:
+    """Every process of every run has the same weights, losses, norms and sums."""
+    first = runs[0]
+    for run in runs:
+        assert run["state"] == first["state"]
+        assert run["losses"] == first["losses"]
+        assert run["norms"] == first["norms"]
+        assert run["result"]["right"] == first["result"]["right"]
+
+
+CASES = {
+    "plain": {},
+    "clipped": {"clip": 0.2},
+    "two loader workers": {"loader": {"workers": 2}},
+    "accumulation 3": {"batch": 24, "virtual_ranks": 4, "micro_batch": 2},
+    "five virtual ranks": {"virtual_ranks": 5, "batch": 15},
+    "more virtual ranks than a batch has samples to spare": {"batch": 9},
+}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.parametrize("case", CASES)
+def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, case: str) -> None:
+    changes: dict[str, Any] = dict(CASES[case])
+    if "loader" in changes:
+        from unisono.settings import LoaderSettings
+
+        changes["loader"] = LoaderSettings(**changes["loader"])
+    config = settings(**changes)
+    # 53 is prime: the last batch of an epoch is short, and some virtual ranks get nothing in it
+    sizes = (1, 2, 3, 5) if config.virtual_ranks == 5 else (1, 3, 4) if config.virtual_ranks == 4 else (1, 2, 3, 8)
+    runs = [run for size in sizes for run in results(tmp_path, size, kind, config, length=53)]
+    same(runs)
+    assert runs[0]["losses"][0] != runs[0]["losses"][-1]
+
+
+def test_workers_and_micro_batches_are_told_apart(tmp_path: Path) -> None:
+    """The comparison above could not fail if all runs were alike: another micro-batch is another computation."""
+    one = results(tmp_path, 1, "mlp", settings())[0]
+    two = results(tmp_path, 1, "mlp", settings(micro_batch=1))[0]
+    assert one["state"] != two["state"]
+
+
+def test_a_process_with_nothing_to_do_takes_part(tmp_path: Path) -> None:
+    """3 samples on 8 virtual ranks: five of eight processes compute nothing, in every step."""
+    config = settings(batch=3, virtual_ranks=8, steps=4)
+    runs = [run for size in (1, 8) for run in results(tmp_path, size, "gpt", config, length=3)]
+    same(runs)
+    assert sorted(run["rounds"] for run in runs[1:]) == [0] * 5 + [4] * 3
+
+
+def test_a_parameter_that_nobody_used_keeps_no_gradient(tmp_path: Path) -> None:
+    for run in results(tmp_path, 2, "gpt", settings(steps=2)):
+        assert run["unused"] is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_new_placement_changes_who_computes_and_nothing_else(tmp_path: Path, workers: int) -> None:
+    from unisono.settings import LoaderSettings
+
+    config = settings(steps=14, loader=LoaderSettings(workers=workers))
+    deals = {2: ((0, 7), (7, 8), (8, 8)), 7: ((0, 1), (1, 2), (2, 8))}
+    undisturbed = results(tmp_path, 1, "mlp", config)
+    dealt = results(tmp_path, 3, "mlp", config, deals=deals)
+    same([*undisturbed, *dealt])
+    held = dealt[0]["held"]
+    assert held == dealt[1]["held"] == dealt[2]["held"]  # agreed on, though each had fetched ahead as it liked
+    assert 2 + bool(workers) <= held[2] < 7
+    assert dealt[0]["rounds"] > dealt[1]["rounds"]
+
+
+def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:
+    tree = results(tmp_path, 1, "mlp", settings())[0]
+    for size in (1, 3):
+        for run in results(tmp_path, size, "mlp", settings(exchange="allreduce")):
+            assert run["losses"] == pytest.approx(tree["losses"], rel=1e-4)
+            assert run["result"]["promise"] == "tolerance"
+    assert tree["result"]["promise"] == "exact"
+
+
+def test_copies_of_the_gradient_stay_within_what_the_score_says(tmp_path: Path) -> None:
+    """Beside the copies of the pool there is only what arrives: one more. With V = 8: r + 2 on 1 and on 2 processes."""
+    assert [run["copies"] for run in results(tmp_path, 1, "mlp", settings(steps=3))] == [3]
+    assert [run["copies"] for run in results(tmp_path, 2, "mlp", settings(steps=3))] == [2, 2]
+    assert [run["copies"] for run in results(tmp_path, 4, "mlp", settings(steps=3))] == [2, 2, 2, 2]

@@ -1,0 +1,76 @@
+"""The text recipe at toy size, as a user types it: real processes, the command, a run directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.house.sources import ROOT
+
+TOY = {
+    "steps": 6,
+    "batch": 10,  # not a multiple of 8: shares of 1 and 2 windows
+    "model.width": 16,
+    "model.depth": 1,
+    "model.heads": 2,
+    "model.context": 24,
+    "model.dropout": 0.1,
+    "validate_bytes": 3000,  # not a multiple of the context: a short last window
+    "sample_bytes": 20,
+}
+
+
+def train(folder: Path, ranks: int, *words: str, sets: Mapping[str, Any] = TOY) -> tuple[dict[str, Any], str]:
+    """What result.json says, and what is on the screen."""
+    command = [sys.executable, "-m", "unisono.cli.main", "run", "text", "--ranks", str(ranks), "--run-dir", str(folder)]
+    command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads((folder / "result.json").read_text(encoding="utf-8")), done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+
+
+def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
+    result, screen = train(tmp_path / "run", 2)
+    assert "licence PSF" in screen
+    assert f"validation: {result['bits_per_byte']:.3f} bits per byte, on 3,000 bytes" in screen
+    assert "It writes:" in screen
+    assert result["promise"] == "exact"
+    for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", "bits_per_byte"):
+        assert result[name] == alone[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "more"), [(3, {}), (5, {"loader.workers": 2}), (8, {})])
+def test_the_same_bits(tmp_path: Path, alone: dict[str, Any], ranks: int, more: dict[str, Any]) -> None:
+    result, _ = train(tmp_path / "run", ranks, sets={**TOY, **more})
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["bits_per_byte"] == alone["bits_per_byte"]
+
+
+@pytest.mark.slow
+def test_it_goes_on_where_it_stopped(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Saved after step 4 on two processes; the state at the end is removed, and three processes go on."""
+    run, sets = tmp_path / "run", {**TOY, "checkpoint.every": 4}
+    train(run, 2, sets=sets)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    result, _ = train(run, 3, "--resume", sets=sets)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_learns(tmp_path: Path) -> None:
+    """The recipe as it stands, on two processes: far better than 4 bits a byte."""
+    assert train(tmp_path / "run", 2, sets={})[0]["bits_per_byte"] < 2.8

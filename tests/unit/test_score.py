@@ -1,0 +1,469 @@
+"""score: the order, the tree, the placement and the keys, for up to 128 virtual ranks and 1024 processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from math import ceil, log2
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from unisono.score import keys, placement, tree
+from unisono.score.keys import BODY, EVALUATE, FETCH, INIT, ORDER, mix, shuffled
+from unisono.score.order import Order, Place, deal
+from unisono.score.placement import place, place_evenly
+from unisono.score.tree import Fold, Node, Plan, chain, copies, fold, subtrees
+
+quick = settings(max_examples=60, deadline=None)  # a test says what is true, not how busy this machine is
+PRIMES = (1, 2, 3, 5, 7, 11, 13, 31, 61, 97, 127, 251, 509)
+BIG = 1 << 64
+
+virtual_ranks = st.integers(1, 128)
+sizes = st.integers(1, 1024) | st.integers(1, 16)
+lengths = st.integers(1, 600) | st.sampled_from(PRIMES)
+batches = st.integers(1, 300) | st.sampled_from(PRIMES)
+orders = st.builds(
+    Order,
+    length=lengths,
+    batch=batches,
+    virtual_ranks=virtual_ranks,
+    micro_batch=st.none() | st.integers(1, 40),
+    seed=st.integers(0, BIG - 1),
+    shuffle=st.booleans(),
+)
+
+
+def even(parts: list[int]) -> bool:
+    return max(parts) - min(parts) <= 1
+
+
+# -- order
+
+
+@quick
+@given(st.integers(0, 10_000), st.integers(1, 200))
+def test_dealing_gives_everything_once_and_as_evenly_as_it_goes(count: int, hands: int) -> None:
+    parts = [deal(count, hands, hand) for hand in range(hands)]
+    assert parts[0][0] == 0
+    assert parts[-1][1] == count
+    assert all(before[1] == after[0] for before, after in pairwise(parts))
+    assert even([stop - start for start, stop in parts])
+
+
+@quick
+@given(st.integers(0, 500), st.integers(1, 128), st.integers(1, 128))
+def test_a_span_of_neighbours_gets_its_fair_share(count: int, hands: int, neighbours: int) -> None:
+    """Larger parts are spread over the hands, so two spans of equal width differ by one thing at most."""
+    neighbours = min(neighbours, hands)
+    widths = [
+        deal(count, hands, i + neighbours - 1)[1] - deal(count, hands, i)[0] for i in range(hands - neighbours + 1)
+    ]
+    assert even(widths)
+
+
+@quick
+@given(orders, st.integers(0, 3))
+@example(Order(length=31, batch=7, virtual_ranks=3, micro_batch=2), 1)
+@example(Order(length=1, batch=1, virtual_ranks=128), 0)
+@example(
+    Order(length=129, batch=128, virtual_ranks=128, micro_batch=1), 0
+)  # a tail of one: 127 virtual ranks get nothing
+@example(Order(length=509, batch=127, virtual_ranks=61, micro_batch=2), 2)
+def test_every_sample_exactly_once_an_epoch(order: Order, epoch: int) -> None:
+    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+    assert {order.epoch(step) for step in steps} == {epoch}
+    seen = [
+        sample for step in steps for _, samples in order.places(step, (0, order.virtual_ranks)) for sample in samples
+    ]
+    assert sorted(seen) == list(range(order.length))
+    assert seen == order.permutation(epoch).tolist()  # and in the epoch's order, batch after batch
+
+
+@quick
+@given(orders, st.data())
+def test_the_micro_batches_of_a_step_make_up_its_batch(order: Order, data: st.DataObject) -> None:
+    step = data.draw(st.integers(0, 3 * order.steps_per_epoch))
+    start, stop = order.batch_bounds(step)
+    batch = order.permutation(order.epoch(step))[start:stop].tolist()
+    rest = order.length % order.batch
+    is_tail = (step + 1) % order.steps_per_epoch == 0 and rest > 0
+    assert len(batch) == order.batch_size(step) == (rest if is_tail else min(order.batch, order.length))
+
+    micro = [order.micro_batches(step, v) for v in range(order.virtual_ranks)]
+    assert [sample for share in micro for piece in share for sample in piece] == batch
+    assert even([sum(map(len, share)) for share in micro])
+    for v, share in enumerate(micro):
+        assert all(share), "no micro-batch is empty"
+        if share:
+            pieces = [len(piece) for piece in share]
+            assert even(pieces)
+            least = 1 if order.micro_batch is None else ceil(sum(pieces) / order.micro_batch)
+            assert len(pieces) == least  # no more micro-batches than the limit asks for
+        assert [b - a for a, b in order.micro_bounds(step, v)] == [len(piece) for piece in share]
+
+
+@quick
+@given(orders, st.integers(0, 50), st.data())
+def test_what_a_virtual_rank_sees_does_not_depend_on_who_holds_it(order: Order, step: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, order.virtual_ranks), max_size=6)))
+    bounds = [0, *cuts, order.virtual_ranks]
+    parts = [list(order.places(step, span)) for span in pairwise(bounds)]
+    whole = list(order.places(step, (0, order.virtual_ranks)))
+    assert [entry for part in parts for entry in part] == whole
+    assert len({where for where, _ in whole}) == len(whole)
+    for where, _ in whole:
+        assert isinstance(where, Place)
+        assert where.step == step
+
+
+def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
+    def order(**changed: Any) -> Order:
+        return Order(**{"length": 97, "batch": 8, "virtual_ranks": 8, "seed": 1, **changed})
+
+    here = order().permutation(0).tolist()
+    assert here == order().permutation(0).tolist()
+    assert here == order(batch=5, virtual_ranks=3, micro_batch=1).permutation(0).tolist()
+    assert here != order(seed=2).permutation(0).tolist()
+    assert here != order().permutation(1).tolist()
+    assert order(shuffle=False).permutation(4).tolist() == list(range(97))
+
+
+def test_the_picture_in_the_docstring() -> None:
+    order = Order(length=31, batch=7, virtual_ranks=3, micro_batch=2)
+    assert [[b - a for a, b in order.micro_bounds(0, v)] for v in range(3)] == [[2], [2], [1, 2]]
+    assert order.steps_per_epoch == 5
+    assert order.batch_size(4) == 3
+
+
+# -- keys
+
+
+def test_golden_keys() -> None:
+    """These numbers are a promise: if one of them changes, every run ever made has another order and other dropout."""
+    assert (ORDER, FETCH, BODY, INIT, EVALUATE) == (1, 2, 3, 4, 5)
+    assert mix() == 0
+    assert mix(0) == 0xE220A8397B1DCDAF
+    assert mix(1, 2, 3) == 0xD0734750FDE362B3
+    assert mix(17, BODY, 1234, 0, 5, 2) == 0x6442EA44F03A40CD
+    assert mix(-1) == mix(BIG - 1) == 0xE4D971771B652C20
+    assert shuffled(10, mix(0, ORDER, 0)).tolist() == [1, 6, 5, 4, 8, 3, 7, 9, 2, 0]
+
+
+def test_mix_is_splitmix64() -> None:
+    """Vigna's reference: the first output of splitmix64 from state 0 is e220a8397b1dcdaf."""
+    assert mix(0) == 0xE220A8397B1DCDAF
+
+
+def test_the_shuffle_sorts_by_the_same_mixer() -> None:
+    for length, key in [(1, 0), (2, 5), (1000, mix(3, ORDER, 7)), (257, BIG - 1)]:
+        assert shuffled(length, key).tolist() == sorted(range(length), key=lambda i: mix(i ^ key))
+
+
+@quick
+@given(st.lists(st.integers(-BIG, BIG), max_size=6), st.lists(st.integers(-BIG, BIG), max_size=6))
+def test_keys_are_64_bit_and_differ_for_different_coordinates(a: list[int], b: list[int]) -> None:
+    assert 0 <= mix(*a) < BIG
+    assert mix(*a) == mix(*a)
+    if len(a) == len(b) and [x % BIG for x in a] != [x % BIG for x in b]:
+        assert mix(*a) != mix(*b)
+
+
+def test_neighbouring_keys_share_nothing() -> None:
+    purposes, steps, micro = (ORDER, FETCH, BODY, INIT, EVALUATE), range(50), range(16)
+    every = {mix(seed, p, s, m) for seed in range(3) for p in purposes for s in steps for m in micro}
+    assert len(every) == 3 * 5 * 50 * 16
+    for key in list(every)[:2000]:
+        assert key.bit_length() > 32  # not a small number in disguise
+    # one bit of the step flips half of the key's bits, on average
+    flips = [(mix(9, BODY, s, 0) ^ mix(9, BODY, s ^ (1 << bit), 0)).bit_count() for s in steps for bit in range(20)]
+    assert 31 < sum(flips) / len(flips) < 33
+
+
+def test_a_shuffle_is_a_permutation_that_looks_random() -> None:
+    for length in PRIMES:
+        assert sorted(shuffled(length, 42).tolist()) == list(range(length))
+    firsts = [int(shuffled(8, mix(seed, ORDER, 0))[0]) for seed in range(4000)]
+    counts = np.bincount(firsts, minlength=8)
+    assert counts.min() > 400
+    assert counts.max() < 600  # 500 each, give or take 21
+
+
+# -- the tree
+
+
+Expression = Any  # a leaf's number, or a pair of expressions: brackets written down
+
+
+def brackets(leaves: int, value: Callable[[int], Any] = lambda i: i) -> Expression:
+    """The tree over `leaves`, by its definition: halves, down to single leaves."""
+
+    def at(lo: int, hi: int) -> Expression:
+        return value(lo) if hi - lo == 1 else (at(lo, (lo + hi) // 2), at((lo + hi) // 2, hi))
+
+    return at(0, leaves)
+
+
+def pair(a: Expression, b: Expression) -> Expression:
+    return (a, b)
+
+
+@quick
+@given(virtual_ranks, st.data())
+def test_subtrees_are_the_largest_and_cover_the_span(leaves: int, data: st.DataObject) -> None:
+    lo = data.draw(st.integers(0, leaves))
+    hi = data.draw(st.integers(lo, leaves))
+    found = subtrees(leaves, lo, hi)
+    assert [leaf for node in found for leaf in range(*node)] == list(range(lo, hi))
+    everybody = nodes(leaves)
+    assert all(node in everybody for node in found)
+    for node in found:  # its parent is not inside the span
+        assert not any(lo <= p.lo and p.hi <= hi and node in p.children for p in everybody if p.hi - p.lo > 1)
+    assert len(found) <= max(1, 2 * ceil(log2(leaves + 1)))
+
+
+def nodes(leaves: int) -> set[Node]:
+    found = {Node(0, leaves)}
+    waiting = [Node(0, leaves)]
+    while waiting:
+        node = waiting.pop()
+        if node.hi - node.lo > 1:
+            found.update(node.children)
+            waiting.extend(node.children)
+    return found
+
+
+@quick
+@given(virtual_ranks, st.data())
+def test_parents_are_those_of_the_tree(leaves: int, data: st.DataObject) -> None:
+    everybody = sorted(nodes(leaves))
+    left = data.draw(st.sampled_from(everybody))
+    right = data.draw(st.sampled_from(everybody))
+    expected = next((p for p in everybody if p.hi - p.lo > 1 and p.children == (left, right)), None)
+    assert tree.parent(leaves, left, right) == expected
+    for node in everybody:
+        if node.hi - node.lo > 1:
+            assert tree.parent(leaves, *node.children) == node
+
+
+@pytest.mark.parametrize("leaves", [*range(1, 20), 31, 32, 33, 61, 64, 97, 127, 128])
+def test_folding_a_span_holds_as_many_copies_as_promised(leaves: int) -> None:
+    """`copies` is not only a bound: it is reached, for every span."""
+    spans = [(lo, hi) for lo in range(leaves) for hi in range(lo + 1, leaves + 1)]
+    for lo, hi in spans if leaves <= 20 else random.Random(leaves).sample(spans, 60):
+        most = 0
+        folding: Fold[Expression] = Fold(leaves, pair)
+        alive: set[int] = set()
+        for leaf in range(lo, hi):
+            alive.add(leaf)
+            most = max(most, len(folding.held) + 1)  # those that wait, and the leaf that is computed
+            folding.push(Node(leaf, leaf + 1), leaf)
+            assert len(folding.held) <= copies(leaves, lo, hi)
+        assert most == copies(leaves, lo, hi)
+        assert tuple(node for node, _ in folding.held) == subtrees(leaves, lo, hi)
+        # the stated law: a span of r subtrees of at most four leaves needs no more than r + 2
+        largest = max(node.hi - node.lo for node in subtrees(leaves, lo, hi))
+        assert most <= len(subtrees(leaves, lo, hi)) + max(2, ceil(log2(largest)))
+    assert copies(leaves, 0, 0) == 0
+    assert copies(leaves, 0, leaves) == ceil(log2(leaves)) + 1
+
+
+@quick
+@given(virtual_ranks, st.data())
+def test_a_folded_span_has_the_brackets_of_the_tree(leaves: int, data: st.DataObject) -> None:
+    lo = data.draw(st.integers(0, leaves - 1))
+    hi = data.draw(st.integers(lo + 1, leaves))
+    folding: Fold[Expression] = Fold(leaves, pair)
+    for leaf in range(lo, hi):
+        folding.push(Node(leaf, leaf + 1), leaf)
+    for node, value in folding.held:
+        assert value == fold(node, {Node(i, i + 1): i for i in range(leaves)}, pair)
+    if (lo, hi) == (0, leaves):
+        assert folding.held[0][1] == brackets(leaves)
+
+
+@quick
+@given(virtual_ranks, st.randoms(use_true_random=False))
+def test_sums_that_are_ready_fold_like_the_leaves_they_stand_for(leaves: int, chance: random.Random) -> None:
+    def ready(node: Node) -> list[Node]:
+        """A random cut through the tree below `node`."""
+        if node.hi - node.lo == 1 or chance.random() < 0.3:
+            return [node]
+        left, right = node.children
+        return ready(left) + ready(right)
+
+    single = {Node(i, i + 1): i for i in range(leaves)}
+    folding: Fold[Expression] = Fold(leaves, pair)
+    for node in ready(Node(0, leaves)):
+        folding.push(node, fold(node, single, pair))
+    assert folding.held == [(Node(0, leaves), brackets(leaves))]
+
+
+# -- placement
+
+
+def carry_out(plan: Plan, value: Callable[[int], Any], add: Callable[[Any, Any], Any]) -> Any:
+    """What every process gets: spans are folded where they lie, sent, and added as the plan says."""
+    arrived: list[Any] = []
+    for rank in range(plan.size):
+        folding: Fold[Any] = Fold(plan.leaves, add)
+        for leaf in range(*plan.spans[rank]):
+            folding.push(Node(leaf, leaf + 1), value(leaf))
+        assert tuple(node for node, _ in folding.held) == plan.sends(rank)
+        arrived += [partial for _, partial in folding.held]
+    assert len(arrived) == len(plan.arrivals())
+    taken: set[int] = set()
+    for i, j in plan.additions():
+        assert i not in taken
+        assert j not in taken
+        assert i < j  # in place: the left one is overwritten, the right one is free from now on
+        arrived[i] = add(arrived[i], arrived[j])
+        taken.add(j)
+    assert taken == set(range(1, len(arrived)))
+    return arrived[0]
+
+
+def covers(spans: placement.Spans, leaves: int, size: int) -> bool:
+    at = 0
+    for lo, hi in spans:
+        if lo != at or hi < lo:
+            return False
+        at = hi
+    return at == leaves and len(spans) == size
+
+
+@quick
+@given(virtual_ranks, sizes)
+@example(1, 1024)
+@example(128, 1024)
+@example(128, 128)
+@example(127, 61)
+def test_even_placement_gives_the_trees_sum(leaves: int, size: int) -> None:
+    spans = place_evenly(leaves, size)
+    assert covers(spans, leaves, size)
+    widths = [hi - lo for lo, hi in spans]
+    assert max(widths) == ceil(leaves / size)  # nobody works longer than the evenest cut asks for
+    assert carry_out(Plan(leaves, spans), lambda leaf: leaf, pair) == brackets(leaves)
+
+
+@quick
+@given(virtual_ranks, st.data())
+def test_uneven_placement_gives_the_trees_sum_too(leaves: int, data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.floats(0.01, 100) | st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=24))
+    spans = place(leaves, seconds)
+    assert covers(spans, leaves, len(seconds))
+    assert carry_out(Plan(leaves, spans), lambda leaf: leaf, pair) == brackets(leaves)
+    # the step ends as early as it can: an earlier end would leave virtual ranks over
+    end = max((hi - lo) * s for (lo, hi), s in zip(spans, seconds, strict=True))
+    assert sum(sum(1 for n in range(1, leaves + 1) if n * s < end) for s in seconds) < leaves
+
+
+@quick
+@given(virtual_ranks, st.data())
+def test_any_cut_whatever_gives_the_same_bits(leaves: int, data: st.DataObject) -> None:
+    """Also cuts that nobody would choose, with empty spans; with float32 numbers whose sum depends on the brackets."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, leaves), max_size=12)))
+    bounds = [0, *cuts, leaves]
+    plan = Plan(leaves, tuple(pairwise(bounds)))
+    generator = np.random.default_rng(leaves)
+    values = (generator.standard_normal(leaves) * 10.0 ** generator.integers(-8, 9, leaves)).astype(np.float32)
+
+    def add(a: np.float32, b: np.float32) -> np.float32:
+        return np.float32(a + b)
+
+    expected = fold(Node(0, leaves), {Node(i, i + 1): values[i] for i in range(leaves)}, add)
+    assert carry_out(plan, lambda leaf: values[leaf], add).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 16, 61, 127, 128, 129, 512, 1024])
+@pytest.mark.parametrize("leaves", [1, 5, 8, 31, 97, 128])
+def test_the_whole_range_of_processes(leaves: int, size: int) -> None:
+    for seconds in ([1.0] * size, [1.0 + rank % 3 for rank in range(size)]):
+        spans = place(leaves, seconds)
+        assert covers(spans, leaves, size)
+        plan = Plan(leaves, spans)
+        assert carry_out(plan, lambda leaf: leaf, pair) == brackets(leaves)
+
+
+@quick
+@given(virtual_ranks, st.integers(1, 64))
+def test_traffic_is_what_the_plan_sends(leaves: int, size: int) -> None:
+    """Counted by sending: a gradient of `size` chunks, so that each chunk is 1 / size of it."""
+    plan = Plan(leaves, place_evenly(leaves, size))
+    sent = [0] * size
+    for rank in range(size):
+        for to in range(size):
+            if to != rank:
+                sent[rank] += len(plan.sends(rank))  # all-to-all: chunk number `to` of each partial sum
+                sent[rank] += 1  # all-gather: the chunk it has finished
+    for rank in range(size):
+        assert plan.traffic(rank) == pytest.approx(sent[rank] / size)
+    assert sum(len(plan.sends(rank)) for rank in range(size)) == len(plan.arrivals()) == len(plan.additions()) + 1
+
+
+@pytest.mark.parametrize(
+    ("leaves", "size"), [(leaves, 1 << k) for leaves in (8, 12, 61, 100, 128) for k in range(8) if 1 << k <= leaves]
+)
+def test_aligned_cuts_cost_what_an_ordinary_all_reduce_costs(leaves: int, size: int) -> None:
+    plan = Plan(leaves, place_evenly(leaves, size))
+    # a power of two of processes: one subtree each, whatever V is
+    assert [len(plan.sends(rank)) for rank in range(size)] == [1] * size
+    assert [plan.traffic(rank) for rank in range(size)] == [2 * (size - 1) / size] * size
+
+
+@quick
+@given(st.integers(1, 9), st.integers(1, 5), st.data())
+def test_no_placement_that_ends_as_early_sends_less(leaves: int, size: int, data: st.DataObject) -> None:
+    """Against all placements there are, for small numbers: earliest end first, then fewest partial sums."""
+    seconds = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 5.0]), min_size=size, max_size=size))
+
+    def judge(spans: placement.Spans) -> tuple[float, int]:
+        end = max((hi - lo) * s for (lo, hi), s in zip(spans, seconds, strict=True))
+        return end, sum(len(subtrees(leaves, lo, hi)) or placement._IDLE for lo, hi in spans)
+
+    def every(at: int, left: int) -> Any:
+        if left == 1:
+            yield ((at, leaves),)
+            return
+        for to in range(at, leaves + 1):
+            for rest in every(to, left - 1):
+                yield ((at, to), *rest)
+
+    assert judge(place(leaves, seconds)) == min(judge(spans) for spans in every(0, size))
+
+
+def test_processes_beyond_the_virtual_ranks_get_nothing() -> None:
+    spans = place_evenly(8, 12)
+    assert sum(lo == hi for lo, hi in spans) == 4
+    assert sorted(span for span in spans if span[0] < span[1]) == [(i, i + 1) for i in range(8)]
+
+
+def test_a_faster_process_gets_more() -> None:
+    assert [hi - lo for lo, hi in place(8, [1.0, 3.0])] == [6, 2]
+    assert [hi - lo for lo, hi in place(8, [1.0, 1.0])] == [4, 4]
+    assert [hi - lo for lo, hi in place(8, [1.0, 100.0])] == [8, 0]
+
+
+def test_the_example_in_the_docstring() -> None:
+    plan = Plan(6, ((0, 4), (4, 6)))
+    assert plan.arrivals() == (Node(0, 3), Node(3, 4), Node(4, 6))
+    assert plan.additions() == ((1, 2), (0, 1))
+
+
+@quick
+@given(st.lists(st.floats(-1e6, 1e6), max_size=30))
+def test_a_chain_adds_from_left_to_right(values: list[float]) -> None:
+    total = 0.0
+    for value in values:
+        total = total + value
+    assert chain(values) == total
+
+
+def test_numbers_only() -> None:
+    """The score knows no torch, no clock, no process."""
+    for module in (keys, tree, placement):
+        assert not {"torch", "time", "os", "random", "socket"} & set(vars(module))
