@@ -41,7 +41,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
                 rank=rank, size=size, local_rank=rank, local_size=size, store=f"file://{folder}/store", launcher="test"
             )
             mine, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(target=_rank, args=(function, world, theirs, args, seconds), daemon=False)
+            process: BaseProcess = _context.Process(
+                target=_rank, args=(function, world, theirs, args, seconds), daemon=False
+            )
             process.start()
             theirs.close()
             processes.append(process)

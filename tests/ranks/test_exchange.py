@@ -37,20 +37,23 @@ def by_the_book(virtual_ranks: int, pieces: dict[int, int]) -> list[list[float]]
     out = []
     for p in parameters():
         leaves = {
-            Node(v, v + 1): sum((leaf(v, p) for _ in range(pieces[v])), torch.zeros(p.shape)) for v in range(virtual_ranks)
+            Node(v, v + 1): sum((leaf(v, p) for _ in range(pieces[v])), torch.zeros(p.shape))
+            for v in range(virtual_ranks)
         }
         out.append((fold(Node(0, virtual_ranks), leaves, torch.add) / 7.0).flatten().tolist())
     return out
 
 
-def step(exchange: Tree, params: list[nn.Parameter], spans: Any, pieces: dict[int, int], rank: int, repeats: int) -> Any:
+def step(
+    exchange: Tree, params: list[nn.Parameter], spans: Any, pieces: dict[int, int], rank: int, repeats: int
+) -> Any:
     mine = {v: pieces[v] for v in range(*spans[rank])}
     exchange.begin(spans, mine)
     left = sum(mine.values())
     for v, count in mine.items():
         for _ in range(count):
             exchange.enter(v, last=left == 1)
-            sum((p * leaf(v, p)).sum() for p in params).backward()
+            torch.stack([(p * leaf(v, p)).sum() for p in params]).sum().backward()
             exchange.leave()
             left -= 1
     exchange.launch()

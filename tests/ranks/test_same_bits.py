@@ -30,7 +30,7 @@ def same(runs: list[dict[str, Any]]) -> None:
         assert run["result"]["right"] == first["result"]["right"]
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"clip": 0.2},
     "two loader workers": {"loader": {"workers": 2}},

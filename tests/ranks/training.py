@@ -93,7 +93,7 @@ def train(
     deals: dict[int, Any] | None = None,
     stop_after: int | None = None,
 ) -> dict[str, Any]:
-    """Train on this rank; the losses of all steps, gradient norms, the result, how many micro-batches were computed here."""
+    """Train on this rank: losses, gradient norms, the result, how many micro-batches were computed here."""
     torch.manual_seed(world.rank)  # the run must not depend on it
     with join(world) as group:
         found = newest(Path(run_dir), print) if resume else None
@@ -133,10 +133,11 @@ def loop(run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop
         run.log(right=step.mean("right"))
         if step.number + 1 == stop_after:
             run.stop()
-    unused = None if kind == "mlp" else model.unused.weight.grad
+    unused = model.unused.weight.grad if isinstance(model, TinyGPT) else None
     return {"losses": losses, "norms": norms, "rounds": rounds, "held": held, "unused": unused, "copies": copies(run)}
 
 
 def copies(run: Run[Settings]) -> int:
+    assert run._engine is not None
     pool = getattr(run._engine.exchange, "pool", None)
     return pool.made if pool else 0

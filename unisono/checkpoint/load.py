@@ -87,7 +87,9 @@ def fingerprint_of(states: dict[str, Any]) -> str:
 
 
 def _flatten(value: Any, name: str, leaves: dict[str, Any]) -> None:
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    items: Any = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
     if isinstance(value, (dict, list, tuple)):
         for key, item in items:
             _flatten(item, f"{name}.{key}" if name else str(key), leaves)

@@ -1,10 +1,10 @@
 """Which checkpoints a run directory holds, and whether one is whole. Knows files only; no torch.
 
-    checkpoints/step-00000040/          complete: it was renamed to this name after everything in it was on the disk
-        model-00001-of-00001.safetensors   the tensors (torch DCP, safetensors format)
-        state.json                      everything else, and the run it belongs to
-        manifest.json                   size and sha256 of every other file
-    checkpoints/.step-00000060.unfinished  what a crash or a full disk left; removed by the next save
+checkpoints/step-00000040/          complete: it was renamed to this name after everything in it was on the disk
+    model-00001-of-00001.safetensors   the tensors (torch DCP, safetensors format)
+    state.json                      everything else, and the run it belongs to
+    manifest.json                   size and sha256 of every other file
+checkpoints/.step-00000060.unfinished  what a crash or a full disk left; removed by the next save
 """
 
 from __future__ import annotations

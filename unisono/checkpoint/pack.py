@@ -45,15 +45,23 @@ def pack(value: Any, name: str, tensors: Tensors) -> Any:
     """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`."""
     if isinstance(value, torch.Tensor):
         name = tensors.put(value, name)
-        return {_MARK: "tensor", "name": name, "dtype": str(value.dtype).removeprefix("torch."), "shape": [*value.shape]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, np.generic):
+        return {
+            _MARK: "tensor",
+            "name": name,
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": [*value.shape],
+        }
+    if isinstance(value, np.generic):  # before float: numpy's float64 is one
         return pack(value.item(), name, tensors)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and key != _MARK for key in value):
             return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
-        return {_MARK: "map", "of": [[pack(k, name, tensors), pack(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
+        return {
+            _MARK: "map",
+            "of": [[pack(k, name, tensors), pack(v, f"{name}.{k}", tensors)] for k, v in value.items()],
+        }
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {_MARK: type(value).__name__, "of": items}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from cyclopts import Parameter
 
 import unisono

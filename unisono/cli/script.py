@@ -44,8 +44,8 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     train     the script's own function: models, optimizer, the loop
     settings  its class of settings (a frozen dataclass that inherits from unisono.Settings)
 
-    Ends the process with status 2 for a wrong request, and lets other errors go up, as any script would. After Ctrl-C or
-    SIGTERM it returns once the state is saved.
+    Ends the process with status 2 for a wrong request, and lets other errors go up, as any script would. After Ctrl-C
+    or SIGTERM it returns once the state is saved.
     """
     world = World.current()
     try:
@@ -79,6 +79,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         log.start(group.rank, group.size)
         path = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
         resumed = load(Path(path)) if path else None
+        color = world.terminal and not env.variables(("NO_COLOR",))
         run: Run[S] = Run(
             loaded.settings,
             world=world,
@@ -87,6 +88,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             identity=identity,
             resumed=resumed,
             output=sys.stdout,
+            color=color,
         )
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
@@ -95,10 +97,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             _write(run_dir / "environment.json", json.dumps({**facts, "differences": differences}, indent=1) + "\n")
         _say_hello(run, request, resumed)
         with _signals(run):
-            _train(train, run, request)
+            _train(train, run, request, color)
 
 
-def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request) -> None:
+def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color: bool) -> None:
     stopped = False
     try:
         train(run)
@@ -110,9 +112,9 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request) -> No
     result = run.result()
     if run.is_main:
         _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
-        color = run.world.terminal and not env.variables(("NO_COLOR",))
         if not request.json:
-            print("\n".join(["", *report.closing(result, run.dir, color=color)]), flush=True)
+            plain = not (sys.stdout.encoding or "").lower().startswith("utf")
+            print("\n".join(["", *report.closing(result, run.dir, color=color, ascii_only=plain)]), flush=True)
         elif run.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
     if stopped:
@@ -138,7 +140,7 @@ class Asked:
         return choose_run_dir(self.script.stem, self.request.run_dir, resume=self.request.resume, command=self.command)
 
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
-        """The checkpoint to go on from; None: the run was ended before its first. Raises SettingsError if it does not fit."""
+        """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""
         path = newest(run_dir, log.say)
         if path is None:
             log.say(f"There is no checkpoint in {run_dir} yet: starting at step 0.")

@@ -1,4 +1,4 @@
-"""One virtual rank on one process: nothing to exchange. Autograd's own p.grad, divided by the weight, and that is all."""
+"""One virtual rank on one process: nothing to exchange. Autograd's own p.grad, divided by the weight; that is all."""
 
 from __future__ import annotations
 
@@ -70,4 +70,3 @@ class Solo:
 
     def close(self) -> None:
         pass
-

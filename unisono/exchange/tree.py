@@ -1,8 +1,8 @@
-"""The tree exchange: one fixed association of the sum, at the traffic of an ordinary all-reduce. The default, and the proof.
+"""The tree exchange: one fixed association of the sum, at the traffic of an all-reduce. The default, and the proof.
 
 Every virtual rank's gradient is a leaf: its micro-batches, added in order. A process folds the leaves it computed into
-the largest complete subtrees of the tree (score/tree.py) and the processes exchange these partial sums, bucket by bucket,
-while the last backward still runs. One bucket, two processes that hold one subtree each, W chunks:
+the largest complete subtrees of the tree (score/tree.py) and the processes exchange these partial sums, bucket by
+bucket, while the last backward still runs. One bucket, two processes that hold one subtree each, W chunks:
 
     process 0   [ a0 | a1 ] --all-to-all--> [ a0 | b0 ] --fold--> [ a0 + b0 ] --all-gather--> [ a0+b0 | a1+b1 ] / weight
     process 1   [ b0 | b1 ]                 [ a1 | b1 ]           [ a1 + b1 ]                 [ a0+b0 | a1+b1 ] / weight
@@ -10,8 +10,8 @@ while the last backward still runs. One bucket, two processes that hold one subt
 All-to-all and all-gather only move data, so no library's order of addition is involved. Padding and chunk edges depend
 on the number of processes, but every operation here is elementwise: the bits do not.
 
-Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a pair
-is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial sum, one
+Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a
+pair is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial sum, one
 for what arrives, one for the result.
 """
 
@@ -46,7 +46,7 @@ class Tree:
         self._result: Copy | None = None
 
     def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
-        """A step begins: this process holds spans[rank], and virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
+        """A step begins: this process holds spans[rank]; virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
         plan = Plan(self.virtual_ranks, tuple(spans))
         self.pieces = pieces
         self.span = plan.spans[self.group.rank]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.env import World, draws_live_lines, inherited

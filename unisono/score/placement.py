@@ -31,7 +31,7 @@ def place_evenly(virtual_ranks: int, size: int) -> Spans:
 @lru_cache(maxsize=64)
 def _place(virtual_ranks: int, seconds: tuple[float, ...]) -> Spans:
     most = _most(virtual_ranks, seconds)
-    # fewest[b]: the least cost at which the processes so far hold [0, b) together; came[r][b]: where r's span begins then
+    # fewest[b]: least cost at which the processes so far hold [0, b) together; came[r][b]: where r's span begins then
     fewest: dict[int, int] = {0: 0}
     came: list[dict[int, int]] = []
     left = sum(most)

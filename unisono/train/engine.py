@@ -121,7 +121,7 @@ class Engine:
 
     # -- what does not fit
 
-    def check_first_loss(self, loss: torch.Tensor, mean: bool) -> None:
+    def check_first_loss(self, loss: Any, mean: bool) -> None:
         """The first step's losses are looked at closely: the mistakes that are made are made in every step."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -207,7 +207,7 @@ class Engine:
             raise LoopError(
                 "step.update was given ReduceLROnPlateau.",
                 "It needs a metric, which step.update does not have.",
-                "call schedule.step(metric) yourself, with a value that is the same on every process (run.evaluate's is).",
+                "call schedule.step(metric) yourself, with a value that is equal everywhere (run.evaluate's is).",
             )
         self.steppers.append(schedule)
 
@@ -218,7 +218,7 @@ class Engine:
         for (name, buffer), before in zip(self._buffers, self._versions, strict=True):
             if buffer._version != before:
                 raise LoopError(
-                    f"The forward pass of step {step.number} changed the buffer {name}, of shape {tuple(buffer.shape)}.",
+                    f"The forward pass of step {step.number} changed the buffer {name} of shape {tuple(buffer.shape)}.",
                     f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
                     "buffers that change (batch norm's running statistics) are not carried yet.",
                     "use a norm without running statistics (GroupNorm, LayerNorm), or --set virtual_ranks=1.",

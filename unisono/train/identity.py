@@ -1,4 +1,4 @@
-"""What a run's bits depend on: its mathematics, and the machine it computes on. Compared between processes and at resume."""
+"""What a run's bits depend on: its mathematics and its machine. Compared between processes, and at resume."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "variables": env.variables(("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY")),
+        "variables": env.variables(
+            ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY")
+        ),
     }
 
 
-def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str) -> tuple[list[Problem], list[str]]:
+def compare(
+    before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str
+) -> tuple[list[Problem], list[str]]:
     """How two identities differ: the problems, and in words the changes that were accepted.
 
     Both are flat: settings of the mathematics by their names, and the fields of ENVIRONMENT.
@@ -65,7 +69,9 @@ def agree(group: Group, mine: dict[str, Any]) -> list[str]:
     for name in ENVIRONMENT:
         values = [facts[name] for facts in everybody]
         if len(set(values)) > 1:
-            by_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values) if values.index(value) == rank)
+            by_rank = ", ".join(
+                f"{value} on rank {rank}" for rank, value in enumerate(values) if values.index(value) == rank
+            )
             if name == "threads":
                 raise WorldError(
                     "The processes of a run must use the same number of threads.",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import torch
 
@@ -26,7 +27,7 @@ from unisono.train.state import State
 from unisono.train.step import Step
 from unisono.watch import log
 from unisono.watch.clock import Clock
-from unisono.watch.progress import Progress
+from unisono.watch.progress import Aside, Progress
 from unisono.watch.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ class Run(Generic[S]):
         run_dir: Path,
         identity: Mapping[str, Any],
         resumed: Checkpoint | None,
-        output: Any,
+        output: TextIO,
+        color: bool = False,
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
         self.rank, self.size, self.device = group.rank, group.size, group.device
@@ -76,7 +78,7 @@ class Run(Generic[S]):
         self._names: dict[int, str] = {}
         self._total_steps = settings.steps
         self._engine: Engine | None = None
-        self._output = output
+        self._output, self._color = output, color
         self._logged: dict[str, Any] = {}
         self._leave = False
         self._began: float | None = None
@@ -93,7 +95,7 @@ class Run(Generic[S]):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run. With `epochs` it is known once the data is: call count_steps(data) first."""
+        """Optimizer steps of the whole run. With `epochs` it is known once the data is: see count_steps(data)."""
         if self._total_steps is None:
             raise SettingsError(
                 "run.total_steps was asked for.",
@@ -121,7 +123,7 @@ class Run(Generic[S]):
                 mix(self.settings.seed, INIT, len(self._modules)), None if self.device.type == "cpu" else self.device
             )
             model = model()
-        placed = model.to(self.device)
+        placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._group.share_([*placed.parameters(), *placed.buffers()])
         self._names |= {id(p): name for name, p in placed.named_parameters()}
         self._modules.append(placed)
@@ -189,9 +191,7 @@ class Run(Generic[S]):
             prefetch=settings.loader.prefetch,
             threads=settings.threads,
         )
-        self._engine = Engine(
-            settings, self._group, order, self._loader, schedule, self._modules, self._names, last
-        )
+        self._engine = Engine(settings, self._group, order, self._loader, schedule, self._modules, self._names, last)
         return self._steps(self._engine)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
@@ -288,8 +288,11 @@ class Run(Generic[S]):
         if self._state.resumed is not None:
             self._timeline.resumed(self.steps_done)
         if self.is_main:
-            self._progress = Progress(self._output, self.world.terminal, engine.last, self.steps_done, seen)
+            live = self.world.terminal
+            self._progress = Progress(self._output, live, engine.last, self.steps_done, seen, color=self._color)
             log.through(self._progress)
+            if live:  # the script's own print goes above the line that is being redrawn
+                sys.stdout = Aside(self._output, self._progress)
         self._began = time.perf_counter()
         self.clock.start()
 
@@ -350,6 +353,8 @@ class Run(Generic[S]):
         """Stop watching: the last progress line, and the timeline on disk."""
         self.clock.stop()
         if self._progress is not None:
+            if isinstance(sys.stdout, Aside):
+                sys.stdout = self._output
             self._progress.close()
             log.through(None)
             self._progress = None
@@ -361,4 +366,3 @@ def _samples(order: Order, steps: int) -> int:
     """Samples in the first `steps` steps of an order."""
     epochs, rest = divmod(steps, order.steps_per_epoch)
     return epochs * order.length + min(rest * order.batch, order.length)
-

@@ -32,7 +32,9 @@ class State:
         for name, thing in things.items():
             if name in self.tracked:
                 raise CheckpointError(
-                    f"run.track was given {name!r} twice.", "Each name is one thing in a checkpoint.", "rename one of them."
+                    f"run.track was given {name!r} twice.",
+                    "Each name is one thing in a checkpoint.",
+                    "rename one of them.",
                 )
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise CheckpointError(
@@ -49,7 +51,7 @@ class State:
             raise CheckpointError(
                 f"{name!r} was to be resumed from {checkpoint.path}.",
                 f"That holds {', '.join(sorted(checkpoint.states)) or 'nothing'}.",
-                f"track the same names as the run that saved it, or start anew in another --run-dir.",
+                "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         try:
             thing.load_state_dict(checkpoint.states[name])
@@ -64,7 +66,9 @@ class State:
         """After the first step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
         covered = {id(p) for model in self.models.values() for p in model.parameters()}
         forgotten = [m for m in placed if any(id(p) not in covered for p in m.parameters())]
-        forgotten += [s for s in steppers if hasattr(s, "state_dict") and not any(s is t for t in self.tracked.values())]
+        forgotten += [
+            s for s in steppers if hasattr(s, "state_dict") and not any(s is t for t in self.tracked.values())
+        ]
         missing = set(self.resumed.states) - set(self.tracked) if self.resumed else set()
         if missing:
             raise CheckpointError(

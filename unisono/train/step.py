@@ -102,7 +102,9 @@ class Step:
         if self._state != "walking" or self._place is None:
             raise self._breach(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
         if name == LOSS:
-            raise self._breach("was asked to add 'loss'", "That name is taken by backward's own sum.", "choose another.")
+            raise self._breach(
+                "was asked to add 'loss'", "That name is taken by backward's own sum.", "choose another."
+            )
         self._engine.table.add(self._place.virtual_rank, name, _detached(total), _detached(weight))
 
     # -- after the rounds
@@ -193,11 +195,15 @@ class Step:
             raise self._broken()
         if self._state == "new":
             raise self._breach(
-                "was skipped", "Nobody iterated over it.", "write `for batch in step:` inside `for step in run.steps(...)`."
+                "was skipped",
+                "Nobody iterated over it.",
+                "write `for batch in step:` inside `for step in run.steps(...)`.",
             )
         if self._state != "updated":
             raise self._breach(
-                "ended without an update", "Its gradient is whole, and no optimizer used it.", "call step.update(optimizer)."
+                "ended without an update",
+                "Its gradient is whole, and no optimizer used it.",
+                "call step.update(optimizer).",
             )
 
     def _broken(self) -> LoopError:

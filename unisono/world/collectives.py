@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +48,7 @@ class Group:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""

@@ -26,7 +26,7 @@ def choose_device(world: World) -> torch.device:
         raise WorldError(
             f"Process {world.rank} was asked to use {accelerator.type} device {world.local_rank}.",
             f"This host has {torch.accelerator.device_count()}.",
-            f"start {torch.accelerator.device_count()} processes on this host, or hide the devices to train on the CPU.",
+            f"start {torch.accelerator.device_count()} processes here, or hide the devices to train on the CPU.",
         )
     device = torch.device(accelerator.type, world.local_rank)
     torch.accelerator.set_device_index(world.local_rank)
@@ -45,13 +45,16 @@ def group(world: World) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     backend = dist.get_default_backend_for_device(device)
-    common = {"backend": backend, "rank": world.rank, "world_size": world.size, "timeout": TIMEOUT}
     assert world.store is not None
-    if world.store.startswith("file://"):
-        store = dist.FileStore(world.store.removeprefix("file://"), world.size)
-        dist.init_process_group(store=store, **common)
-    else:
-        dist.init_process_group(init_method=world.store, **common)
+    file = world.store.removeprefix("file://") if world.store.startswith("file://") else None
+    dist.init_process_group(
+        backend,
+        init_method=None if file else world.store,
+        store=dist.FileStore(file, world.size) if file else None,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+    )
     joined = Group(world.rank, world.size, device)
     yield joined
     joined.barrier()
