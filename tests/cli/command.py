@@ -12,6 +12,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,6 +95,18 @@ class Command:
         """Until the processes have said all of these ("ready 0", "ready 1")."""
         while not set(words) <= set(self.words):
             assert self._hear(), f"everybody left, and only said {self.words}"
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """A block that hears only what is said from now on, also while nobody holds the pipe yet."""
+        hold = os.open(self.pipe, os.O_WRONLY)
+        try:
+            while select.select([self._alive], [], [], 0)[0]:
+                os.read(self._alive, 4096)
+            self.words, self._rest = [], b""
+            yield
+        finally:
+            os.close(hold)
 
     def wait_until_gone(self) -> None:
         """Until nobody holds the pipe any more."""

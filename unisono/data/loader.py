@@ -1,7 +1,7 @@
 """The loader: this process's micro-batches of every step, fetched ahead by torch's DataLoader.
 
-A task is one whole micro-batch: its key, its place, its samples. A worker seeds from the key, fetches, collates;
-which worker it is, or whether there is any, changes nothing. One DataLoader runs through all epochs, so no epoch's end stalls.
+A task is one whole micro-batch: its key, its place, its samples. A worker seeds from the key, fetches, collates; which
+worker it is, or whether there is any, changes nothing. One loader runs through all epochs, so no epoch's end stalls.
 
 Placement may change while it runs. Tasks are dealt ahead, so a new placement holds from the first step for which nobody
 has dealt yet (`horizon`); until then the old one does, and nothing is fetched twice or thrown away.

@@ -11,8 +11,8 @@ All-to-all and all-gather only move data, so no library's order of addition is i
 on the number of processes, but every operation here is elementwise: the bits do not.
 
 Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a
-pair is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial sum, one
-for what arrives, one for the result.
+pair is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial
+sum, one for what arrives, one for the result.
 """
 
 from __future__ import annotations

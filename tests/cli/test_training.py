@@ -1,0 +1,255 @@
+"""Trainings from end to end: the command, real processes, real kills."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.cli.command import Command
+
+SCRIPT = """
+from dataclasses import dataclass, field
+import torch
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    steps: int | None = 24
+    batch: int = 16
+    checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=4)
+    pause: float = field(default=0.0, metadata={"mathematics": False})  # seconds in every round: a kill finds it at work
+    lr: float = 0.05
+
+def main(run):
+    x = torch.randn(101, 8, generator=torch.Generator().manual_seed(1))
+    layers = lambda: [torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)]
+    model = run.place(lambda: torch.nn.Sequential(*layers()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.settings.lr)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.settings.lr, total_steps=24)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+    for step in run.steps(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
+        for inputs, targets in step:
+            time.sleep(run.settings.pause)
+            step.backward(((model(inputs) - targets) ** 2).sum(), weight=len(inputs))
+        step.update(optimizer, schedule)
+        if step.number in (0, 5):
+            say(f"step {step.number} of")
+
+unisono.main(main, Settings)
+"""
+
+
+def result(command: Command, run_dir: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((command.folder / run_dir / "result.json").read_text())
+    return found
+
+
+def undisturbed(command: Command) -> dict[str, Any]:
+    ended = command.run("run", "script.py", "--run-dir", "whole")
+    assert ended.status == 0, ended.err
+    return result(command, "whole")
+
+
+def kill_everything(launcher: Any) -> None:
+    """kill -9 to the launcher and everything below it, in one go."""
+    family = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+    for process in family:
+        process.suspend()  # so that nobody tidies up after another
+    for process in family:
+        process.kill()
+    launcher.communicate()
+
+
+def survive(command: Command, chance: random.Random, whole: dict[str, Any], name: str) -> None:
+    """Start on some number of processes, kill all of them at a random moment, resume on another number."""
+    first, second = chance.sample([1, 2, 3, 4], 2)
+    with command.listening():
+        running = command.start("run", "script.py", "--ranks", first, "--run-dir", name, "--set", "pause=0.004")
+        command.wait_for(*[f"step 0 of {rank}" for rank in range(first)])
+    time.sleep(chance.uniform(0.0, 0.7))
+    if running.poll() is None:
+        kill_everything(running)
+    ended = command.run("run", "script.py", "--ranks", second, "--run-dir", name, "--resume")
+    assert ended.status == 0, ended.err
+    after = result(command, name)
+    assert after["weights_sha256"] == whole["weights_sha256"], f"{first} -> {second} processes"
+    assert after["steps"] == 24
+
+
+def test_a_run_that_was_killed_ends_as_if_it_had_not_been(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = undisturbed(command)
+    chance = random.Random(time.time_ns())
+    survive(command, chance, whole, "killed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_of_twenty_runs_survive_being_killed(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = undisturbed(command)
+    chance = random.Random(time.time_ns())
+    for number in range(20):
+        survive(command, chance, whole, f"killed-{number}")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_leaves_cleanly_and_the_run_goes_on_from_there(command: Command, sign: signal.Signals) -> None:
+    command.script(SCRIPT)
+    whole = undisturbed(command)
+    with command.listening():
+        running = command.start("run", "script.py", "--ranks", 2, "--run-dir", "out", "--set", "pause=0.01")
+        command.wait_for("step 5 of 0")
+    running.send_signal(sign)
+    ended = command.end(running)
+    assert ended.status == 0, ended.err
+    stopped = result(command, "out")
+    assert stopped["stopped"]
+    assert 6 <= stopped["steps"] < 24
+    assert "--resume" in ended.out
+    ended = command.run("run", "script.py", "--ranks", 3, "--run-dir", "out", "--resume", "--set", "pause=0")
+    assert ended.status == 0, ended.err
+    after = result(command, "out")
+    assert after["weights_sha256"] == whole["weights_sha256"]
+    assert not after["stopped"]
+    assert after["promise"] == "exact"  # a pause is not mathematics: the script's field says so
+
+
+def test_a_resume_whose_mathematics_differ_is_refused_field_by_field(command: Command) -> None:
+    command.script(SCRIPT)
+    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=8").status == 0
+    sets = ["--set", "batch=24", "--set", "seed=7", "--set", "virtual_ranks=4", "--set", "lr=0.1", "--set", "threads=2"]
+    ended = command.run("run", "script.py", "--run-dir", "out", "--resume", "--set", "steps=12", *sets)
+    assert ended.status == 2
+    for line in ("batch = 24", "batch = 16", "seed = 7", "seed = 0", "virtual_ranks = 4", "threads = 2", "lr = 0.1"):
+        assert line in ended.err
+    assert "--accept-change batch" in ended.err
+    assert len(list((command.folder / "out" / "checkpoints").glob("step-*"))) == 2  # nothing was touched
+    ended = command.run(
+        "run",
+        "script.py",
+        "--run-dir",
+        "out",
+        "--resume",
+        "--set",
+        "steps=12",
+        "--set",
+        "seed=7",
+        "--accept-change",
+        "seed",
+    )
+    assert ended.status == 0, ended.err
+    after = result(command, "out")
+    assert after["promise"] == "exact until step 8"
+    assert "seed from 0 to 7" in after["reason"]
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = undisturbed(command)
+    newest = max((command.folder / "whole" / "checkpoints").glob("step-*"))
+    (tensors,) = newest.glob("*.safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    ended = command.run("run", "script.py", "--ranks", 2, "--run-dir", "whole", "--resume")
+    assert ended.status == 0, ended.err
+    assert "damaged and passed over" in ended.out
+    assert tensors.name in ended.out
+    assert result(command, "whole")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
+    import subprocess
+    import sys
+
+    from tests.cli.command import ROOT
+    from unisono import env
+
+    script = command.script(SCRIPT.replace("say(", "str("), "plain.py")
+    text = script.read_text()
+    script.write_text("\n".join(line for line in text.splitlines() if not line.startswith("alive =")))
+    whole = command.run("run", "plain.py", "--run-dir", "whole", "--set", "steps=6")
+    assert whole.status == 0, whole.err
+    for name, words in {
+        "python": [sys.executable, "plain.py"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "plain.py"],
+    }.items():
+        done = subprocess.run(
+            [*words, "--set", "steps=6", "--run-dir", name],
+            cwd=command.folder,
+            env=env.inherited({"PYTHONPATH": str(ROOT)}),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert result(command, name)["weights_sha256"] == result(command, "whole")["weights_sha256"]
+
+
+def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command: Command) -> None:
+    import subprocess
+    import sys
+
+    from tests.cli.command import ROOT
+    from unisono import env
+
+    command.script(SCRIPT)
+    command.start("--version").wait()  # makes the pipe that the script opens
+    done = subprocess.run(
+        [sys.executable, "script.py", "--set", "batchh=3", "--set", "seed=x"],
+        cwd=command.folder,
+        env=env.inherited({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "batchh" in done.stderr
+    assert "batch" in done.stderr
+    assert "seed" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_finished_jobs_in_a_row_leave_cleanly(command: Command) -> None:
+    command.script(SCRIPT)
+    for number in range(50):
+        ended = command.run("run", "script.py", "--ranks", 2, "--run-dir", f"run-{number}", "--set", "steps=3")
+        assert ended.status == 0, ended.err
+        assert ended.err == ""
+
+
+def test_a_failed_save_harms_nothing_and_says_what_to_do(command: Command) -> None:
+    """The folder for checkpoints becomes a file: no process can write there any more, whoever it is."""
+    command.script(
+        SCRIPT.replace(
+            "        if step.number in (0, 5):",
+            "        if step.number == 5 and run.is_main:\n"
+            "            (run.dir / 'checkpoints').rename(run.dir / 'kept')\n"
+            "            (run.dir / 'checkpoints').write_text('a file')\n"
+            "        if step.number in (0, 5):",
+        )
+    )
+    ended = command.run("run", "script.py", "--ranks", 2, "--run-dir", "out")
+    assert ended.status == 1
+    assert "A checkpoint after step 8 was to be written" in ended.err
+    assert ended.err.rstrip().splitlines()[-1].lstrip().startswith("Next:")
+    folder = command.folder / "out"
+    (folder / "checkpoints").unlink()
+    (folder / "kept").rename(folder / "checkpoints")
+    whole = undisturbed_from(command, SCRIPT)
+    ended = command.run("run", "script.py", "--run-dir", "out", "--resume")
+    assert ended.status == 0, ended.err
+    assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]
+
+
+def undisturbed_from(command: Command, script: str) -> dict[str, Any]:
+    command.script(script)
+    return undisturbed(command)
