@@ -50,8 +50,6 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     world = World.current()
     try:
         _main(train, settings, world)
-    except Stopped:
-        pass
     except UnisonoError as error:
         if world.launcher == "unisono" or error.exit_status != 2:
             raise  # the launcher says it, last; or Python does, below its traceback
@@ -101,11 +99,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
 
 
 def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color: bool) -> None:
-    stopped = False
     try:
         train(run)
     except Stopped:
-        stopped = True
+        pass
     finally:
         run.close()
         log.stop()
@@ -117,8 +114,6 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color
             print("\n".join(["", *report.closing(result, run.dir, color=color, ascii_only=plain)]), flush=True)
         elif run.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
-    if stopped:
-        run._group.barrier()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-ORDER, FETCH, BODY, INIT, EVALUATE = range(1, 6)
+ORDER, FETCH, BODY, INIT, EVALUATE, STEP, UPDATE = range(1, 8)
 """What a key is for; two purposes never share a stream."""
 
 _MASK = (1 << 64) - 1

@@ -12,7 +12,7 @@ from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import seed_everything
 from unisono.errors import DataError, LoopError
 from unisono.exchange import Exchange, build_exchange
-from unisono.score.keys import BODY, mix, place_key
+from unisono.score.keys import BODY, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.train.table import LOSS, Table
 
@@ -52,11 +52,16 @@ class Engine:
         self._counted = -1  # of how many modules that is
         self._signature: list[bool] = []
         self._batches = iter(loader)
-        self._body_key = mix(order.seed, BODY)
+        self._body_key, self._step_key = mix(order.seed, BODY), mix(order.seed, STEP)
+        self._update_key = mix(order.seed, UPDATE)
         self._accelerator = group.device if group.device.type != "cpu" else None
         self._token = torch.zeros(1, device=group.device)
 
     # -- a step
+
+    def before_step(self, step: int) -> None:
+        """Seed for what the loop does before its rounds: the same on every process, and after a resume."""
+        seed_everything(mix(self._step_key, step), self._accelerator)
 
     def micro_batches(self, step: int) -> Iterator[tuple[Place, Any, bool]]:
         """(place, batch, is it this process's last of the step) for every micro-batch of this process in `step`."""
@@ -96,6 +101,8 @@ class Engine:
         if several:  # nobody finishes this unless everybody holds the whole gradient
             self.group.sum_(self._token)
         exchange.commit()
+        if self.order.virtual_ranks > 1:  # what comes now (noise on p.grad, say) must not depend on who computed what
+            seed_everything(mix(self._update_key, step.number), self._accelerator)
         return totals.sums
 
     def _build_exchange(self) -> None:

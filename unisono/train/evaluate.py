@@ -33,8 +33,9 @@ def evaluate(
     group: Group,
     forward: Forward | None = None,
     collate: Collate | None = None,
-) -> dict[str, float]:
-    """See Run.evaluate."""
+    hurry: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """See Run.evaluate. None, on every process, when some process was in a hurry to leave."""
     length = length_of(data, "The data set of run.evaluate")
     size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
     # one "step" per micro-batch, on one virtual rank: the order is the data's own
@@ -59,12 +60,16 @@ def evaluate(
     try:
         with torch.no_grad():
             for place, batch in loader:
+                if hurry():
+                    break
                 seed_everything(mix(order.seed, *place), None if group.device.type == "cpu" else group.device)
                 output = (forward or call)(model, batch)
                 for name, (total, weight) in _named(measure, measure(output, *_parts(batch))).items():
                     rows.setdefault(name, []).append((place.step, float(total), float(weight)))
     finally:
         model.train(was_training)
+    if group.max_(torch.tensor([hurry()], dtype=torch.uint8, device=group.device)).item():
+        return None
     return _fold(rows, order.steps_per_epoch, group)
 
 

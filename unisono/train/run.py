@@ -201,6 +201,7 @@ class Run(Generic[S]):
         for number in range(first, engine.last):
             step = Step(engine, number)
             engine.asked["leave"] = self._leave
+            engine.before_step(number)
             yield step
             step.finish()
             if number == first:
@@ -225,8 +226,10 @@ class Run(Generic[S]):
             self._engine.asked["stop"] = True
 
     def leave(self) -> None:
-        """A signal came: save and leave after the step under way."""
+        """A signal came: save and leave after the step under way. After the last one there is nothing left to save."""
         self._leave = True
+        if self._ended is not None and self.size == 1:
+            raise Stopped
         if self._engine is not None:
             self._engine.asked["leave"] = True
 
@@ -276,9 +279,19 @@ class Run(Generic[S]):
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
         with phases.phase("evaluate"):
-            return evaluate(
-                model, data, measure, settings=self.settings, group=self._group, forward=forward, collate=collate_fn
+            result = evaluate(
+                model,
+                data,
+                measure,
+                settings=self.settings,
+                group=self._group,
+                forward=forward,
+                collate=collate_fn,
+                hurry=lambda: self._leave and self._ended is not None,
             )
+        if result is None:
+            raise Stopped
+        return result
 
     # -- watching and saving
 

@@ -11,6 +11,7 @@ from unisono import phases
 from unisono.errors import LoopError
 from unisono.score.order import Place
 from unisono.train.table import LOSS
+from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
@@ -63,7 +64,11 @@ class Step:
             engine.exchange.leave()
         self._ready = False
         phases.enter("exchange")
-        self._sums = engine.meet(self)
+        if engine.group.size == 1:
+            self._sums = engine.meet(self)
+        else:
+            with peers(f"Step {self.number}'s exchange"):
+                self._sums = engine.meet(self)
         self._state = "whole"
         phases.enter("other")
 

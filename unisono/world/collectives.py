@@ -6,12 +6,15 @@ Objects travel as JSON in byte tensors, never as pickles: nothing that arrives c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from unisono.errors import PeerLost
 
 
 class Work(Protocol):
@@ -40,6 +43,24 @@ def all_to_all(out: torch.Tensor, mine: torch.Tensor, receive: list[int], send: 
     """Begin to send send[r] elements of `mine` to process r, and to receive receive[r] elements from it into `out`."""
     work: Work = dist.all_to_all_single(out, mine, receive, send, async_op=True)
     return work
+
+
+@contextmanager
+def peers(what: str) -> Iterator[None]:
+    """A block of collectives: if a peer is gone, raises PeerLost, which says what was being done."""
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        if not any(
+            sign in first for sign in ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out")
+        ):
+            raise
+        raise PeerLost(
+            f"{what} needed every process of the run.",
+            f"One of them is gone or silent: {first}",
+            "look at the other processes' logs; then start the same command with --resume.",
+        ) from error
 
 
 @dataclass(frozen=True)
