@@ -22,7 +22,7 @@ class Settings(unisono.Settings):
     steps: int | None = 24
     batch: int = 16
     checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=4)
-    pause: float = field(default=0.0, metadata={"mathematics": False})  # seconds in every round: a kill finds it at work
+    pause: float = field(default=0.0, metadata={"mathematics": False})  # seconds in every round
     lr: float = 0.05
 
 def main(run):
@@ -69,12 +69,12 @@ def survive(command: Command, chance: random.Random, whole: dict[str, Any], name
     """Start on some number of processes, kill all of them at a random moment, resume on another number."""
     first, second = chance.sample([1, 2, 3, 4], 2)
     with command.listening():
-        running = command.start("run", "script.py", "--ranks", first, "--run-dir", name, "--set", "pause=0.004")
+        running = command.start("run", "script.py", "--ranks", str(first), "--run-dir", name, "--set", "pause=0.004")
         command.wait_for(*[f"step 0 of {rank}" for rank in range(first)])
     time.sleep(chance.uniform(0.0, 0.7))
     if running.poll() is None:
         kill_everything(running)
-    ended = command.run("run", "script.py", "--ranks", second, "--run-dir", name, "--resume")
+    ended = command.run("run", "script.py", "--ranks", str(second), "--run-dir", name, "--resume")
     assert ended.status == 0, ended.err
     after = result(command, name)
     assert after["weights_sha256"] == whole["weights_sha256"], f"{first} -> {second} processes"
@@ -103,7 +103,7 @@ def test_a_signal_saves_leaves_cleanly_and_the_run_goes_on_from_there(command: C
     command.script(SCRIPT)
     whole = undisturbed(command)
     with command.listening():
-        running = command.start("run", "script.py", "--ranks", 2, "--run-dir", "out", "--set", "pause=0.01")
+        running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "pause=0.01")
         command.wait_for("step 5 of 0")
     running.send_signal(sign)
     ended = command.end(running)
@@ -112,7 +112,7 @@ def test_a_signal_saves_leaves_cleanly_and_the_run_goes_on_from_there(command: C
     assert stopped["stopped"]
     assert 6 <= stopped["steps"] < 24
     assert "--resume" in ended.out
-    ended = command.run("run", "script.py", "--ranks", 3, "--run-dir", "out", "--resume", "--set", "pause=0")
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--resume", "--set", "pause=0")
     assert ended.status == 0, ended.err
     after = result(command, "out")
     assert after["weights_sha256"] == whole["weights_sha256"]
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(command: Command) -> None
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1
     tensors.write_bytes(content)
-    ended = command.run("run", "script.py", "--ranks", 2, "--run-dir", "whole", "--resume")
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "whole", "--resume")
     assert ended.status == 0, ended.err
     assert "damaged and passed over" in ended.out
     assert tensors.name in ended.out
@@ -221,7 +221,7 @@ def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command:
 def test_fifty_finished_jobs_in_a_row_leave_cleanly(command: Command) -> None:
     command.script(SCRIPT)
     for number in range(50):
-        ended = command.run("run", "script.py", "--ranks", 2, "--run-dir", f"run-{number}", "--set", "steps=3")
+        ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", f"run-{number}", "--set", "steps=3")
         assert ended.status == 0, ended.err
         assert ended.err == ""
 
@@ -237,7 +237,7 @@ def test_a_failed_save_harms_nothing_and_says_what_to_do(command: Command) -> No
             "        if step.number in (0, 5):",
         )
     )
-    ended = command.run("run", "script.py", "--ranks", 2, "--run-dir", "out")
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
     assert "A checkpoint after step 8 was to be written" in ended.err
     assert ended.err.rstrip().splitlines()[-1].lstrip().startswith("Next:")

@@ -32,7 +32,7 @@ def dies(world: World) -> Any:
 
 
 def test_a_lost_peer_is_named_as_what_it_is() -> None:
-    with pytest.raises(AssertionError, match="died with exit code [79]"):
+    with pytest.raises(AssertionError, match=r"died with exit code [79]"):
         run_ranks(dies, 2)
 
 

@@ -397,3 +397,15 @@ def test_settings_load_without_torch(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(script)], check=True)
+
+
+def test_who_asks_for_steps_takes_back_the_scripts_epochs() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Settings):
+        epochs: int | None = 5
+
+    assert (load(Own).settings.steps, load(Own).settings.epochs) == (None, 5)
+    asked = load(Own, sets=["steps=3"]).settings
+    assert (asked.steps, asked.epochs) == (3, None)
+    both = load(Own, sets=["steps=3", "epochs=2"]).settings  # check says that this cannot be
+    assert (both.steps, both.epochs) == (3, 2)

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json as json_
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from unisono.cli.target import recipe_of
 from unisono.errors import SettingsError
 
 
-def copy(recipe: str, dest: Path | None = None, /) -> int:
+def copy(
+    recipe: str,
+    dest: Path | None = None,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
     """Copy a recipe, to own and change it.
 
     Parameters
@@ -17,6 +27,8 @@ def copy(recipe: str, dest: Path | None = None, /) -> int:
         A recipe's name.
     dest
         The new file, or a folder for it. By default the folder you are in. Nothing is ever overwritten.
+    json
+        Print the new file's path as JSON.
     """
     source = recipe_of(recipe)
     path = Path(source.name) if dest is None else dest / source.name if dest.is_dir() else dest
@@ -30,5 +42,5 @@ def copy(recipe: str, dest: Path | None = None, /) -> int:
     except OSError as error:
         do = f"unisono copy {recipe} DEST, with a folder that is there and that you may write to."
         raise SettingsError(asked, f"{path} cannot be written: {error.strerror}.", do) from None
-    print(f"Copied to {path}. Next: unisono run {path}")
+    print(json_.dumps({"path": str(path)}) if json else f"Copied to {path}. Next: unisono run {path}")
     return 0

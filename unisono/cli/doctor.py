@@ -190,13 +190,12 @@ def _sibling(name: str) -> Iterator[Finding]:
     """A package that is built for one exact torch."""
     if importlib.util.find_spec(name) is None:
         return
-    version = importlib.metadata.version(name)
     answer, error = in_a_process(f"import {name}; print({name}.__version__)")
     if answer is None:
         do = f"{sys.executable} -m pip uninstall {name} (Unisono does not need it), or install its build for this torch"
-        yield Finding("broken", name, f"{version} cannot be imported: {error}", do)
+        yield Finding("broken", name, f"is installed and cannot be imported: {error}", do)
     else:
-        yield Finding("ok", name, version)
+        yield Finding("ok", name, answer)
 
 
 def _room() -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from inspect import BoundArguments
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from unisono.errors import SettingsError
 from unisono.settings import entries_of, kind, nearest_name, read, shown
@@ -135,11 +135,16 @@ def parsed(
         flag = error.token.keyword or error.token.value
         raise _unknown_flag(flag, list(flags), command, names, str(error)) from None
     except CycloptsError as error:
-        true = " ".join(str(error).split())
         verb = [word for word in flags[:1] if word in set(app)]
-        raise SettingsError(
-            shlex.join([*command.split(), *flags]), true, " ".join([command, *verb, "--help"])
-        ) from None
+        line = shlex.join([*command.split(), *flags])
+        do = " ".join([command, *verb, "--help"])
+        if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+            more = shlex.join(error.unused_tokens)
+            if verb != ["run"]:
+                raise SettingsError(line, f"There is no place for `{more}`.", do) from None
+            do = f"{line.removesuffix(more).rstrip()} -- {more}"
+            raise SettingsError(line, f"`{more}` is for the script, and comes after --.", do) from None
+        raise SettingsError(line, " ".join(str(error).split()), do) from None
 
 
 def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str], said: str) -> SettingsError:
@@ -161,7 +166,8 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
         true = f"There is no flag --{name}, but a setting {setting}, and settings are given with --set."
         do = ["--set", f"{setting}={value or 'VALUE'}"]
         return SettingsError(asked, true, shlex.join([*words, *flags[:place], *do, *after]))
-    return SettingsError(asked, f"There is no flag --{name}.", shlex.join([*words, *flags[:1], "--help"]))
+    verb = [word for word in flags[:1] if not word.startswith("-")]
+    return SettingsError(asked, f"There is no flag --{name}.", shlex.join([*words, *verb, "--help"]))
 
 
 FLAGS = ("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks", "--state", "--help")

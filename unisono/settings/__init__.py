@@ -112,6 +112,8 @@ ABOUT = {
     "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
 }
 
+UNASKED = ("default", "script")  # sources of values that nobody asked for on this run
+
 OURS = (Settings, CheckpointSettings, LoaderSettings)
 
 T = TypeVar("T")
@@ -162,11 +164,14 @@ def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = (), st
             problems.append(Problem(f"--set {request}", "--set takes key=value.", do))
 
     for name, entry in entries.items():
-        if sources[name] in ("default", "script"):
+        if sources[name] in UNASKED:
             _check_default(entry, problems)
     if problems:
         raise SettingsError.of(problems)
 
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):  # who asks for one takes back the script's other
+        if values.get(one) is not None and sources[one] not in UNASKED and sources[other] in UNASKED:
+            values[other] = None
     # Eight virtual ranks are a default, not a wish: a small batch has fewer shares.
     if sources.get("virtual_ranks") == "default" and 1 <= values["batch"] < values["virtual_ranks"]:
         values["virtual_ranks"] = values["batch"]

@@ -1,0 +1,49 @@
+"""`unisono doctor`: what it finds, and that a broken library breaks only its own line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command
+from unisono.cli.doctor import Finding, in_a_process, print_finding
+
+
+def test_a_broken_torchvision_is_found_and_the_rest_is_measured(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = command.folder / "packages" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    ended = command.run("doctor", "--json")
+    assert ended.status == 1
+    told = json.loads(ended.out)
+    found = {finding["what"]: finding for finding in told["findings"]}
+    assert told["broken"] == sum(finding["level"] == "broken" for finding in told["findings"]) >= 1
+    broken = found["torchvision"]
+    assert broken["level"] == "broken"
+    assert "operator torchvision::nms does not exist" in broken["true"]
+    assert "-m pip uninstall torchvision" in broken["do"]
+    assert found["torch"]["level"] == "ok"
+    assert "gloo" in found["torch"]["true"]
+    assert found["exchange"]["level"] == "ok"
+    assert "us for 4 bytes" in found["exchange"]["true"]
+    assert {"machine", "python", "libraries", "instructions", "device", "disk", "shared memory"} <= set(found)
+    assert all(finding["do"] for finding in found.values() if finding["level"] == "broken")
+
+
+def test_code_that_fails_or_crashes_is_told_by_its_last_line() -> None:
+    assert in_a_process("print('noise'); print('answer')") == ("answer", "")
+    assert in_a_process("raise RuntimeError('half\\nwhole')") == (None, "whole")
+    assert in_a_process("import os; os.abort()") == (None, "it crashed (signal 6)")
+    assert in_a_process("raise SystemExit(3)") == (None, "no message")
+
+
+def test_a_finding_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    print_finding(Finding("broken", "disk", f"0.0 GB free in {tmp_path}", "free some"))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"broken disk           0.0 GB free in {tmp_path}"
+    assert second.strip() == "Next: free some"
