@@ -68,12 +68,16 @@ class Command:
         return path
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
+        """`unisono ARGUMENTS`; -P, because the installed command does not import from the folder one is in either."""
+        return self.start_python("-P", "-m", "unisono.cli.main", *map(str, arguments))
+
+    def start_python(self, *arguments: str) -> subprocess.Popen[str]:
         if not self.pipe.exists():
             os.mkfifo(self.pipe)
             self._alive = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
         path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
         running = subprocess.Popen(
-            [sys.executable, "-P", "-m", "unisono.cli.main", *map(str, arguments)],
+            [sys.executable, *arguments],
             cwd=self.folder,
             env=env.inherited({"PYTHONPATH": path}),
             stdout=subprocess.PIPE,

@@ -43,7 +43,7 @@ def main() -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0):
+        if record.Record.of(end).exit_status:
             # The launcher says what is to be said, so that it is said once and last.
             sys.exit(record.write(end).exit_status)
     except BaseException as error:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_type_hints
 
 from unisono.errors import Problem, SettingsError
+from unisono.settings.file import lines_of
 from unisono.settings.script import settings_of
 from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed
 
@@ -151,9 +151,15 @@ def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = (), st
     sources = {name: entry.source for name, entry in entries.items()}
     problems: list[Problem] = []
 
-    for name, value in _lines_of(file, problems):
-        if name in entries or not strangers:
-            _put(entries, values, sources, problems, name, value, str(file))
+    if file is not None:
+        try:
+            given = lines_of(file)
+        except SettingsError as error:
+            given = {}
+            problems.extend(error.problems)
+        for name, value in given.items():
+            if name in entries or not strangers:
+                _put(entries, values, sources, problems, name, value, str(file))
     for request in sets:
         name, equals, text = (part.strip() for part in request.partition("="))
         if equals and (name in entries or not strangers):
@@ -268,7 +274,7 @@ def read(path: Path, cls: type | None = None) -> tuple[dict[str, Any], dict[str,
     With `cls` values get their types again, and names that the class does not have are left out; without it they
     are what TOML holds, and "none" is None. Raises SettingsError where the file is not such a file.
     """
-    values = dict(_flat(_parsed(path)))
+    values = lines_of(path)
     sources = {}
     for line in path.read_text(encoding="utf-8").split("\n"):
         assignment, mark, source = line.rpartition("  # ")  # the comment is last, whatever a text value contains
@@ -387,47 +393,6 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
     ends = {other.rpartition(".")[2]: other for other in names}
     near_end = difflib.get_close_matches(name.rpartition(".")[2], ends, 1, 0.75)
     return next(iter(same_end + near + [ends[end] for end in near_end]), None)
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
-def _parsed(file: Path) -> dict[str, Any]:
-    """What a TOML file holds. Raises SettingsError."""
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        do = f"Check the path: you are in {Path.cwd()}."
-        raise SettingsError(f"--settings {file}", "There is no such file.", do) from None
-    except OSError as error:
-        raise SettingsError(f"--settings {file}", f"It cannot be read: {error.strerror}.", "Check the path.") from None
-    except UnicodeDecodeError:
-        do = "Save it as UTF-8 text, with lines like: batch = 64"
-        raise SettingsError(f"--settings {file}", "It is not UTF-8 text.", do) from None
-    except tomllib.TOMLDecodeError as error:
-        do = 'Write lines like: batch = 64, or name = "text"'
-        raise SettingsError(f"--settings {file}", f"It is not TOML: {error}.", do) from None
-
-
-def _lines_of(file: Path | None, problems: list[Problem]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in the file; none without one, or when it cannot be read."""
-    if file is None:
-        return
-    try:
-        content = _parsed(file)
-    except SettingsError as error:
-        problems.extend(error.problems)
-        return
-    yield from _flat(content)
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in nested tables."""
-    for name, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def example_of(entry: Entry) -> str:
