@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -57,6 +59,8 @@ class Command:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pipe = folder / "alive"
+        # Temporary files of killed processes stay, so they get a place that goes; a short one, for sockets' sake.
+        self.temporary = Path(tempfile.mkdtemp(prefix="u-"))
         self.words: list[str] = []
         self._rest = b""
         self._alive = -1
@@ -79,7 +83,7 @@ class Command:
         running = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.folder,
-            env=env.inherited({"PYTHONPATH": path}),
+            env=env.inherited({"PYTHONPATH": path, "TMPDIR": str(self.temporary)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -139,3 +143,4 @@ class Command:
         if self._alive >= 0:
             self.wait_until_gone()
             os.close(self._alive)
+        shutil.rmtree(self.temporary)

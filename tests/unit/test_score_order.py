@@ -7,29 +7,12 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.unit.scores import BIG, PRIMES, orders, quick
 from unisono.score.keys import BODY, EVALUATE, FETCH, INIT, ORDER, mix, shuffled
 from unisono.score.order import Order, Place, deal
-
-quick = settings(max_examples=60, deadline=None)  # a test says what is true, not how busy this machine is
-PRIMES = (1, 2, 3, 5, 7, 11, 13, 31, 61, 97, 127, 251, 509)
-BIG = 1 << 64
-
-virtual_ranks = st.integers(1, 128)
-sizes = st.integers(1, 1024) | st.integers(1, 16)
-lengths = st.integers(1, 600) | st.sampled_from(PRIMES)
-batches = st.integers(1, 300) | st.sampled_from(PRIMES)
-orders = st.builds(
-    Order,
-    length=lengths,
-    batch=batches,
-    virtual_ranks=virtual_ranks,
-    micro_batch=st.none() | st.integers(1, 40),
-    seed=st.integers(0, BIG - 1),
-    shuffle=st.booleans(),
-)
 
 
 def even(parts: list[int]) -> bool:

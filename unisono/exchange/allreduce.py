@@ -63,16 +63,11 @@ class AllReduce:
 
     def finite(self) -> bool:
         """Whether every element of the mean gradient is finite; a read of the gradient."""
-        return all(bool(torch.isfinite(torch.linalg.vector_norm(f, float("inf")))) for f in self.sum.flats)
+        return self.sum.finite()
 
     @property
     def used(self) -> Sequence[bool]:
         return self.ready.used
-
-    def drop(self, used: Sequence[bool]) -> None:
-        for p, was_used in zip(self.params, used, strict=True):
-            if not was_used:
-                p.grad = None
 
     def close(self) -> None:
         self.ready.close()

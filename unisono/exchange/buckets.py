@@ -73,6 +73,10 @@ class Copy:
             mine.add_(theirs)
         return self
 
+    def finite(self) -> bool:
+        """Whether every element is finite; a read of the gradient."""
+        return all(bool(torch.isfinite(torch.linalg.vector_norm(flat, float("inf")))) for flat in self.flats)
+
 
 def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tensor:
     """Part of `flat` with the shape of `p`, and its strides where `p` fills its memory (channels_last, say).

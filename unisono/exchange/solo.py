@@ -65,8 +65,5 @@ class Solo:
             return False
         return True
 
-    def drop(self, used: Sequence[bool]) -> None:
-        pass
-
     def close(self) -> None:
         pass

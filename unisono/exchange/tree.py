@@ -112,18 +112,12 @@ class Tree:
     def finite(self) -> bool:
         """Whether every element of the mean gradient is finite; a read of the gradient."""
         assert self._result is not None
-        return all(bool(torch.isfinite(torch.linalg.vector_norm(f, float("inf")))) for f in self._result.flats)
+        return self._result.finite()
 
     @property
     def used(self) -> Sequence[bool]:
         """Which parameters took part in a backward of this step, on this process."""
         return self.ready.used
-
-    def drop(self, used: Sequence[bool]) -> None:
-        """Parameters that nobody used keep grad=None, as in plain torch."""
-        for p, was_used in zip(self.params, used, strict=True):
-            if not was_used:
-                p.grad = None
 
     def close(self) -> None:
         self.ready.close()

@@ -97,7 +97,9 @@ class Engine:
         exchange.finish(totals.sums[LOSS][1])
         if totals.flags["unused"]:
             used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
-            exchange.drop([bool(u) for u in self.group.max_(used).tolist()])
+            for p, by_anyone in zip(self.params, self.group.max_(used).tolist(), strict=True):
+                if not by_anyone:
+                    p.grad = None  # as in plain torch
         if several:  # nobody finishes this unless everybody holds the whole gradient
             self.group.sum_(self._token)
         exchange.commit()

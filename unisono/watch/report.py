@@ -211,7 +211,7 @@ def exchange_shares(run_dir: Path) -> dict[int, float]:
 
 
 def steps_done(run_dir: Path) -> int | None:
-    """Steps that rank 0's timeline knows to be done, this session's last one included; None without any."""
+    """Steps that rank 0's timeline knows to be done, the last one written included; None without any."""
     try:
         entries = list(timeline.read(run_dir / "timeline" / "rank-0.jsonl", last_bytes=_TAIL_BYTES))
     except OSError:
