@@ -43,7 +43,7 @@ def run(
     started = time.time()
     outcome = local.run(script, request.arguments(run_dir), ranks=ranks, logs=run_dir / "log", threads=threads)
     if request.json:
-        print(json.dumps(_told(outcome, run_dir, started)), flush=True)
+        print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
 
 

@@ -109,6 +109,7 @@ class Outcome(NamedTuple):
     exit_status: int
     failure: Failure | None = None
     stopped: bool = False  # somebody asked it to stop
+    in_line: bool = False  # the last line on the screen has no end yet
 
 
 class _Process:
@@ -203,7 +204,8 @@ class _Supervisor:
                     self._look()
             finally:
                 self._end_all()
-        return self._outcome()
+        outcome = self._outcome()
+        return outcome._replace(in_line=self.screen is not None and self.last_byte != b"\n")
 
     def _look(self) -> None:
         """Wait for something to happen, or for a moment, and see to it."""

@@ -87,7 +87,7 @@ class Order:
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         """The order of all samples in `epoch`, shape [length]. The last two epochs asked for are kept."""
-        return _permutation(self.length, mix(self.seed, ORDER, epoch) if self.shuffle else None)
+        return _permutation(self.length, self.seed, epoch) if self.shuffle else _as_it_is(self.length)
 
     def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
         """The sample numbers of each micro-batch of a virtual rank in `step`, in order."""
@@ -102,5 +102,10 @@ class Order:
 
 
 @lru_cache(maxsize=2)
-def _permutation(length: int, key: int | None) -> npt.NDArray[np.int64]:
-    return np.arange(length, dtype=np.int64) if key is None else shuffled(length, key)
+def _permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    return shuffled(length, mix(seed, ORDER, epoch))
+
+
+@lru_cache(maxsize=2)
+def _as_it_is(length: int) -> npt.NDArray[np.int64]:
+    return np.arange(length, dtype=np.int64)

@@ -16,6 +16,8 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import unisono
+
 MODULES = {"__future__", "collections.abc", "dataclasses", "enum", "math", "pathlib", "typing", "unisono.settings"}
 OURS = {"Settings", "CheckpointSettings", "LoaderSettings"}  # other names of `unisono` would load torch
 CALLS = {"dataclass", "field", "auto", "Path", "tuple", "list", "int", "float", "str", "range", "len", "min", "max"}
@@ -27,8 +29,14 @@ def settings_of(script: Path) -> type | None:
         tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
         return None  # the script's own process says it best
-    wanted = _handed_to_main(tree)
-    if wanted is None:
+    call = _call_of_main(tree)
+    if call is None:
+        return None
+    handed = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "settings")]
+    if not handed:
+        return unisono.Settings
+    wanted = handed[0]
+    if not isinstance(wanted, ast.Name | ast.Attribute):
         return None
     module = types.ModuleType(f"settings of {script.stem}")
     module.__file__ = str(script)
@@ -54,8 +62,8 @@ def settings_of(script: Path) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _handed_to_main(tree: ast.Module) -> ast.expr | None:
-    """The expression for the class in the script's one call of `unisono.main(main, Settings)`."""
+def _call_of_main(tree: ast.Module) -> ast.Call | None:
+    """The script's one call of `unisono.main(main, Settings)`."""
     modules, functions = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,12 +81,7 @@ def _handed_to_main(tree: ast.Module) -> ast.expr | None:
                 and called.value.id in modules
             ):
                 calls.append(node)
-    if len(calls) != 1:
-        return None
-    handed = [*calls[0].args[1:], *(keyword.value for keyword in calls[0].keywords)]
-    if len(handed) != 1 or not isinstance(handed[0], ast.Name | ast.Attribute):
-        return None
-    return handed[0]
+    return calls[0] if len(calls) == 1 else None
 
 
 def _harmless(statement: ast.stmt) -> ast.stmt | None:

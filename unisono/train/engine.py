@@ -48,6 +48,7 @@ class Engine:
         self.params: list[torch.nn.Parameter] = []
         self._buffers: list[tuple[str, torch.Tensor]] = []
         self._versions: list[int] = []
+        self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._everything: list[torch.nn.Parameter] = []
         self._counted = -1  # of how many modules that is
         self._signature: list[bool] = []
@@ -67,7 +68,7 @@ class Engine:
         """(place, batch, is it this process's last of the step) for every micro-batch of this process in `step`."""
         self._build_exchange()
         spans = self.schedule.at(step)
-        pieces = {v: len(self.order.micro_bounds(step, v)) for v in range(*spans[self.group.rank])}
+        pieces = self._pieces(step, spans[self.group.rank])
         self.exchange.begin(spans, pieces)
         self._versions = [buffer._version for _, buffer in self._buffers]
         for left in range(sum(pieces.values()), 0, -1):
@@ -79,6 +80,14 @@ class Engine:
                 ) from None
             assert place.step == step
             yield place, batch, left == 1
+
+    def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
+        """How many micro-batches each virtual rank of the span has in `step`: only the size of the batch decides."""
+        known = self._known_pieces.get((size := self.order.batch_size(step), span))
+        if known is None:
+            known = {v: len(self.order.micro_bounds(step, v)) for v in range(*span)}
+            self._known_pieces[size, span] = known
+        return known
 
     def before_body(self, place: Place, last: bool) -> None:
         """Seed for the body of the loop, and let the exchange place p.grad."""
