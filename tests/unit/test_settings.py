@@ -380,6 +380,18 @@ def test_a_script_that_is_not_understood_gives_none_and_never_a_wrong_value(tmp_
     assert settings_of(script) is None
 
 
+@pytest.mark.parametrize(
+    ("call", "width"),
+    [("start(main)", None), ("start(train=main, settings=Settings)", 64), ("start(main, settings=Settings)", 64)],
+)
+def test_every_way_to_call_main_is_understood(tmp_path: Path, call: str, width: int | None) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("start(main, Settings)", call))
+    cls = settings_of(script)
+    assert cls is not None
+    assert flatten(load(cls).settings).get("model.width") == width
+
+
 def test_late_annotations_are_understood(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from __future__ import annotations\n" + SCRIPT.partition('script."""\n')[2])
