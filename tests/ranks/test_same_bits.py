@@ -91,6 +91,20 @@ def test_a_new_placement_changes_who_computes_and_nothing_else(tmp_path: Path, w
     assert dealt[0]["rounds"] > dealt[1]["rounds"]
 
 
+def test_what_the_loop_draws_around_its_rounds_is_the_same_everywhere(tmp_path: Path) -> None:
+    """Noise on the gradient after the rounds, numbers drawn before them; also when it goes on from a checkpoint."""
+    for virtual_ranks in (1, 4):
+        config = settings(virtual_ranks=virtual_ranks)
+        sizes = (1,) if virtual_ranks == 1 else (1, 3)
+        runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, noise=True)]
+        same(runs)
+        assert runs[0]["state"] != results(tmp_path, 1, "mlp", config)[0]["state"]
+        halves = str(tmp_path / f"halves-{virtual_ranks}")
+        run_ranks(train_with, 1, "mlp", config, halves, {"noise": True, "stop_after": 3})
+        resumed = run_ranks(train_with, sizes[-1], "mlp", config, halves, {"noise": True, "resume": True})
+        assert resumed[0]["state"] == runs[0]["state"]
+
+
 def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:
     tree = results(tmp_path, 1, "mlp", settings())[0]
     for size in (1, 3):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -92,6 +94,7 @@ def train(
     resume: bool = False,
     deals: dict[int, Any] | None = None,
     stop_after: int | None = None,
+    noise: bool = False,
 ) -> dict[str, Any]:
     """Train on this rank: losses, gradient norms, the result, how many micro-batches were computed here."""
     torch.manual_seed(world.rank)  # the run must not depend on it
@@ -106,12 +109,14 @@ def train(
             resumed=load(found) if found else None,
             output=io.StringIO(),
         )
-        out = loop(run, kind, length, deals or {}, stop_after)
+        out = loop(run, kind, length, deals or {}, stop_after, noise)
         run.close()
         return out | {"result": run.result(), "state": run._state.fingerprint()}
 
 
-def loop(run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None) -> dict[str, Any]:
+def loop(
+    run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None, noise: bool
+) -> dict[str, Any]:
     data: Any = Points(length) if kind == "mlp" else Sentences(length)
     model = run.place(MLP if kind == "mlp" else TinyGPT)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -121,6 +126,7 @@ def loop(run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop
     for step in run.steps(data, collate_fn=None if kind == "mlp" else padded):
         if step.number in deals:
             held[step.number] = run.deal(deals[step.number])
+        louder = 1 + np.random.rand() * random.random() if noise else 1.0
         for x, y in step:
             rounds += 1
             out = model(x)
@@ -128,6 +134,9 @@ def loop(run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop
             step.add("right", (out.argmax(-1) == y).sum(), y.numel())
             step.backward(loss, weight=(y != -100).sum())
         norms.append(step.grad_norm)
+        for p in model.parameters():
+            if noise and p.grad is not None:
+                p.grad += 0.01 * louder * torch.randn_like(p.grad)
         step.update(optimizer, schedule)
         losses.append(step.loss)
         run.log(right=step.mean("right"))
