@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks.training import Points, Sentences, TinyGPT, padded
 from unisono.data.seeding import seed_everything
 from unisono.env import World
-from unisono.score.keys import BODY, FETCH, INIT, mix, place_key
+from unisono.score.keys import INIT, ROUND, mix, place_key
 from unisono.score.order import Order
 from unisono.settings import Settings
 from unisono.testing import run_ranks
@@ -70,9 +70,8 @@ def fetched(order: Order, kind: str, step: int, virtual_rank: int) -> list[tuple
     data, collate = data_of(kind)
     batches = []
     for place, samples in order.places(step, (virtual_rank, virtual_rank + 1)):
-        seed_everything(place_key(mix(order.seed, FETCH), *place))
+        seed_everything(place_key(mix(order.seed, ROUND), *place))
         batches.append(collate([data[i] for i in samples]))
-        seed_everything(place_key(mix(order.seed, BODY), *place))
     return batches
 
 

@@ -196,6 +196,7 @@ def test_layouts_keep_strides_and_kinds_apart() -> None:
     exchange = Tree([conv, half], 2, Group())
     exchange.begin(((0, 2),), {0: 1, 1: 1})
     exchange.enter(0, last=False)
+    (conv.sum() + half.sum()).backward()
     assert conv.grad is not None
     assert conv.grad.stride() == conv.stride()
     assert half.grad is not None

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.scores import BIG, PRIMES, orders, quick
-from unisono.score.keys import BODY, EVALUATE, FETCH, INIT, ORDER, mix, shuffled
+from unisono.score.keys import EVALUATE, INIT, ORDER, ROUND, STEP, UPDATE, mix, shuffled
 from unisono.score.order import Order, Place, deal
 
 
@@ -122,11 +122,11 @@ def test_the_picture_in_the_docstring() -> None:
 
 def test_golden_keys() -> None:
     """These numbers are a promise: if one of them changes, every run ever made has another order and other dropout."""
-    assert (ORDER, FETCH, BODY, INIT, EVALUATE) == (1, 2, 3, 4, 5)
+    assert (ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE) == (1, 2, 3, 4, 5, 6)
     assert mix() == 0
     assert mix(0) == 0xE220A8397B1DCDAF
     assert mix(1, 2, 3) == 0xD0734750FDE362B3
-    assert mix(17, BODY, 1234, 0, 5, 2) == 0x6442EA44F03A40CD
+    assert mix(17, INIT, 1234, 0, 5, 2) == 0x6442EA44F03A40CD
     assert mix(-1) == mix(BIG - 1) == 0xE4D971771B652C20
     assert shuffled(10, mix(0, ORDER, 0)).tolist() == [1, 6, 5, 4, 8, 3, 7, 9, 2, 0]
 
@@ -151,13 +151,13 @@ def test_keys_are_64_bit_and_differ_for_different_coordinates(a: list[int], b: l
 
 
 def test_neighbouring_keys_share_nothing() -> None:
-    purposes, steps, micro = (ORDER, FETCH, BODY, INIT, EVALUATE), range(50), range(16)
+    purposes, steps, micro = (ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE), range(50), range(16)
     every = {mix(seed, p, s, m) for seed in range(3) for p in purposes for s in steps for m in micro}
-    assert len(every) == 3 * 5 * 50 * 16
+    assert len(every) == 3 * len(purposes) * 50 * 16
     for key in list(every)[:2000]:
         assert key.bit_length() > 32  # not a small number in disguise
     # one bit of the step flips half of the key's bits, on average
-    flips = [(mix(9, BODY, s, 0) ^ mix(9, BODY, s ^ (1 << bit), 0)).bit_count() for s in steps for bit in range(20)]
+    flips = [(mix(9, ROUND, s, 0) ^ mix(9, ROUND, s ^ (1 << bit), 0)).bit_count() for s in steps for bit in range(20)]
     assert 31 < sum(flips) / len(flips) < 33
 
 

@@ -1,7 +1,9 @@
 """The loader: this process's micro-batches of every step, fetched ahead by torch's DataLoader.
 
-A task is one whole micro-batch: its key, its place, its samples. A worker seeds from the key, fetches, collates; which
-worker it is, or whether there is any, changes nothing. One loader runs through all epochs, so no epoch's end stalls.
+A task is one whole micro-batch: its key, its place, its samples. A worker seeds from the key, fetches, collates;
+which worker it is, or whether there is any, changes nothing. A micro-batch has one stream of random numbers: fetching
+draws first, the body of the loop goes on where that stopped, and a worker that drew sends home where it stopped. One
+loader runs through all epochs, so no epoch's end stalls.
 
 Placement may change while it runs. Tasks are dealt ahead, so a new placement holds from the first step for which nobody
 has dealt yet (`horizon`); until then the old one does, and nothing is fetched twice or thrown away.
@@ -16,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from unisono.data.seeding import seed_everything
+from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
 from unisono.errors import DataError
-from unisono.score.keys import FETCH, mix, place_key
+from unisono.score.keys import ROUND, mix, place_key
 from unisono.score.order import Order, Place
 
 Collate = Callable[[list[Any]], Any]
@@ -40,31 +42,42 @@ class Schedule:
         self._changes: list[tuple[int, Spans]] = [(0, spans)]
 
     def at(self, step: int) -> Spans:
-        return next(spans for first, spans in reversed(self._changes) if first <= step)
+        first, spans = self._changes[-1]
+        return spans if first <= step else self._changes[0][1]
 
     def change(self, first_step: int, spans: Spans) -> None:
         """From `first_step` on, `spans` holds. Steps must be announced in order."""
         assert first_step >= self._changes[-1][0]
-        self._changes = [*self._changes[-1:], (first_step, spans)]
+        self._changes = [(0, self.at(first_step - 1)), (first_step, spans)]
 
 
 class Fetcher(Dataset[Any]):
     """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself."""
 
-    def __init__(self, data: Any, collate: Collate, threads: int) -> None:
-        self.data, self.collate, self.threads = data, collate, threads
+    def __init__(self, data: Any, collate: Collate) -> None:
+        self.data, self.collate = data, collate
 
-    def __getitem__(self, task: Task) -> Any:
+    def __getitem__(self, task: Task) -> tuple[Any, State | None]:
+        """For a worker: the batch, and where the generators stand if the fetch drew from them."""
         seed_everything(task.key)
-        if self.threads != 1 and torch.utils.data.get_worker_info() is None:
-            torch.set_num_threads(1)  # as in a worker: bits depend on it
-            try:
-                return self._fetch(task.samples)
-            finally:
-                torch.set_num_threads(self.threads)
-        return self._fetch(task.samples)
+        before = take_state()
+        batch = self.fetch(task)
+        after = take_state()
+        return batch, None if same_state(before, after) else after
 
-    def _fetch(self, samples: list[int]) -> Any:
+    def fetch(self, task: Task) -> Any:
+        """The batch; the generators, seeded from its key, stand where the fetch left them."""
+        seed_everything(task.key)
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return self._collated(task.samples)
+        torch.set_num_threads(1)  # as in a worker: bits depend on it
+        try:
+            return self._collated(task.samples)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _collated(self, samples: list[int]) -> Any:
         if hasattr(self.data, "__getitems__"):
             return self.collate(self.data.__getitems__(samples))
         return self.collate([self.data[i] for i in samples])
@@ -86,18 +99,17 @@ class Loader:
         collate: Collate | None = None,
         workers: int = 0,
         prefetch: int = 2,
-        threads: int = 1,
     ) -> None:
         self.order, self.schedule, self.rank = order, schedule, rank
         self.first, self.last, self.device = first, last, device
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
-        fetcher = Fetcher(data, collate or default_collate, threads)
+        fetcher = Fetcher(data, collate or default_collate)
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
-            self._batches: Iterable[Any] = map(fetcher.__getitem__, self.deal())
+            self._batches: Iterable[Any] = map(fetcher.fetch, self.deal())
             return
-        self._batches = DataLoader(
+        batches = DataLoader(
             fetcher,
             sampler=_Tasks(self),
             batch_size=None,
@@ -107,6 +119,15 @@ class Loader:
             pin_memory=device.type != "cpu",
             generator=torch.Generator(),
         )
+        self._batches = map(self._from_worker, batches)
+
+    def _from_worker(self, fetched: tuple[Any, State | None]) -> Any:
+        """The batch, with this process's generators where the worker's stopped."""
+        batch, state = fetched
+        seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
+        if state is not None:
+            give_state(state)
+        return batch if self.device.type == "cpu" else to_device(batch, self.device)
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
         batches = iter(self._batches)
@@ -117,11 +138,11 @@ class Loader:
                 return
             except Exception as error:
                 raise self._told(error) from error.__cause__
-            yield self._dealt.popleft().place, batch if self.device.type == "cpu" else to_device(batch, self.device)
+            yield self._dealt.popleft().place, batch
 
     def deal(self) -> Iterator[Task]:
         """Every task of this process, in order; what is dealt is remembered until it is yielded."""
-        run_key = mix(self.order.seed, FETCH)
+        run_key = mix(self.order.seed, ROUND)
         for step in range(self.first, self.last):
             span = self.schedule.at(step)[self.rank]
             self.horizon = step + 1

@@ -1,15 +1,19 @@
-"""Seed everything that draws: torch, numpy and random, from one key. About 10 microseconds."""
+"""The global generators of torch, numpy and Python's random, as one: seed them, take their state, give it back."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 
+State = tuple[torch.Tensor, Any, Any]
+"""Of the three generators; about 10 kB."""
+
 
 def seed_everything(key: int, device: torch.device | None = None) -> None:
-    """Seed torch's, numpy's and Python's global generators, and that of `device`, an accelerator.
+    """Seed torch's, numpy's and Python's global generators, and that of `device`, an accelerator: 9 microseconds.
 
     torch.manual_seed would walk all back ends (70 microseconds); the default generator alone takes one.
     """
@@ -18,3 +22,21 @@ def seed_everything(key: int, device: torch.device | None = None) -> None:
     random.seed(key)
     if device is not None:
         torch.get_device_module(device).manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def take_state() -> State:
+    """Where the generators of the CPU stand."""
+    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+
+
+def give_state(state: State) -> None:
+    """Put the generators of the CPU where they stood."""
+    torch.default_generator.set_state(state[0])
+    np.random.set_state(state[1])
+    random.setstate(state[2])
+
+
+def same_state(a: State, b: State) -> bool:
+    """Has nobody drawn between the two?"""
+    (_, keys_a, *rest_a), (_, keys_b, *rest_b) = a[1], b[1]
+    return torch.equal(a[0], b[0]) and np.array_equal(keys_a, keys_b) and rest_a == rest_b and a[2] == b[2]

@@ -28,19 +28,18 @@ class AllReduce:
 
     def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
         self.ready.begin()
-        for flat in self.sum.flats:
-            flat.zero_()
+        self.sum.clear()
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self.ready.enter(last=last and self.group.size > 1)
-        for p, view in zip(self.params, self.sum.views, strict=True):
-            p.grad = view
+        self.ready.enter(self.sum, last=last and self.group.size > 1)
+        self.sum.place(self.params)
 
     def leave(self) -> None:
         self.ready.leave()
 
     def launch(self, *, again: bool = False) -> None:
         assert not again, "an all-reduce overwrites its input: it cannot be repeated"
+        self.sum.complete()
         for bucket in range(self.ready.next, len(self.layout.buckets)):
             self._launch(bucket)
         self.ready.next = len(self.layout.buckets)
@@ -51,8 +50,7 @@ class AllReduce:
         self._works = []
         for flat in self.sum.flats:
             flat.div_(weight)
-        for p, view in zip(self.params, self.sum.views, strict=True):
-            p.grad = view
+        self.sum.place(self.params)
 
     def commit(self) -> None:
         pass

@@ -57,7 +57,11 @@ class Layout:
 
 
 class Copy:
-    """One copy of the gradient: a flat buffer for each bucket, and a view for each parameter."""
+    """One copy of the gradient: a flat buffer for each bucket, and a view for each parameter.
+
+    Autograd writes a first gradient wherever it likes; `fill` brings it here while it is still in the processor's
+    cache. That is cheaper than zeroing the copy beforehand and having autograd add into it, and has the same bits.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.flats = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in layout.buckets]
@@ -66,7 +70,40 @@ class Copy:
             for number, offset in zip(bucket.members, bucket.offsets, strict=True):
                 views[number] = _view(flat, offset, layout.params[number])
         self.views = [views[number] for number in range(len(layout.params))]
-        self.clean = True
+        self.filled: list[bool] = []
+        """Which views hold a gradient; the content of the others means nothing."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what is here. Costs nothing: the first gradient that comes overwrites it."""
+        self.filled = [False] * len(self.views)
+
+    def place(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Make p.grad what backward should add to: the views that hold a gradient, and nothing for the others."""
+        for p, view, filled in zip(params, self.views, self.filled, strict=True):
+            p.grad = view if filled else None
+
+    def fill(self, number: int, p: torch.Tensor) -> None:
+        """A gradient of parameter `number` has been accumulated: see that it is here."""
+        grad, view = p.grad, self.views[number]
+        if grad is view:  # autograd added to what was here
+            return
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if self.filled[number]:  # somebody's zero_grad came between
+            view.add_(grad)
+        else:
+            torch.add(grad, 0.0, out=view)  # -0 becomes +0; see Pool
+        self.filled[number] = True
+        p.grad = view
+
+    def complete(self) -> None:
+        """What has no gradient counts as zeros."""
+        for number, filled in enumerate(self.filled):
+            if not filled:
+                self.views[number].zero_()
+                self.filled[number] = True
 
     def add_(self, other: Copy) -> Copy:
         for mine, theirs in zip(self.flats, other.flats, strict=True):
@@ -75,7 +112,8 @@ class Copy:
 
     def finite(self) -> bool:
         """Whether every element is finite; a read of the gradient."""
-        return all(bool(torch.isfinite(torch.linalg.vector_norm(flat, float("inf")))) for flat in self.flats)
+        # Only finite terms have a finite sum, and a sum is the quickest read there is. One that overflows is looked into.
+        return all(bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all()) for flat in self.flats)
 
 
 def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tensor:
@@ -88,8 +126,8 @@ def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tenso
 
 
 class Pool:
-    """Gradient copies that are not in use. One that is taken is all zeros, so a leaf's first addition is exact:
-    0 + g = g, except that -0 becomes +0. That no sum is ever -0 is what lets an absent gradient count as zeros."""
+    """Gradient copies that are not in use. One that is taken holds nothing; a leaf's first gradient g is stored as
+    0 + g, which is g, except that -0 becomes +0. That no sum is ever -0 is what lets an absent gradient count as zeros."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -101,19 +139,11 @@ class Pool:
             self.made += 1
             return Copy(self.layout)
         copy = self.free.pop()
-        if not copy.clean:
-            for flat in copy.flats:
-                flat.zero_()
+        copy.clear()
         return copy
 
-    def take_dirty(self) -> Copy:
-        """A copy whose content does not matter, since all of it will be overwritten."""
-        return self.free.pop() if self.free else self.take()
-
     def give(self, copies: Iterable[Copy]) -> None:
-        for copy in copies:
-            copy.clean = False
-            self.free.append(copy)
+        self.free += copies
 
 
 class Readiness:
@@ -132,6 +162,7 @@ class Readiness:
         self.fired = [0] * len(layout.params)
         self.armed = False
         self.next = 0
+        self.into: Copy | None = None
         self._missing: list[int] = []
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
@@ -140,7 +171,9 @@ class Readiness:
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         bucket = self.layout.bucket_of[number]
 
-        def fire(_: torch.Tensor) -> None:
+        def fire(p: torch.Tensor) -> None:
+            if self.into is not None:
+                self.into.fill(number, p)
             self.used[number] = True
             self.fired[number] += 1
             if not self.armed:
@@ -169,8 +202,9 @@ class Readiness:
         self.used = [False] * len(self.used)
         self.next = 0
 
-    def enter(self, *, last: bool) -> None:
-        """A micro-batch begins. With `last`, buckets are launched as they become complete."""
+    def enter(self, into: Copy | None = None, *, last: bool) -> None:
+        """A micro-batch of the copy `into` begins. With `last`, buckets are launched as they become complete."""
+        self.into = into
         self.fired = [0] * len(self.fired)
         self.armed = last and any(self.expected)
         if self.armed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,9 +21,11 @@ class Solo:
         self.params = params
         self.used: Sequence[bool] = ()
         self._grads: list[torch.Tensor] = []
-        self._kinds: set[tuple[torch.dtype, torch.device]] = set()
-        self._one: dict[torch.device, torch.Tensor] = {}
-        self._found: dict[torch.device, torch.Tensor] = {}
+        self._found: torch.Tensor | None = None  # 1 once an element was not finite; None: nobody has looked
+        self._inverse: dict[float, torch.Tensor] = {}
+        # one kernel looks at all gradients at once if they are of one kind; it is the one of torch's GradScaler
+        self._alike = {(p.dtype, p.device) for p in params} in ({(torch.float32, p.device)} for p in params[:1])
+        self._fast = self._alike
 
     def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
         pass
@@ -38,8 +41,21 @@ class Solo:
 
     def finish(self, weight: float) -> None:
         self._grads = [p.grad for p in self.params if p.grad is not None]
-        if self._grads:
+        self._found = None
+        self._fast = self._alike and not any(grad.is_sparse for grad in self._grads)
+        if self._fast and math.frexp(weight)[0] == 0.5:
+            # dividing by a power of two is multiplying by its inverse, to the bit: the check divides on its way
+            self._check(weight)
+        elif self._grads:
             torch._foreach_div_(self._grads, weight)
+
+    def _check(self, weight: float) -> None:
+        inverse = self._inverse.get(weight)
+        if inverse is None:
+            inverse = self._inverse[weight] = torch.tensor(1.0 / weight, device=self.params[0].device)
+        self._found = torch.zeros((), device=inverse.device)
+        if self._grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(self._grads, self._found, inverse)
 
     def commit(self) -> None:
         pass
@@ -50,20 +66,14 @@ class Solo:
         self._grads = []
 
     def finite(self) -> bool:
-        """Whether every element of the gradient is finite: the check of torch's GradScaler, with a scale of 1."""
-        kinds = {(g.dtype, g.device) for g in self._grads}
-        if kinds != self._kinds:
-            self._kinds = kinds
-            self._one = {d: torch.ones((), device=d) for _, d in kinds}
-            self._found = {d: torch.zeros((), device=d) for _, d in kinds}
-        for kind in kinds:
-            device = kind[1]
-            same = self._grads if len(kinds) == 1 else [g for g in self._grads if (g.dtype, g.device) == kind]
-            torch._amp_foreach_non_finite_check_and_unscale_(same, self._found[device], self._one[device])
-        if any(found.item() for found in self._found.values()):
-            self._kinds = set()
-            return False
-        return True
+        """Whether every element of the gradient is finite; a read of it, if `finish` has not looked already."""
+        if not self._fast:
+            values = [grad.coalesce().values() if grad.is_sparse else grad for grad in self._grads]
+            return all(bool(torch.isfinite(grad).all()) for grad in values)
+        if self._found is None:
+            self._check(1.0)
+        assert self._found is not None
+        return self._found.item() == 0.0
 
     def close(self) -> None:
         pass

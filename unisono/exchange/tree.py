@@ -1,18 +1,18 @@
-"""The tree exchange: one fixed association of the sum, at the traffic of an all-reduce. The default, and the proof.
+"""The tree exchange: one fixed association of the sum, at the traffic of an ordinary all-reduce. The default, and the proof.
 
 Every virtual rank's gradient is a leaf: its micro-batches, added in order. A process folds the leaves it computed into
-the largest complete subtrees of the tree (score/tree.py) and the processes exchange these partial sums, bucket by
-bucket, while the last backward still runs. One bucket, two processes that hold one subtree each, W chunks:
+the largest complete subtrees of the tree (score/tree.py) and the processes exchange these partial sums, bucket by bucket,
+while the last backward still runs. One bucket, two processes that hold one subtree each, one chunk a process:
 
-    process 0   [ a0 | a1 ] --all-to-all--> [ a0 | b0 ] --fold--> [ a0 + b0 ] --all-gather--> [ a0+b0 | a1+b1 ] / weight
-    process 1   [ b0 | b1 ]                 [ a1 | b1 ]           [ a1 + b1 ]                 [ a0+b0 | a1+b1 ] / weight
+    process 0   [ a0 | a1 ] --a1 goes to 1-->  a0 + b0  --/ weight-->  [ m0 |    ] --m0 goes to 1--> [ m0 | m1 ]
+    process 1   [ b0 | b1 ] --b0 goes to 0-->  a1 + b1  --/ weight-->  [    | m1 ] --m1 goes to 0--> [ m0 | m1 ]
 
-All-to-all and all-gather only move data, so no library's order of addition is involved. Padding and chunk edges depend
-on the number of processes, but every operation here is elementwise: the bits do not.
+Every message goes straight from whoever has a chunk to whoever needs it, so no library's order of addition is involved.
+Padding and chunk edges depend on the number of processes, but every operation here is elementwise: the bits do not.
 
-Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a
-pair is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial
-sum, one for what arrives, one for the result.
+Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a pair
+is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial sum, one
+for what arrives, one for the result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ import torch
 
 from unisono.exchange.buckets import Copy, Layout, Pool, Readiness
 from unisono.score.tree import Fold, Node, Plan, parent
-from unisono.world.collectives import Group, Work, all_gather, all_to_all
+from unisono.world.collectives import Group, Message, Work, send_and_receive
+
+BLOCK = 2**17
+"""Elements that are summed and divided at a time: half a megabyte of float32."""
 
 
 class Tree:
@@ -61,14 +64,14 @@ class Tree:
         """Before a micro-batch: p.grad is where its gradient belongs. `last`: no other follows here in this step."""
         if self._current is None or self._current[0].lo != virtual_rank:
             if self._current is not None:
+                self._current[1].complete()
                 self._fold.push(*self._current)
             self._skip_to(virtual_rank)
             self._current = self._open(virtual_rank)
         if last:
             self._plan_the_end()
-        self.ready.enter(last=last and self.group.size > 1)
-        for p, view in zip(self.params, self._current[1].views, strict=True):
-            p.grad = view
+        self.ready.enter(self._current[1], last=last and self.group.size > 1)
+        self._current[1].place(self.params)
 
     def leave(self) -> None:
         self.ready.leave()
@@ -77,6 +80,8 @@ class Tree:
         """Send what has not been sent yet; with `again`, all of it (the partial sums are still here)."""
         if self._merges is None:
             self._plan_the_end()
+        if self._current is not None:
+            self._current[1].complete()
         if again:
             self.ready.next = 0
         for bucket in range(self.ready.next, len(self.layout.buckets)):
@@ -88,11 +93,12 @@ class Tree:
             (self._result,) = self._roots or (None,)
             if self._result is None:
                 self._result = self.pool.take()
+                self._result.complete()
             for flat in self._result.flats:
                 flat.div_(weight)
         else:
             if self._result is None:
-                self._result = self._spent.pop() if self._spent else self.pool.take_dirty()
+                self._result = self._spent.pop() if self._spent else self.pool.take()
             self.wire.finish(self._result, weight)
         for p, view in zip(self.params, self._result.views, strict=True):
             p.grad = view
@@ -141,10 +147,10 @@ class Tree:
             self._fold.push(Node(nothing, nothing + 1), None)
 
     def _open(self, virtual_rank: int) -> tuple[Node, Copy]:
-        """Where the leaf of `virtual_rank` is gathered. The second of a pair, if it is one micro-batch, goes straight
-        into the first: (first) + g is the very addition that the tree makes there."""
+        """Where the leaf of `virtual_rank` is gathered. The second of a pair, if it is one micro-batch (and no
+        layer adds to it twice), goes straight into the first: (first) + g is the very addition the tree makes there."""
         leaf = Node(virtual_rank, virtual_rank + 1)
-        if self._fold.held and self.pieces[virtual_rank] == 1:
+        if self._fold.held and self.pieces[virtual_rank] == 1 and max(self.ready.expected) < 2:
             node, value = self._fold.held[-1]
             pair = parent(self.virtual_ranks, node, leaf)
             if pair is not None and node.hi - node.lo == 1 and value is not None:
@@ -183,56 +189,64 @@ class Tree:
 
 
 class _Wire:
-    """The two collectives of every bucket for one placement, with the buffers they need."""
+    """The messages of every bucket for one placement, and the sums over what they bring."""
 
     def __init__(self, plan: Plan, layout: Layout, group: Group) -> None:
-        self.plan, self.layout, self.group = plan, layout, group
-        self.mine = len(plan.sends(group.rank))
-        self.counts = [len(plan.sends(rank)) for rank in range(plan.size)]
-        self.additions = plan.additions()
-        arrivals = sum(self.counts)
-        self.chunk = [b.size // plan.size for b in layout.buckets]
+        self.plan, self.rank = plan, group.rank
+        self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
+        self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
+        self.additions, self.total = self._in_place()
+        foreign = len(self.holders) - len(plan.sends(group.rank))
         self.arrived = [
-            torch.empty(arrivals, c, dtype=b.dtype, device=b.device)
-            for b, c in zip(layout.buckets, self.chunk, strict=True)
+            torch.empty(foreign, b.size // plan.size, dtype=b.dtype, device=b.device) for b in layout.buckets
         ]
-        # several partial sums are packed chunk by chunk before they travel; a single one already lies that way
-        self.packed = [
-            torch.zeros(plan.size, self.mine, c, dtype=b.dtype, device=b.device) if self.mine != 1 else None
-            for b, c in zip(layout.buckets, self.chunk, strict=True)
-        ]
-        self.works: list[Work | None] = [None] * len(layout.buckets)
+        self.parts: list[list[torch.Tensor]] = [[] for _ in layout.buckets]  # our chunk of every partial sum
+        self.works: list[list[Work]] = [[] for _ in layout.buckets]
+
+    def _in_place(self) -> tuple[list[tuple[int, int, int]], int]:
+        """The plan's additions as (i, j, where the sum goes), and where the total ends: only what arrived may be
+        overwritten, since our own partial sums must still be there if the exchange is repeated."""
+        where = list(range(len(self.holders)))
+        additions = []
+        for i, j in self.plan.additions():
+            into = where[j] if self.holders[where[i]] == self.rank else where[i]
+            assert self.holders[into] != self.rank, "two of our own would have been added before"
+            additions.append((where[i], where[j], into))
+            where[i] = into
+        return additions, where[0]
 
     def send(self, bucket: int, roots: Sequence[torch.Tensor | None]) -> None:
-        assert len(roots) == self.mine
-        packed, chunk = self.packed[bucket], self.chunk[bucket]
-        if packed is None:
-            (root,) = roots
-            outgoing = torch.zeros(self.layout.buckets[bucket].size).to(self.arrived[bucket]) if root is None else root
-        else:
-            for i, root in enumerate(roots):
-                if root is None:
-                    packed[:, i].zero_()
-                else:
-                    packed[:, i].copy_(root.view(self.plan.size, chunk))
-            outgoing = packed.view(-1)
-        self.works[bucket] = all_to_all(
-            self.arrived[bucket].view(-1),
-            outgoing,
-            [count * chunk for count in self.counts],
-            [self.mine * chunk] * self.plan.size,
+        """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us."""
+        arrived, size = self.arrived[bucket], self.plan.size
+        mine = [arrived.new_zeros(size, arrived.shape[1]) if root is None else root.view(size, -1) for root in roots]
+        ours, theirs = iter(mine), iter(arrived)
+        parts = [next(ours)[self.rank] if holder == self.rank else next(theirs) for holder in self.holders]
+        self.parts[bucket] = parts
+        self.works[bucket] = send_and_receive(
+            [Message(root[other], other) for other in self.others for root in mine],
+            [Message(part, h) for part, h in zip(parts, self.holders, strict=True) if h != self.rank],
         )
 
     def finish(self, result: Copy, weight: float) -> None:
-        gathers: list[Work] = []
-        for bucket, arrived in enumerate(self.arrived):
-            work = self.works[bucket]
-            assert work is not None
+        works: list[Work] = []
+        for bucket, flat in enumerate(result.flats):
+            for work in self.works[bucket]:
+                work.wait()
+            chunks = flat.view(self.plan.size, -1)
+            self._add_up(self.parts[bucket], weight, chunks[self.rank])
+            works += send_and_receive(
+                [Message(chunks[self.rank], other) for other in self.others],
+                [Message(chunks[other], other) for other in self.others],
+            )
+            self.parts[bucket], self.works[bucket] = [], []
+        for work in works:
             work.wait()
-            for i, j in self.additions:
-                arrived[i].add_(arrived[j])
-            arrived[0].div_(weight)
-            gathers.append(all_gather(result.flats[bucket], arrived[0]))
-            self.works[bucket] = None
-        for work in gathers:
-            work.wait()
+
+    def _add_up(self, parts: list[torch.Tensor], weight: float, out: torch.Tensor) -> None:
+        """The plan's total divided by the weight; on a processor a block at a time, while it is in the cache."""
+        step = BLOCK if out.device.type == "cpu" else max(len(out), 1)
+        for start in range(0, len(out), step):
+            block = [part[start : start + step] for part in parts]
+            for i, j, into in self.additions:
+                torch.add(block[i], block[j], out=block[into])
+            torch.div(block[self.total], weight, out=out[start : start + step])

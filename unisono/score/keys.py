@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-ORDER, FETCH, BODY, INIT, EVALUATE, STEP, UPDATE = range(1, 8)
+ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE = range(1, 7)
 """What a key is for; two purposes never share a stream."""
 
 _MASK = (1 << 64) - 1
@@ -32,7 +32,7 @@ def mix(*coordinates: int) -> int:
 def place_key(run_key: int, step: int, virtual_rank: int, number: int) -> int:
     """The key of a micro-batch under `run_key`: mix of both, with its place packed into one coordinate.
 
-    Packing is one to one below 2^32 steps, 2^16 virtual ranks and 2^16 micro-batches each; this runs twice a step.
+    Packing is one to one below 2^32 steps, 2^16 virtual ranks and 2^16 micro-batches each.
     """
     return mix(run_key, step << 32 | virtual_rank << 16 | number)
 

@@ -12,7 +12,7 @@ from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import seed_everything
 from unisono.errors import DataError, LoopError
 from unisono.exchange import Exchange, build_exchange
-from unisono.score.keys import BODY, STEP, UPDATE, mix, place_key
+from unisono.score.keys import STEP, UPDATE, mix
 from unisono.score.order import Order, Place
 from unisono.train.table import LOSS, Table
 
@@ -53,7 +53,7 @@ class Engine:
         self._counted = -1  # of how many modules that is
         self._signature: list[bool] = []
         self._batches = iter(loader)
-        self._body_key, self._step_key = mix(order.seed, BODY), mix(order.seed, STEP)
+        self._step_key = mix(order.seed, STEP)
         self._update_key = mix(order.seed, UPDATE)
         self._accelerator = group.device if group.device.type != "cpu" else None
         self._token = torch.zeros(1, device=group.device)
@@ -88,11 +88,6 @@ class Engine:
             known = {v: len(self.order.micro_bounds(step, v)) for v in range(*span)}
             self._known_pieces[size, span] = known
         return known
-
-    def before_body(self, place: Place, last: bool) -> None:
-        """Seed for the body of the loop, and let the exchange place p.grad."""
-        seed_everything(place_key(self._body_key, *place), self._accelerator)
-        self.exchange.enter(place.virtual_rank, last=last)
 
     def meet(self, step: Step) -> dict[str, tuple[float, float]]:
         """The step's sums over all processes; when it returns, p.grad is the mean gradient everywhere."""

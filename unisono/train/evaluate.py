@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.data.loader import Collate, Loader, Schedule, length_of
-from unisono.data.seeding import seed_everything
+from unisono.data.seeding import give_state, take_state
 from unisono.errors import LoopError
 from unisono.score.keys import EVALUATE, mix
 from unisono.score.order import Order, deal
@@ -52,22 +52,21 @@ def evaluate(
         collate=collate,
         workers=settings.loader.workers,
         prefetch=settings.loader.prefetch,
-        threads=settings.threads,
     )
     rows: dict[str, list[tuple[int, float, float]]] = {}
-    was_training = model.training
+    was_training, generators = model.training, take_state()
     model.eval()
     try:
         with torch.no_grad():
             for place, batch in loader:
                 if hurry():
                     break
-                seed_everything(mix(order.seed, *place), None if group.device.type == "cpu" else group.device)
                 output = (forward or call)(model, batch)
                 for name, (total, weight) in _named(measure, measure(output, *_parts(batch))).items():
                     rows.setdefault(name, []).append((place.step, float(total), float(weight)))
     finally:
         model.train(was_training)
+        give_state(generators)  # or what the loop draws next would depend on who evaluated what
     if group.max_(torch.tensor([hurry()], dtype=torch.uint8, device=group.device)).item():
         return None
     return _fold(rows, order.steps_per_epoch, group)

@@ -38,6 +38,10 @@ S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
+LINE_SECONDS = 0.005
+"""Steps that are faster share a line of the timeline (the last one's number and loss, everybody's seconds)."""
+
+
 class Stopped(BaseException):
     """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
 
@@ -81,6 +85,7 @@ class Run(Generic[S]):
         self._output, self._color = output, color
         self._logged: dict[str, Any] = {}
         self._leave = False
+        self._lined = 0.0
         self._began: float | None = None
         self._ended: float | None = None
         self._samples_here = 0
@@ -189,7 +194,6 @@ class Run(Generic[S]):
             collate=collate_fn,
             workers=settings.loader.workers,
             prefetch=settings.loader.prefetch,
-            threads=settings.threads,
         )
         self._engine = Engine(settings, self._group, order, self._loader, schedule, self._modules, self._names, last)
         return self._steps(self._engine)
@@ -311,10 +315,13 @@ class Run(Generic[S]):
 
     def _watch(self, step: Step) -> None:
         assert self._timeline is not None
-        self._timeline.step(step.number, self.clock.lap(), step.loss, self._logged or None)
-        self.results["loss"] = step.loss
+        loss, now = step.loss, time.perf_counter()
+        self.results["loss"] = loss
+        if self._logged or now - self._lined > LINE_SECONDS or self.steps_done == step._engine.last:
+            self._lined = now
+            self._timeline.step(step.number, self.clock.lap(), loss, self._logged or None)
         if self._progress is not None:
-            self._progress.update(self.steps_done, step.loss, step.samples, self.clock, self._logged or None)
+            self._progress.update(self.steps_done, loss, step.samples, self.clock, self._logged or None)
         if self._logged:
             self._logged = {}
 

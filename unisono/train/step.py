@@ -53,7 +53,7 @@ class Step:
         phases.enter("data")
         for place, batch, last in engine.micro_batches(self.number):
             self._place, self._ready = place, True
-            engine.before_body(place, last)
+            engine.exchange.enter(place.virtual_rank, last=last)
             phases.enter("forward")
             try:
                 yield batch

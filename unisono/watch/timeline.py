@@ -1,4 +1,4 @@
-"""The timeline: one line of JSON for every step of one process, in `timeline/rank-N.jsonl`.
+"""The timeline of a process, `timeline/rank-N.jsonl`: a line of JSON for every step, or for several quick ones.
 
     {"step": 12, "t": 1760000000.123, "seconds": {"data": 0.00021, "forward": 0.01042}, "loss": 2.3, "log": {"lr": 0.1}}
     {"resumed_at": 10}

@@ -6,10 +6,10 @@ Objects travel as JSON in byte tensors, never as pickles: nothing that arrives c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,21 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor) -> Work:
     return work
 
 
-def all_to_all(out: torch.Tensor, mine: torch.Tensor, receive: list[int], send: list[int]) -> Work:
-    """Begin to send send[r] elements of `mine` to process r, and to receive receive[r] elements from it into `out`."""
-    work: Work = dist.all_to_all_single(out, mine, receive, send, async_op=True)
-    return work
+class Message(NamedTuple):
+    """A contiguous tensor, and the process that it goes to or comes from."""
+
+    tensor: torch.Tensor
+    peer: int
+
+
+def send_and_receive(sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
+    """Begin to send and to receive these. Between two processes, messages arrive in the order they were sent.
+
+    With gloo this takes half the time of all_to_all and all_gather, which copy what stays where it is.
+    """
+    ops = [dist.P2POp(dist.irecv, *message) for message in receives if message.tensor.numel()]
+    ops += [dist.P2POp(dist.isend, *message) for message in sends if message.tensor.numel()]
+    return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
 @contextmanager

@@ -1,0 +1,258 @@
+"""Two processes: what the exact exchange costs over torch's DistributedDataParallel.
+
+    python -m benchmarks.exchange            about five minutes
+    python -m benchmarks.exchange --quick    a smoke test
+
+Three loops take turns, step by step, in the same two processes: ours with exchange=tree (exact), ours with
+exchange=allreduce, and DistributedDataParallel as its documentation advises (no_sync on all micro-batches but the last,
+gradient_as_bucket_view). All have one torch thread, the same samples in the same micro-batches, the same AdamW. Ours is
+the public loop, with everything that a run does between two steps (timeline, progress). It also refuses gradients that
+are not finite and knows its loss, for which the other loop does nothing.
+
+A step takes as long as its slower process. The figure is the median, over steps, of ours / DDP in the same turn; every
+round starts new processes. At the end the three sets of weights must agree, and the norms of their first gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from benchmarks.machine import parser, show, spread
+from unisono.env import World
+from unisono.recipes.text import GPT, Model
+from unisono.score.order import Order
+from unisono.score.placement import place_evenly
+from unisono.settings import Settings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.world.collectives import Group
+from unisono.world.start import group as join
+
+PROCESSES = 2
+ARMS = ("tree", "allreduce", "ddp")
+WARM_UP = 2
+"""Steps that are not counted: the first allocates, and DistributedDataParallel rebuilds its buckets after it."""
+
+
+class Norm(nn.GroupNorm):
+    def __init__(self, channels: int) -> None:
+        super().__init__(8, channels)
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions beside an identity, or beside a 1 x 1 convolution where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            Norm(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            Norm(outputs),
+        )
+        straight = inputs == outputs and stride == 1
+        self.past = nn.Identity() if straight else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.path(x) + self.past(x))
+
+
+def cnn() -> nn.Module:
+    """A residual network for 32 x 32 images, without batch norm."""
+    widths = (32, 32, 32, 64, 64, 128, 128, 256, 256)
+    blocks = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
+    stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
+    return nn.Sequential(stem, Norm(widths[0]), nn.ReLU(), *blocks, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(256, 10))
+
+
+def gpt() -> nn.Module:
+    """The text recipe's model, wider and deeper."""
+    return GPT(Model(width=384, depth=6, heads=6, context=128))
+
+
+def text(length: int) -> Dataset[Any]:
+    tokens = torch.randint(0, 256, (length, 129))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def images(length: int) -> Dataset[Any]:
+    return TensorDataset(torch.randn(length, 3, 32, 32), torch.randint(0, 10, (length,)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how many samples a step takes."""
+
+    build: Callable[[], nn.Module]
+    data: Callable[[int], Dataset[Any]]
+    batch: int
+
+
+TASKS = {"GPT": Task(gpt, text, 16), "CNN": Task(cnn, images, 32)}
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
+
+
+Turn = tuple[nn.Module, float]
+"""What an arm yields after each step: its model, and in the first step the 2-norm of its gradient (then 0)."""
+
+
+def ours(run: Run[Settings], start: nn.Module, data: Dataset[Any]) -> Iterator[Turn]:
+    """The public loop; advanced by one, it takes one step."""
+    model = run.place(copy.deepcopy(start))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data):
+        for x, y in step:
+            step.backward(loss_of(model(x), y), weight=y.numel())
+        norm = step.grad_norm if step.number == 0 else 0.0
+        step.update(optimizer)
+        yield model, norm
+
+
+def ddp(order: Order, group: Group, start: nn.Module, data: Dataset[Any]) -> Iterator[Turn]:
+    """DistributedDataParallel over the same micro-batches. It averages over processes; the loss is scaled for that."""
+    model = DistributedDataParallel(copy.deepcopy(start), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    span = place_evenly(order.virtual_ranks, group.size)[group.rank]
+    steps = [[samples for _, samples in order.places(step, span)] for step in range(order.steps_per_epoch)]
+    batches = iter(DataLoader(data, batch_sampler=list(itertools.chain(*steps))))
+    for number, micro_batches in enumerate(steps):
+        weight = 0
+        for left in range(len(micro_batches) - 1, -1, -1):
+            x, y = next(batches)
+            weight = order.batch * y[0].numel()
+            with model.no_sync() if left else nullcontext():
+                (loss_of(model(x), y) * (group.size / weight)).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = 0.0 if number else float(torch.nn.utils.get_total_norm(grads))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield model.module, norm
+
+
+def race(world: World, name: str, virtual_ranks: int, steps: int, folder: str) -> dict[str, Any]:
+    """Let the three loops take turns: {"seconds": {arm: [of a step]}, "apart": {arm: ...}, "params": ...}."""
+    task = TASKS[name]
+    torch.manual_seed(1)
+    total = steps + WARM_UP
+    start, data = task.build(), task.data(total * task.batch)
+    settings = Settings(epochs=1, batch=task.batch, virtual_ranks=virtual_ranks)
+    order = Order(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
+    with join(world) as group:
+        arms = {"ddp": ddp(order, group, start, data)}
+        for exchange in ("tree", "allreduce"):
+            run: Run[Settings] = Run(
+                Settings(**{**vars(settings), "exchange": exchange}),
+                world=world,
+                group=group,
+                run_dir=Path(folder) / exchange,
+                identity={},
+                resumed=None,
+                output=io.StringIO(),
+            )
+            arms[exchange] = ours(run, start, data)
+        times = torch.empty(len(ARMS), total, dtype=torch.float64)
+        last: dict[str, Turn] = {}
+        norms: dict[str, float] = {}
+        for number in range(total):
+            for i in range(len(ARMS)):
+                arm = (i + number) % len(ARMS)  # nobody always comes after the same one
+                group.barrier()
+                began = time.perf_counter()
+                last[ARMS[arm]] = next(arms[ARMS[arm]])
+                times[arm, number] = time.perf_counter() - began
+                norms[ARMS[arm]] = norms.get(ARMS[arm]) or last[ARMS[arm]][1]
+        for generator in arms.values():
+            generator.close()  # type: ignore[attr-defined]
+        group.max_(times)
+        weights = {arm: nn.utils.parameters_to_vector(model.parameters()).detach() for arm, (model, _) in last.items()}
+        return {
+            "params": len(weights["ddp"]),
+            "seconds": {arm: row[WARM_UP:].tolist() for arm, row in zip(ARMS, times, strict=True)},
+            "apart": {arm: float((weights[arm] - weights["ddp"]).norm() / weights["ddp"].norm()) for arm in ARMS},
+            "norms": norms,
+        }
+
+
+def measure(name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Several rounds of a race, each in new processes."""
+    seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    round_medians: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    found: dict[str, Any] = {}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(race, PROCESSES, name, virtual_ranks, steps, folder, seconds=300)[0]
+        for arm in ARMS:
+            if not found["apart"][arm] <= 1e-4 or not math.isclose(
+                found["norms"][arm], found["norms"]["ddp"], rel_tol=1e-4
+            ):
+                raise AssertionError(f"{arm} did not compute what DistributedDataParallel did: {found}")
+            seconds[arm] += found["seconds"][arm]
+            round_medians[arm].append(spread(ratios(found["seconds"], arm)).median)
+    return {
+        "model": name,
+        "params": found["params"],
+        "virtual_ranks": virtual_ranks,
+        "batch": TASKS[name].batch,
+        "micro_batch": TASKS[name].batch // virtual_ranks,
+        "steps": len(seconds["ddp"]),
+        "seconds": {arm: spread(values).median for arm, values in seconds.items()},
+        "ratio": {arm: spread(ratios(seconds, arm)) for arm in ARMS[:2]},
+        "rounds": {arm: round_medians[arm] for arm in ARMS[:2]},
+        "apart": found["apart"],
+    }
+
+
+def ratios(seconds: dict[str, list[float]], arm: str) -> list[float]:
+    return [mine / theirs for mine, theirs in zip(seconds[arm], seconds["ddp"], strict=True)]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["model        V  micro-batch   DDP step   tree / DDP (quartiles)     allreduce / DDP (quartiles)"]
+    for row in rows:
+        model = f"{row['model']} {row['params'] / 1e6:.1f} M"
+        lines.append(
+            f"{model:11} {row['virtual_ranks']:2} {row['micro_batch']:12} {row['seconds']['ddp']:8.3f} s"
+            f"   {row['ratio']['tree']:.3f}     {row['ratio']['allreduce']:.3f}   {row['steps']} steps"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--rounds", type=int, default=3, help="how often the processes are started anew (3)")
+    flags.add_argument("--steps", type=int, default=16, help="steps of each loop in a round (16)")
+    flags.add_argument("--model", choices=list(TASKS), help="only this one")
+    flags.add_argument("--virtual-ranks", type=int, help="only this many (2 and 8)")
+    asked = flags.parse_args()
+    rounds, steps = (1, 2) if asked.quick else (asked.rounds, asked.steps)
+    rows = [
+        measure(name, virtual_ranks, rounds, steps)
+        for name in ([asked.model] if asked.model else TASKS)
+        for virtual_ranks in ([asked.virtual_ranks] if asked.virtual_ranks else (2, 8))
+    ]
+    show("exchange", {"rows": rows}, lambda: table(rows), as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()
