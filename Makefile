@@ -49,7 +49,7 @@ slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
 bench: setup  ## measure: each file in benchmarks/ prints what it compares, and how
-	for bench in benchmarks/*.py; do echo "== $$bench"; $(BIN)/python $$bench; done
+	for bench in door overhead exchange; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
 
 clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -10,7 +10,8 @@ the public loop, with everything that a run does between two steps (timeline, pr
 are not finite and knows its loss, for which the other loop does nothing.
 
 A step takes as long as its slower process. The figure is the median, over steps, of ours / DDP in the same turn; every
-round starts new processes. At the end the three sets of weights must agree, and the norms of their first gradients.
+round starts new processes. "work" is the same for processor time, of both processes and all their threads: it counts
+nothing that others did on the machine in the meantime, and no waiting. At the end the three sets of weights must agree, and the norms of their first gradients.
 """
 
 from __future__ import annotations
@@ -171,24 +172,27 @@ def race(world: World, name: str, virtual_ranks: int, steps: int, folder: str) -
                 output=io.StringIO(),
             )
             arms[exchange] = ours(run, start, data)
-        times = torch.empty(len(ARMS), total, dtype=torch.float64)
+        times, work = torch.empty(2, len(ARMS), total, dtype=torch.float64)
         last: dict[str, Turn] = {}
         norms: dict[str, float] = {}
         for number in range(total):
             for i in range(len(ARMS)):
                 arm = (i + number) % len(ARMS)  # nobody always comes after the same one
                 group.barrier()
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), time.process_time()
                 last[ARMS[arm]] = next(arms[ARMS[arm]])
                 times[arm, number] = time.perf_counter() - began
+                work[arm, number] = time.process_time() - worked
                 norms[ARMS[arm]] = norms.get(ARMS[arm]) or last[ARMS[arm]][1]
         for generator in arms.values():
             generator.close()  # type: ignore[attr-defined]
         group.max_(times)
+        group.sum_(work)
         weights = {arm: nn.utils.parameters_to_vector(model.parameters()).detach() for arm, (model, _) in last.items()}
         return {
             "params": len(weights["ddp"]),
             "seconds": {arm: row[WARM_UP:].tolist() for arm, row in zip(ARMS, times, strict=True)},
+            "work": {arm: row[WARM_UP:].tolist() for arm, row in zip(ARMS, work, strict=True)},
             "apart": {arm: float((weights[arm] - weights["ddp"]).norm() / weights["ddp"].norm()) for arm in ARMS},
             "norms": norms,
         }
@@ -197,6 +201,7 @@ def race(world: World, name: str, virtual_ranks: int, steps: int, folder: str) -
 def measure(name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str, Any]:
     """Several rounds of a race, each in new processes."""
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    work: dict[str, list[float]] = {arm: [] for arm in ARMS}
     round_medians: dict[str, list[float]] = {arm: [] for arm in ARMS}
     found: dict[str, Any] = {}
     for _ in range(rounds):
@@ -208,6 +213,7 @@ def measure(name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str,
             ):
                 raise AssertionError(f"{arm} did not compute what DistributedDataParallel did: {found}")
             seconds[arm] += found["seconds"][arm]
+            work[arm] += found["work"][arm]
             round_medians[arm].append(spread(ratios(found["seconds"], arm)).median)
     return {
         "model": name,
@@ -218,6 +224,7 @@ def measure(name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str,
         "steps": len(seconds["ddp"]),
         "seconds": {arm: spread(values).median for arm, values in seconds.items()},
         "ratio": {arm: spread(ratios(seconds, arm)) for arm in ARMS[:2]},
+        "work_ratio": {arm: spread(ratios(work, arm)) for arm in ARMS[:2]},
         "rounds": {arm: round_medians[arm] for arm in ARMS[:2]},
         "apart": found["apart"],
     }
@@ -228,13 +235,16 @@ def ratios(seconds: dict[str, list[float]], arm: str) -> list[float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["model        V  micro-batch   DDP step   tree / DDP (quartiles)     allreduce / DDP (quartiles)"]
+    """Two lines for each row: time and processor time, each over DistributedDataParallel's, with quartiles."""
+    lines = [f"{'':30} {'DDP step':>9}  {'tree / DDP':24} allreduce / DDP"]
     for row in rows:
-        model = f"{row['model']} {row['params'] / 1e6:.1f} M"
-        lines.append(
-            f"{model:11} {row['virtual_ranks']:2} {row['micro_batch']:12} {row['seconds']['ddp']:8.3f} s"
-            f"   {row['ratio']['tree']:.3f}     {row['ratio']['allreduce']:.3f}   {row['steps']} steps"
-        )
+        shape = f"V={row['virtual_ranks']}, micro-batches of {row['micro_batch']}"
+        for name, key, step in (
+            (f"{row['model']}, {row['params'] / 1e6:.1f} M parameters", "ratio", f"{row['seconds']['ddp']:.3f} s"),
+            (f"  {shape}", "work_ratio", "work"),
+        ):
+            both = [f"{row[key][arm]:.3f}" for arm in ARMS[:2]]
+            lines.append(f"{name:30} {step:>9}  {both[0]:24} {both[1]}")
     return "\n".join(lines)
 
 

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from unisono.train.step import Step as Step
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _door:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")

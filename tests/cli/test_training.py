@@ -253,3 +253,26 @@ def test_a_failed_save_harms_nothing_and_says_what_to_do(command: Command) -> No
 def undisturbed_from(command: Command, script: str) -> dict[str, Any]:
     command.script(script)
     return undisturbed(command)
+
+
+def test_a_finished_run_keeps_its_result(command: Command) -> None:
+    command.script(SCRIPT)
+    before = undisturbed(command)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "whole", "--resume")
+    assert ended.status == 0, ended.err
+    assert "This run was finished before, after 24 steps." in ended.out
+    assert result(command, "whole") == before
+
+
+def test_leaving_the_loop_with_break_keeps_what_was_done(command: Command) -> None:
+    left = SCRIPT.replace(
+        "        if step.number in (0, 5):", "        if step.number == 5:\n            break\n        if 0:"
+    )
+    command.script(left)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
+    assert ended.status == 0, ended.err
+    assert result(command, "out")["steps"] == 6
+    whole = undisturbed_from(command, SCRIPT)
+    ended = command.run("run", "script.py", "--run-dir", "out", "--resume")
+    assert ended.status == 0, ended.err
+    assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]

@@ -68,10 +68,9 @@ def test_the_table_fits_eighty_columns_and_any_stream(seconds: dict[str, float])
     ("seconds", "workers", "phase", "do"),
     [
         ({"data": 3.0, "forward": 7.0}, 0, "data", "--set loader.workers=2"),
-        ({"data": 3.0, "forward": 7.0}, 1, "data", "--set loader.workers=2"),
-        ({"data": 3.0, "forward": 7.0}, 4, "data", "--set loader.workers=8"),
+        ({"data": 3.0, "forward": 7.0}, 4, "data", "fewer workers"),
         ({"exchange": 4.0, "forward": 6.0}, 0, "exchange", "--ranks"),
-        ({"checkpoint": 2.0, "forward": 8.0}, 0, "checkpoint", "--set checkpoint.every"),
+        ({"checkpoint": 4.0, "forward": 6.0}, 0, "checkpoint", "--set checkpoint.every"),
         ({"evaluate": 4.0, "forward": 6.0}, 0, "evaluate", "evaluate less often"),
         ({"data": 3.0, "exchange": 6.0, "forward": 1.0}, 0, "exchange", "batch"),
     ],
@@ -84,7 +83,9 @@ def test_the_bottleneck_comes_with_what_to_try(seconds: dict[str, float], worker
     assert f"{seconds[phase] / 10:.0%}" in found.said
 
 
-@pytest.mark.parametrize("seconds", [{}, {"data": 0.0}, {"data": 1.9, "forward": 8.1}, {"backward": 10.0}])
+@pytest.mark.parametrize(
+    "seconds", [{}, {"data": 0.0}, {"data": 1.9, "forward": 8.1}, {"backward": 10.0}, {"data": 2.9}]
+)
 def test_all_is_well(seconds: dict[str, float]) -> None:
     assert bottleneck(seconds) is None
 
@@ -100,7 +101,7 @@ def test_the_closing_lines(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text("[loader]\nworkers = 3\n")
     lines = closing({**RESULT, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
     assert lines[0] == "where the time went  10.0 s in 200 steps"
-    assert "Waiting for data took 40% of the time. Next: --set loader.workers=6" in lines
+    assert any("Waiting for data took 40% of the time." in line for line in lines)
     assert f"run          {tmp_path}" in lines
     assert "result       200 steps, loss 1.2346, 1,234 samples/s, 2 ranks (8 virtual)" in lines
     assert "fingerprint  " + "ab" * 32 in lines
@@ -178,5 +179,5 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 def test_settings_that_say_nothing_of_workers(tmp_path: Path, settings: str) -> None:
     (tmp_path / "settings.toml").write_text(settings)
     assert "Waiting for data took 100% of the time. Next: --set loader.workers=2" in closing(
-        {"phases": {"data": 1.0}}, tmp_path
+        {"phases": {"data": 4.0}}, tmp_path
     )

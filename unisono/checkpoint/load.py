@@ -72,11 +72,10 @@ def load(path: Path) -> Checkpoint:
 
 def fingerprint_of(states: dict[str, Any]) -> str:
     """sha256 over all tensors and numbers in these states: names, dtypes, shapes and bytes, sorted by name."""
-    leaves: dict[str, Any] = {}
+    leaves: list[tuple[str, Any]] = []
     _flatten(states, "", leaves)
     digest = hashlib.sha256()
-    for name in sorted(leaves):
-        value = leaves[name]
+    for name, value in sorted(leaves, key=lambda leaf: leaf[0]):
         if isinstance(value, torch.Tensor):
             dense = value.detach().cpu().contiguous()
             digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
@@ -86,15 +85,14 @@ def fingerprint_of(states: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _flatten(value: Any, name: str, leaves: dict[str, Any]) -> None:
-    items: Any = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    )
+def _flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> None:
+    if isinstance(value, (set, frozenset)):  # walks in another order in every process
+        value = sorted(value, key=repr)
     if isinstance(value, (dict, list, tuple)):
-        for key, item in items:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             _flatten(item, f"{name}.{key}" if name else str(key), leaves)
     else:
-        leaves[name] = value
+        leaves.append((name, value))
 
 
 def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
@@ -102,7 +100,8 @@ def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
 
     weights_sha256 covers the tracked models; with `state`, state_sha256 covers optimizers and schedules as well.
     """
-    folder = path if (path / "state.json").is_file() else newest(path, note=lambda text: None)
+    itself = any((path / name).is_file() for name in ("state.json", "manifest.json"))
+    folder = path if itself else newest(path, note=lambda text: None)
     if folder is None:
         raise CheckpointError(
             f"The fingerprint of {path} was asked for.",

@@ -63,6 +63,8 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if it is whole. Reads every byte of it."""
     try:
         files = json.loads((folder / "manifest.json").read_text())["files"]
+        if "state.json" not in files:
+            return f"{folder / 'manifest.json'} does not name state.json"
         for name, stated in files.items():
             path = folder / name
             if not path.is_file():
@@ -76,9 +78,13 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def clear(run_dir: Path, keep: int) -> None:
-    """Remove all but the `keep` newest complete checkpoints, and what never became one."""
-    for _, path in checkpoints(run_dir)[keep:]:
+def clear(run_dir: Path, steps: int, keep: int) -> None:
+    """Keep the `keep` newest checkpoints up to that after `steps` steps; remove older ones, and what never became one.
+
+    One after more steps than that was damaged, or this run would have gone on from it: it does not count.
+    """
+    upto = [path for after, path in checkpoints(run_dir) if after <= steps]
+    for path in upto[keep:]:
         shutil.rmtree(path, ignore_errors=True)
     for path in (run_dir / "checkpoints").glob(".*.unfinished"):
         shutil.rmtree(path, ignore_errors=True)

@@ -34,16 +34,23 @@ class Tensors(dict[str, torch.Tensor]):
         layout = (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if memory and layout in self._names:
             return self._names[layout]
-        # a file holds whole tensors: one that shares its memory with another in part is copied out
-        self[name] = tensor.detach().clone() if memory in self._storages else tensor.detach()
+        while name in self:  # "c" of "a.b" and "b.c" of "a", or the keys 0 and "0", are not the same
+            name += "'"
+        # a file holds whole tensors, row after row (safetensors refuses others: channels_last, say); one that shares
+        # its memory with another in part is copied out
+        dense = tensor.detach().contiguous()
+        self[name] = dense.clone() if memory in self._storages and dense.data_ptr() == tensor.data_ptr() else dense
         self._names[layout] = name
         self._storages.add(memory)
         return name
 
 
 def pack(value: Any, name: str, tensors: Tensors) -> Any:
-    """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`."""
-    if isinstance(value, torch.Tensor):
+    """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`.
+
+    What inherits from dict, list, tuple or set (a Counter, a namedtuple) comes back as that.
+    """
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         name = tensors.put(value, name)
         return {
             _MARK: "tensor",
@@ -64,10 +71,13 @@ def pack(value: Any, name: str, tensors: Tensors) -> Any:
         }
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [pack(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {_MARK: type(value).__name__, "of": items}
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return items if kind is list else {_MARK: kind.__name__, "of": items}
     raise CheckpointError(
-        f"{name} is a {type(value).__name__}, and was to be saved.",
-        "A checkpoint holds tensors, numbers, text, and lists, tuples, sets and dicts of them: what can be read "
+        f"{name} is a {type(value).__name__}"
+        + (f" with layout {value.layout}" if isinstance(value, torch.Tensor) else "")
+        + ", and was to be saved.",
+        "A checkpoint holds dense tensors, numbers, text, and lists, tuples, sets and dicts of them: what can be read "
         "without running code.",
         "leave it out of that object's state_dict(), or let state_dict() return it as one of these.",
     )
@@ -103,4 +113,4 @@ def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _sequences[kind](unpack(item, tensors) for item in plain["of"])
 
 
-_sequences = {"tuple": tuple, "set": set, "frozenset": frozenset, "Size": tuple}
+_sequences = {"tuple": tuple, "set": set, "frozenset": frozenset}

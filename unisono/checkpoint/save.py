@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.pack import Tensors, pack
@@ -38,10 +38,10 @@ def save(run_dir: Path, steps: int, states: Mapping[str, Any], about: Mapping[st
         (folder / "state.json").write_text(json.dumps({"steps": steps, **about, "states": plain}))
         manifest.seal(folder)
         final = manifest.publish(folder, steps)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch made that one a BaseException
         shutil.rmtree(folder, ignore_errors=True)
         raise _told(error, run_dir, steps, sum(t.nbytes for t in tensors.values())) from error
-    manifest.clear(run_dir, keep)
+    manifest.clear(run_dir, steps, keep)
     return final
 
 

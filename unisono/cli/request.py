@@ -157,6 +157,9 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
     if not equals and after and not after[0].startswith("--"):
         value, after = after[0], after[1:]
     near = difflib.get_close_matches(f"--{name}", FLAGS, 1, 0.75)
+    if near == ["--ranks"] and words[0] == "python":
+        line = ["unisono", "run", *words[1:], "--ranks", value or "N", *flags[:place], *after]
+        return SettingsError(asked, "python starts one process; unisono run starts several.", shlex.join(line))
     if near:
         do = [near[0] + (f"={value}" if equals else ""), *([value] if value and not equals else [])]
         true = f"There is no flag --{name}; the nearest is {near[0]}."

@@ -59,14 +59,14 @@ def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, command:
 
 
 def newest_run(stem: str) -> Path | None:
-    """The newest runs/<stem>-<time>, by its name."""
+    """The newest runs/<stem>-<time> with a checkpoint; if none has one, the newest of all (by name)."""
     pattern = re.compile(rf"{re.escape(stem)}-(\d{{8}}-\d{{6}})(?:-(\d+))?")
     found = []
     for path in RUNS.glob("*"):
         match = pattern.fullmatch(path.name)
         if match and path.is_dir():
-            found.append((match[1], int(match[2] or 0), path))
-    return max(found)[2] if found else None
+            found.append((any(path.glob("checkpoints/step-*")), match[1], int(match[2] or 0), path))
+    return max(found)[-1] if found else None
 
 
 def _held_by(path: Path) -> str:

@@ -92,7 +92,9 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         run.differences = differences
         if group.rank == 0:
             _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
-            _write(run_dir / "environment.json", json.dumps({**facts, "differences": differences}, indent=1) + "\n")
+            started = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": asked.typed(run_dir)}
+            about_it = {**started, **facts, "differences": differences}
+            _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed)
         with _signals(run):
             _train(train, run, request, color)
@@ -101,14 +103,20 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
 def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color: bool) -> None:
     try:
         train(run)
+        run.finish()
     except Stopped:
         pass
     finally:
         run.close()
         log.stop()
     result = run.result()
-    if run.is_main:
+    ended = report.read_result(run.dir) if run.is_finished_before else None
+    if ended is not None and run.is_main:  # it was over already: nothing was computed, so nothing is written
+        result = ended
+        log.say(f"This run was finished before, after {run.steps_done} steps. To go on: --resume --set steps=N")
+    elif run.is_main:
         _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
+    if run.is_main:
         if not request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
             print("\n".join(["", *report.closing(result, run.dir, color=color, ascii_only=plain)]), flush=True)
@@ -128,6 +136,13 @@ class Asked:
     def command(self) -> str:
         return f"python {self.script.name}"
 
+    def typed(self, run_dir: Path) -> str:
+        """The command line that asked for this, whoever started the process."""
+        world, arguments = World.current(), self.request.arguments(run_dir)
+        if world.launcher == "unisono":
+            return shlex.join(["unisono", "run", str(self.script), "--ranks", str(world.size), *arguments])
+        return shlex.join(["python", str(self.script), *arguments])
+
     def run_dir(self) -> Path:
         if World.current().launcher == "unisono":  # the launcher chose it, and looked what is in it
             assert self.request.run_dir is not None
@@ -141,9 +156,8 @@ class Asked:
             log.say(f"There is no checkpoint in {run_dir} yet: starting at step 0.")
             return None
         before = about(path)["identity"]
-        command = shlex.join([*self.command.split(), "--resume", "--run-dir", str(run_dir)])
         known = {name: value for name, value in before.items() if name != "length"}
-        problems, _ = compare(known, identity, list(self.request.accept_change), command)
+        problems = compare(known, identity, list(self.request.accept_change), self.typed(run_dir))
         if problems:
             raise SettingsError.of(problems)
         return str(path)

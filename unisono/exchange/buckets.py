@@ -112,7 +112,7 @@ class Copy:
 
     def finite(self) -> bool:
         """Whether every element is finite; a read of the gradient."""
-        # Only finite terms have a finite sum, and a sum is the quickest read there is. One that overflows is looked into.
+        # only finite terms have a finite sum, and a sum is the quickest read there is; an overflow is looked into
         return all(bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all()) for flat in self.flats)
 
 
@@ -127,7 +127,7 @@ def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tenso
 
 class Pool:
     """Gradient copies that are not in use. One that is taken holds nothing; a leaf's first gradient g is stored as
-    0 + g, which is g, except that -0 becomes +0. That no sum is ever -0 is what lets an absent gradient count as zeros."""
+    0 + g, which is g, except that -0 becomes +0. No sum is ever -0 then, so an absent gradient may count as zeros."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

@@ -1,8 +1,8 @@
-"""The tree exchange: one fixed association of the sum, at the traffic of an ordinary all-reduce. The default, and the proof.
+"""The tree exchange: one fixed association of the sum, at the traffic of an all-reduce. The default, and the proof.
 
 Every virtual rank's gradient is a leaf: its micro-batches, added in order. A process folds the leaves it computed into
-the largest complete subtrees of the tree (score/tree.py) and the processes exchange these partial sums, bucket by bucket,
-while the last backward still runs. One bucket, two processes that hold one subtree each, one chunk a process:
+the largest complete subtrees of the tree (score/tree.py) and the processes exchange these partial sums, bucket by
+bucket, while the last backward still runs. One bucket, two processes that hold one subtree each, one chunk a process:
 
     process 0   [ a0 | a1 ] --a1 goes to 1-->  a0 + b0  --/ weight-->  [ m0 |    ] --m0 goes to 1--> [ m0 | m1 ]
     process 1   [ b0 | b1 ] --b0 goes to 0-->  a1 + b1  --/ weight-->  [    | m1 ] --m1 goes to 0--> [ m0 | m1 ]
@@ -10,9 +10,9 @@ while the last backward still runs. One bucket, two processes that hold one subt
 Every message goes straight from whoever has a chunk to whoever needs it, so no library's order of addition is involved.
 Padding and chunk edges depend on the number of processes, but every operation here is elementwise: the bits do not.
 
-Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a pair
-is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial sum, one
-for what arrives, one for the result.
+Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a
+pair is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial
+sum, one for what arrives, one for the result.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 """Where a piece ends. A carriage return decides nothing until the next byte is there: \\r\\n ends an ordinary line."""
 
 
+_COLOR = re.compile(rb"\x1b\[[0-9;]*m")
+
+
 class Log:
     """Appends to a file. A piece that ends in a carriage return is a live line, and is left out.
 
@@ -50,7 +53,7 @@ class Log:
     def _append(self, data: bytes) -> None:
         if self.lost is None:
             try:
-                self._file.write(data)
+                self._file.write(_COLOR.sub(b"", data))
             except OSError as error:
                 self.lost = error
 

@@ -37,29 +37,23 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def compare(
-    before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str
-) -> tuple[list[Problem], list[str]]:
-    """How two identities differ: the problems, and in words the changes that were accepted.
+def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str) -> list[Problem]:
+    """What keeps `now` from going on where `before` stopped: a problem for every field that differs.
 
-    Both are flat: settings of the mathematics by their names, and the fields of ENVIRONMENT.
+    Both are flat: settings of the mathematics by their names, and the fields of ENVIRONMENT. `command` is what was
+    typed; the way out is to add every field to it, so it is told once, with the last problem.
     """
-    problems, changes = [], []
-    for name in sorted(before.keys() | now.keys()):
-        old, new = before.get(name), now.get(name)
-        if old == new:
-            continue
-        if name in accepted:
-            changes.append(f"{name} from {old} to {new}")
-        else:
-            problems.append(
-                Problem(
-                    f"The run was to be resumed with {name} = {new}.",
-                    f"It was begun with {name} = {old}, and the result depends on it.",
-                    f"{command} --accept-change {name}, or go on with {name} = {old}.",
-                )
-            )
-    return problems, changes
+    differ = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    open_ones = [name for name in differ if name not in accepted]
+    accept = "".join(f" --accept-change {name}" for name in open_ones)
+    return [
+        Problem(
+            f"The run was to be resumed with {name} = {now.get(name)}.",
+            f"It was begun with {name} = {before.get(name)}, and the result depends on it.",
+            f"go on with {name} = {before.get(name)}; or, for other bits from here on: {command}{accept}",
+        )
+        for name in open_ones
+    ]
 
 
 def agree(group: Group, mine: dict[str, Any]) -> list[str]:

@@ -86,6 +86,7 @@ class Run(Generic[S]):
         self._logged: dict[str, Any] = {}
         self._leave = False
         self._lined = 0.0
+        self._last_step: Step | None = None
         self._began: float | None = None
         self._ended: float | None = None
         self._samples_here = 0
@@ -203,7 +204,7 @@ class Run(Generic[S]):
         first = self.steps_done
         every = self.settings.checkpoint.every
         for number in range(first, engine.last):
-            step = Step(engine, number)
+            step = self._last_step = Step(engine, number)
             engine.asked["leave"] = self._leave
             engine.before_step(number)
             yield step
@@ -223,6 +224,19 @@ class Run(Generic[S]):
         if self._state.saved_after != self.steps_done:
             self._save()
         self._ended = time.perf_counter()
+
+    def finish(self) -> None:
+        """The script has returned. If it left the loop with break, what its last step did is saved as well."""
+        if self._engine is not None and self._ended is None and self._last_step is not None:
+            if self._last_step.is_done:
+                self.steps_done = self._last_step.number + 1
+            if self._state.saved_after != self.steps_done:
+                self._save()
+
+    @property
+    def is_finished_before(self) -> bool:
+        """Had this run done all its steps when this process began?"""
+        return self._state.resumed is not None and self._engine is not None and self._samples_here == 0
 
     def stop(self) -> None:
         """End the loop after the next step, on every process; one process asking is enough."""

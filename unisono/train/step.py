@@ -192,6 +192,11 @@ class Step:
         """Is this the n-th, 2n-th, ... step of the run (counting from 1), or the last one?"""
         return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
 
+    @property
+    def is_done(self) -> bool:
+        """Has its update been made?"""
+        return self._state == "updated"
+
     # -- breaches
 
     def finish(self) -> None:

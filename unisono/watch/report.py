@@ -75,21 +75,25 @@ def where_the_time_went(
     return "\n".join(lines)
 
 
+WORTH_SECONDS = 3.0
+"""A phase that took less is not worth anybody's time, whatever its share: advice from a short run is mostly noise."""
+
+
 def bottleneck(seconds: Mapping[str, float], total: float | None = None, *, workers: int = 0) -> Bottleneck | None:
     """The phase that is most above what it should take, in words, with what to try; None when all is well.
 
-    workers  the run's loader.workers: those who have some are told to take more
+    workers  the run's loader.workers: those who have some need other advice than to take some
     """
     total = sum(seconds.values()) if total is None else total
     over = {phase: seconds.get(phase, 0.0) / total / limit for phase, limit in LARGE.items()} if total > 0 else {}
     worst = max(over, key=lambda phase: over[phase], default=None)
-    if worst is None or over[worst] < 1:
+    if worst is None or over[worst] < 1 or seconds[worst] < WORTH_SECONDS:
         return None
     share = f"{seconds[worst] / total:.0%} of the time."
     match worst:
         case "data":
-            more = max(2, 2 * workers)
-            return Bottleneck(worst, f"Waiting for data took {share}", f"--set loader.workers={more}")
+            try_this = "--set loader.workers=2" if workers == 0 else "a cheaper data set, or fewer workers than cores"
+            return Bottleneck(worst, f"Waiting for data took {share}", try_this)
         case "exchange":
             return Bottleneck(
                 worst,
