@@ -11,7 +11,8 @@ are not finite and knows its loss, for which the other loop does nothing.
 
 A step takes as long as its slower process. The figure is the median, over steps, of ours / DDP in the same turn; every
 round starts new processes. "work" is the same for processor time, of both processes and all their threads: it counts
-nothing that others did on the machine in the meantime, and no waiting. At the end the three sets of weights must agree, and the norms of their first gradients.
+nothing that others did on the machine in the meantime, and no waiting. At the end the three sets of weights must agree,
+and the norms of their first gradients.
 """
 
 from __future__ import annotations
