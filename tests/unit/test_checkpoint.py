@@ -374,7 +374,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         assert holder.stderr is not None
         if holder.stdout.readline() != b"ready\n":
             pytest.skip(f"no disk of our own may be mounted here: {holder.stderr.read().decode().strip()}")
-        inside = Path(f"/proc/{holder.pid}/root{folder}")  # the mount is the holder's alone
+        inside = Path("/proc", str(holder.pid), "root", *folder.parts[1:])  # the mount is the holder's alone
         if not os.access(inside, os.W_OK):
             pytest.skip("a disk of our own was mounted, but cannot be reached")
         yield inside

@@ -11,12 +11,15 @@ has dealt yet (`horizon`); until then the old one does, and nothing is fetched t
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
 from unisono.errors import DataError
@@ -25,6 +28,7 @@ from unisono.score.order import Order, Place
 
 Collate = Callable[[list[Any]], Any]
 Spans = tuple[tuple[int, int], ...]
+Fetched = tuple[Any, State | None]
 
 
 class Task(NamedTuple):
@@ -57,7 +61,7 @@ class Fetcher(Dataset[Any]):
     def __init__(self, data: Any, collate: Collate) -> None:
         self.data, self.collate = data, collate
 
-    def __getitem__(self, task: Task) -> tuple[Any, State | None]:
+    def __getitem__(self, task: Task) -> Fetched:
         """For a worker: the batch, and where the generators stand if the fetch drew from them."""
         seed_everything(task.key)
         before = take_state()
@@ -119,15 +123,17 @@ class Loader:
             pin_memory=device.type != "cpu",
             generator=torch.Generator(),
         )
-        self._batches = map(self._from_worker, batches)
+        self._batches = self._from_workers(iter(batches))
+        _deaths.listen()
 
-    def _from_worker(self, fetched: tuple[Any, State | None]) -> Any:
-        """The batch, with this process's generators where the worker's stopped."""
-        batch, state = fetched
-        seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
-        if state is not None:
-            give_state(state)
-        return batch if self.device.type == "cpu" else to_device(batch, self.device)
+    def _from_workers(self, batches: Iterator[Fetched]) -> Iterator[Any]:
+        """The batches, each with this process's generators where the worker's stopped."""
+        while (fetched := _deaths.told(batches)) is not None:
+            batch, state = fetched
+            seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
+            if state is not None:
+                give_state(state)
+            yield batch if self.device.type == "cpu" else to_device(batch, self.device)
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
         batches = iter(self._batches)
@@ -157,15 +163,54 @@ class Loader:
             return error
         (step, virtual_rank, _), _, samples = self._dealt[0]
         where = f"step {step}, virtual rank {virtual_rank}"
-        if isinstance(error, RuntimeError) and "exited unexpectedly" in str(error):
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
             return DataError(
-                f"A loader worker was asked for a micro-batch of {len(samples)} samples ({where}).",
+                f"A loader worker was asked for micro-batches from {where} on.",
                 f"It died without a word. {str(error).splitlines()[0]}",
                 "if memory ran out, use fewer workers (--set loader.workers=1); to see its error, "
                 "fetch in the process itself (--set loader.workers=0).",
             )
         error.add_note(f"while fetching the samples {_some(samples)} of {where}")
         return error
+
+
+class _Deaths:
+    """Workers that died. torch tells of one by raising wherever the main thread happens to be: here it is told when
+    the next micro-batch is fetched, where its place is known."""
+
+    def __init__(self) -> None:
+        self._fetching = False
+        self._untold: RuntimeError | None = None
+        self._torchs: Any = None
+
+    def listen(self) -> None:
+        """Come between the signal and torch's handler, which is there once a DataLoader has workers."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and handler != self._hear and threading.current_thread() is threading.main_thread():
+            self._torchs = handler
+            signal.signal(signal.SIGCHLD, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._torchs(number, frame)
+        except RuntimeError as error:
+            if self._fetching:
+                raise
+            self._untold = error
+
+    def told(self, batches: Iterator[Fetched]) -> Fetched | None:
+        """The next of what workers fetch, None at the end; raises RuntimeError if one of them has died."""
+        self._fetching = True
+        try:
+            if self._untold is not None:
+                untold, self._untold = self._untold, None
+                raise untold
+            return next(batches, None)
+        finally:
+            self._fetching = False
+
+
+_deaths = _Deaths()
 
 
 class _Tasks:
@@ -201,10 +246,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def length_of(data: Any, what: str) -> int:
     """The number of samples in a map-style data set; refuses anything else, and an empty one."""
-    if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+    stream = isinstance(data, IterableDataset)  # Dataset gives it a __getitem__, which only raises
+    if stream or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        lack = "It is a stream" if stream else "It lacks __len__ or __getitem__"
         raise DataError(
             f"{what} is a {type(data).__name__}.",
-            "It lacks __len__ or __getitem__, and the order of a run is made of sample numbers.",
+            f"{lack}, and the order of a run is made of sample numbers.",
             "pass a map-style data set (torch.utils.data.Dataset with __len__ and __getitem__).",
         )
     length = len(data)

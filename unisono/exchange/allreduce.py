@@ -60,8 +60,8 @@ class AllReduce:
             p.grad = None
 
     def finite(self) -> bool:
-        """Whether every element of the mean gradient is finite; a read of the gradient."""
-        return self.sum.finite()
+        """Whether every element of p.grad is finite; a read of the gradient."""
+        return self.sum.finite(self.params)
 
     @property
     def used(self) -> Sequence[bool]:

@@ -110,10 +110,19 @@ class Copy:
             mine.add_(theirs)
         return self
 
-    def finite(self) -> bool:
-        """Whether every element is finite; a read of the gradient."""
-        # only finite terms have a finite sum, and a sum is the quickest read there is; an overflow is looked into
-        return all(bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all()) for flat in self.flats)
+    def finite(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether every element of p.grad is finite: of this copy, or what the loop has put in its place."""
+        if all(p.grad is view or p.grad is None for p, view in zip(params, self.views, strict=True)):
+            return all(map(finite, self.flats))
+        return all(finite(p.grad) for p in params if p.grad is not None)
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """Whether every element is finite."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    # only finite terms have a finite sum, and a sum is the quickest read there is; one that overflows is looked into
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from unisono.exchange.buckets import finite
 from unisono.world.collectives import Group
 
 
@@ -20,12 +21,11 @@ class Solo:
         assert virtual_ranks == group.size == 1
         self.params = params
         self.used: Sequence[bool] = ()
-        self._grads: list[torch.Tensor] = []
-        self._found: torch.Tensor | None = None  # 1 once an element was not finite; None: nobody has looked
-        self._inverse: dict[float, torch.Tensor] = {}
-        # one kernel looks at all gradients at once if they are of one kind; it is the one of torch's GradScaler
-        self._alike = {(p.dtype, p.device) for p in params} in ({(torch.float32, p.device)} for p in params[:1])
-        self._fast = self._alike
+        # The kernel of torch's GradScaler multiplies all gradients and looks at them, if they are of one kind: the
+        # quickest there is. It leaves a 1 in `_found` when an element is not finite.
+        self._fast = {(p.dtype, p.device) for p in params} == {(torch.float32, p.device) for p in params[:1]}
+        self._found = torch.zeros((), device=params[0].device)
+        self._factors: dict[float, torch.Tensor] = {}
 
     def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
         pass
@@ -40,22 +40,19 @@ class Solo:
         pass
 
     def finish(self, weight: float) -> None:
-        self._grads = [p.grad for p in self.params if p.grad is not None]
-        self._found = None
-        self._fast = self._alike and not any(grad.is_sparse for grad in self._grads)
-        if self._fast and math.frexp(weight)[0] == 0.5:
-            # dividing by a power of two is multiplying by its inverse, to the bit: the check divides on its way
-            self._check(weight)
-        elif self._grads:
-            torch._foreach_div_(self._grads, weight)
+        grads = [p.grad for p in self.params if p.grad is not None]
+        self._fast = self._fast and not any(grad.is_sparse for grad in grads)
+        if self._fast and math.frexp(weight)[0] == 0.5:  # a power of two: its inverse is exact
+            self._multiply(grads, 1.0 / weight)
+        elif grads:
+            torch._foreach_div_(grads, weight)
 
-    def _check(self, weight: float) -> None:
-        inverse = self._inverse.get(weight)
-        if inverse is None:
-            inverse = self._inverse[weight] = torch.tensor(1.0 / weight, device=self.params[0].device)
-        self._found = torch.zeros((), device=inverse.device)
-        if self._grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(self._grads, self._found, inverse)
+    def _multiply(self, grads: list[torch.Tensor], by: float) -> None:
+        factor = self._factors.get(by)
+        if factor is None:
+            factor = self._factors[by] = torch.tensor(by, device=self._found.device)
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, self._found, factor)
 
     def commit(self) -> None:
         pass
@@ -63,16 +60,14 @@ class Solo:
     def zero(self) -> None:
         for p in self.params:
             p.grad = None
-        self._grads = []
 
     def finite(self) -> bool:
-        """Whether every element of the gradient is finite; a read of it, if `finish` has not looked already."""
+        """Whether every element of p.grad is finite; a read of the gradient."""
+        grads = [p.grad for p in self.params if p.grad is not None]
         if not self._fast:
-            values = [grad.coalesce().values() if grad.is_sparse else grad for grad in self._grads]
-            return all(bool(torch.isfinite(grad).all()) for grad in values)
-        if self._found is None:
-            self._check(1.0)
-        assert self._found is not None
+            return all(map(finite, grads))
+        self._found.zero_()
+        self._multiply(grads, 1.0)
         return self._found.item() == 0.0
 
     def close(self) -> None:

@@ -116,9 +116,9 @@ class Tree:
             self._result = None
 
     def finite(self) -> bool:
-        """Whether every element of the mean gradient is finite; a read of the gradient."""
+        """Whether every element of p.grad is finite; a read of the gradient."""
         assert self._result is not None
-        return self._result.finite()
+        return self._result.finite(self.params)
 
     @property
     def used(self) -> Sequence[bool]:

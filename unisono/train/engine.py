@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +46,9 @@ class Engine:
         self.agreed = {"stop": False, "leave": False}
         self.steppers: list[Any] = []
         self.params: list[torch.nn.Parameter] = []
-        self._buffers: list[tuple[str, torch.Tensor]] = []
-        self._versions: list[int] = []
+        self._buffers: list[tuple[str, dict[str, torch.Tensor | None], str]] = []  # name, who holds it, as what
+        self._before: Written = []  # the buffers, when the step began
+        self._given: Written = []  # the gradients, when they were whole
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._everything: list[torch.nn.Parameter] = []
         self._counted = -1  # of how many modules that is
@@ -70,7 +71,7 @@ class Engine:
         spans = self.schedule.at(step)
         pieces = self._pieces(step, spans[self.group.rank])
         self.exchange.begin(spans, pieces)
-        self._versions = [buffer._version for _, buffer in self._buffers]
+        self._before = _written(held[key] for _, held, key in self._buffers)
         for left in range(sum(pieces.values()), 0, -1):
             try:
                 place, batch = next(self._batches)
@@ -107,6 +108,7 @@ class Engine:
         if several:  # nobody finishes this unless everybody holds the whole gradient
             self.group.sum_(self._token)
         exchange.commit()
+        self._given = _written(p.grad for p in self.params)
         if self.order.virtual_ranks > 1:  # what comes now (noise on p.grad, say) must not depend on who computed what
             seed_everything(mix(self._update_key, step.number), self._accelerator)
         return totals.sums
@@ -129,7 +131,12 @@ class Engine:
             self.exchange.close()
         self._signature = signature
         self.params = [p for p in self._everything if p.requires_grad]
-        self._buffers = [(name, b) for m in self.modules for name, b in m.named_buffers()]
+        self._buffers = [
+            (f"{prefix}.{key}".lstrip("."), part._buffers, key)
+            for m in self.modules
+            for prefix, part in m.named_modules()
+            for key in part._buffers
+        ]
         self.exchange = build_exchange(self.settings.exchange, self.params, self.order.virtual_ranks, self.group)
 
     # -- what does not fit
@@ -180,7 +187,9 @@ class Engine:
 
     def check_finite(self, step: Step) -> None:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
-        if self.exchange.finite():
+        given, self._given = self._given, []
+        # the exchange knows what it has made, but not what the loop has put there since
+        if _same(given, _written(p.grad for p in self.params)) and self.exchange.finite():
             return
         for p in self.params:
             if p.grad is not None and not torch.isfinite(p.grad).all():
@@ -226,16 +235,30 @@ class Engine:
 
     def _check_buffers(self, step: Step) -> None:
         """A buffer that forward changes is state outside the tree. With one virtual rank that is plain torch."""
-        if self.order.virtual_ranks == 1 or self._versions == [buffer._version for _, buffer in self._buffers]:
+        if self.order.virtual_ranks == 1:
             return
-        for (name, buffer), before in zip(self._buffers, self._versions, strict=True):
-            if buffer._version != before:
+        after = _written(held[key] for _, held, key in self._buffers)
+        for (name, _, _), before, now in zip(self._buffers, self._before, after, strict=True):
+            if not _same([before], [now]):
+                shape = "None" if now[0] is None else f"shape {tuple(now[0].shape)}"
                 raise LoopError(
-                    f"The forward pass of step {step.number} changed the buffer {name} of shape {tuple(buffer.shape)}.",
+                    f"The forward pass of step {step.number} changed the buffer {name} of {shape}.",
                     f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
                     "buffers that change (batch norm's running statistics) are not carried yet.",
                     "use a norm without running statistics (GroupNorm, LayerNorm), or --set virtual_ranks=1.",
                 )
+
+
+Written = list[tuple[torch.Tensor | None, int]]
+"""Some tensors, and how often each had been written to: what tells that one was changed, or replaced."""
+
+
+def _written(tensors: Iterable[torch.Tensor | None]) -> Written:
+    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
+
+
+def _same(before: Written, now: Written) -> bool:
+    return all(a is b and v == w for (a, v), (b, w) in zip(before, now, strict=True))
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:
@@ -245,6 +268,6 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
     name = node.name().removesuffix("0").removesuffix("Backward")
     if name.startswith("Mean") or getattr(node, "_saved_reduction", None) == 1:
         return f"{name}, whose reduction is 'mean'"
-    if name.startswith(("Add", "Sub", "ToCopy", "View", "Squeeze", "Reshape")):
+    if name.startswith(("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Reshape")):
         return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
     return None

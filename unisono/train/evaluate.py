@@ -54,7 +54,7 @@ def evaluate(
         prefetch=settings.loader.prefetch,
     )
     rows: dict[str, list[tuple[int, float, float]]] = {}
-    was_training, generators = model.training, take_state()
+    modes, generators = [(part, part.training) for part in model.modules()], take_state()
     model.eval()
     try:
         with torch.no_grad():
@@ -65,7 +65,8 @@ def evaluate(
                 for name, (total, weight) in _named(measure, measure(output, *_parts(batch))).items():
                     rows.setdefault(name, []).append((place.step, float(total), float(weight)))
     finally:
-        model.train(was_training)
+        for part, training in modes:  # not model.train(): a part may be in eval mode for good
+            part.training = training
         give_state(generators)  # or what the loop draws next would depend on who evaluated what
     if group.max_(torch.tensor([hurry()], dtype=torch.uint8, device=group.device)).item():
         return None

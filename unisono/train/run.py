@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
+import numpy as np
 import torch
 
 from unisono import phases
@@ -201,15 +202,15 @@ class Run(Generic[S]):
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
         self._begin_watching(engine)
-        first = self.steps_done
+        checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every
-        for number in range(first, engine.last):
+        for number in range(self.steps_done, engine.last):
             step = self._last_step = Step(engine, number)
             engine.asked["leave"] = self._leave
             engine.before_step(number)
             yield step
             step.finish()
-            if number == first:
+            if checked != (checked := len(self._modules) + len(engine.steppers)):
                 self._state.check_whole(self._modules, engine.steppers)
             self.steps_done = number + 1
             self._samples_here += step.samples
@@ -268,7 +269,8 @@ class Run(Generic[S]):
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Record values of this step: they go into the timeline, the progress line and, the last ones, result.json."""
         for name, value in {**(values or {}), **named}.items():
-            self._logged[name] = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+            self._logged[name] = value.item() if number else value
         self.results.update(self._logged)
 
     def print(self, *values: Any) -> None:

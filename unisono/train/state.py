@@ -63,7 +63,7 @@ class State:
             ) from error
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
-        """After the first step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
+        """After a step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
         covered = {id(p) for model in self.models.values() for p in model.parameters()}
         forgotten = [m for m in placed if any(id(p) not in covered for p in m.parameters())]
         forgotten += [
@@ -80,7 +80,7 @@ class State:
             names = [type(thing).__name__ for thing in forgotten]
             words = ", ".join(f"{_word(thing)}=..." for thing in forgotten)
             raise CheckpointError(
-                "The first step is done, and its state was to be checked for the checkpoints.",
+                "A step is done, and its state was to be checked for the checkpoints.",
                 f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} part of it but not tracked: "
                 "a resume would silently start that anew.",
                 f"run.track({words}) before the loop.",

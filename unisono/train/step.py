@@ -44,12 +44,12 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This process's micro-batches of the step. When it ends, the gradient is whole on every process."""
         if self._state != "new":
-            raise self._breach("was iterated over twice", "Its micro-batches have been computed already.")
+            raise self._breach("was iterated over twice", "Each of its micro-batches is computed once.")
+        self._state = "walking"
         return self._rounds()
 
     def _rounds(self) -> Iterator[Any]:
         engine = self._engine
-        self._state = "walking"
         phases.enter("data")
         for place, batch, last in engine.micro_batches(self.number):
             self._place, self._ready = place, True
@@ -99,7 +99,11 @@ class Step:
         self._engine.table.add(self._place.virtual_rank, LOSS, loss.detach(), weight)
         self._ready = False
         phases.enter("backward")
-        loss.backward()
+        if self._engine.group.size == 1:
+            loss.backward()
+        else:
+            with peers(f"Step {self.number}'s exchange"):  # which begins in here
+                loss.backward()
         phases.enter("other")
 
     def add(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
@@ -201,7 +205,7 @@ class Step:
 
     def finish(self) -> None:
         """Called when the loop asks for the next step: is this one done? Raises LoopError if not."""
-        if self._state == "broken":
+        if self._state in ("broken", "walking"):
             raise self._broken()
         if self._state == "new":
             raise self._breach(

@@ -1,0 +1,364 @@
+"""What the loop and its verbs do when they are used well: the same values on every process, whatever their number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
+from unisono.env import World
+from unisono.settings import LoaderSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.train.step import Step
+
+SIZES = (1, 2, 3, 4)
+
+
+def skipping(run: Run[Any]) -> Any:
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        if (i % 2 == 0).all():
+            return  # as `continue` in a loop of one's own
+        whole(step, model, x, i)
+
+    def after(step: Step, optimizer: Any) -> Any:
+        step.update(optimizer)
+        return step.loss, step.weight
+
+    return train(run, body, after)
+
+
+def weightless(run: Run[Any]) -> Any:
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        counts = not (i % 2 == 0).all()
+        step.backward(loss_of(model, x) * float(counts), weight=torch.tensor(len(i) * counts))
+
+    def after(step: Step, optimizer: Any) -> Any:
+        step.update(optimizer)
+        return step.loss, step.weight
+
+    return train(run, body, after)
+
+
+def sums(run: Run[Any]) -> Any:
+    """`all` is added by everybody, `some` by who has a 7 or an 8, `bare` with the weight that is 1 unless said."""
+
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.add("all", i.sum(), len(i))
+        if 7 in i or 8 in i:
+            step.add("some", float(i.sum()), torch.tensor(2.0))
+            step.add("bare", 1)
+        whole(step, model, x, i)
+        step.add("all", x.sum() * 0.0, 0)
+
+    def after(step: Step, optimizer: Any) -> Any:
+        known = ["all", *(["some", "bare"] if step.number in (0, 1, 2) and has_some(step) else [])]
+        step.update(optimizer)
+        return {name: (step.sum(name), step.mean(name)) for name in known}
+
+    return train(run, body, after)
+
+
+def has_some(step: Step) -> bool:
+    order = step._engine.order
+    return any({7, 8} & set(batch) for rank in range(4) for batch in order.micro_batches(step.number, rank))
+
+
+def facts(run: Run[Any]) -> Any:
+    def after(step: Step, optimizer: Any) -> Any:
+        norm = step.grad_norm
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        assert norm == float(torch.nn.utils.get_total_norm(grads))
+        step.update(optimizer)
+        assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+        return step.number, step.epoch, step.samples, step.loss, norm, step.skipped, step.every(2), step.every(7)
+
+    return train(run, after=after)
+
+
+def clipped_by(clip: Callable[[Step, Any], Any]) -> Loop:
+    def after(step: Step, optimizer: Any) -> Any:
+        clip(step, optimizer)
+        return step.loss, step.grad_norm
+
+    return lambda run: train(run, after=after)
+
+
+def clip_by_hand(step: Step, optimizer: Any) -> None:
+    step._grad_norm = float(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.3))
+    step.update(optimizer, clip=None)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3, bias=False)
+        self.down = nn.Linear(3, 3)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x).tanh())
+        return out
+
+
+def tied(run: Run[Any]) -> Any:
+    """The step's gradient is that of the whole batch at once, to rounding, with both uses of the weight in it."""
+    data, model = Numbers(), Tied()
+
+    def after(step: Step, optimizer: Any) -> Any:
+        order = step._engine.order
+        numbers = [n for rank in range(4) for batch in order.micro_batches(step.number, rank) for n in batch]
+        loss = loss_of(model, torch.stack([data[n][0] for n in numbers])) / step.samples
+        plain = torch.autograd.grad(loss, list(model.parameters()))
+        for p, expected in zip(model.parameters(), plain, strict=True):
+            assert torch.allclose(p.grad, expected, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+        step.update(optimizer)
+        return float(loss) == pytest.approx(step.loss)
+
+    return train(run, after=after, build=lambda: model)
+
+
+def thawing(run: Run[Any]) -> Any:
+    """The weight is frozen up to step 1, and the bias from then on: who is frozen neither moves nor has a gradient."""
+    told = []
+    model = run.place(linear)
+    weight, bias = model.get_parameter("weight"), model.get_parameter("bias")
+    optimizer = sgd(model)
+    run.track(model=model, optimizer=optimizer)
+    weight.requires_grad_(False)
+    for step in run.steps(Numbers()):
+        if step.number == 1:
+            weight.requires_grad_(True)
+            bias.requires_grad_(False)
+        before = weight.clone(), bias.clone()
+        for x, i in step:
+            whole(step, model, x, i)
+        given = [p.grad is not None for p in (weight, bias)]
+        step.update(optimizer)
+        told.append((step.loss, given, [bool((a != b).any()) for a, b in zip(before, (weight, bias), strict=True)]))
+    return [*told, run._state.fingerprint()]
+
+
+def scheduled(run: Run[Any]) -> Any:
+    model = run.place(linear)
+    optimizer = sgd(model)
+    schedules = StepLR(optimizer, 1, 0.5), StepLR(optimizer, 2, 0.1)
+    run.track(model=model, optimizer=optimizer, one=schedules[0], two=schedules[1])
+    rates = []
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        rates.append(optimizer.param_groups[0]["lr"])
+        step.update(*schedules, optimizer)  # in whatever order they are given, optimizers come first
+    return rates
+
+
+def stopped_in(where: str) -> Loop:
+    """One process alone asks, during or after the rounds of step 1."""
+
+    def loop(run: Run[Any]) -> Any:
+        model = run.place(linear)
+        optimizer = sgd(model)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(Numbers()):
+            for x, i in step:
+                whole(step, model, x, i)
+                if where == "round" and step.number == 1 and run.rank == run.size - 1:
+                    run.stop()
+            step.update(optimizer)
+            if where == "end" and step.number == 1 and run.rank == run.size - 1:
+                run.stop()
+        saved = sorted(path.name for path in (run.dir / "checkpoints").iterdir())
+        return run.steps_done, run.result()["stopped"], run.result()["samples"], saved
+
+    return loop
+
+
+def first(run: Run[Any]) -> Any:
+    """Who comes first fetches; the others find it there."""
+    file = run.dir / "fetched once"
+    with run.first():
+        found = file.exists()
+        if not found:
+            file.write_text("")
+    return found == (run.rank > 0)
+
+
+def logged(run: Run[Any]) -> Any:
+    def after(step: Step, optimizer: Any) -> None:
+        step.update(optimizer)
+        run.log({"a": step.number}, tensor=torch.tensor(0.5), small=np.float32(0.25), word="ü", nothing=None)
+        run.log(again=step.loss)
+
+    train(run, after=after)
+    run.close()
+    lines = [json.loads(line) for line in (run.dir / "timeline" / f"rank-{run.rank}.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["log"]["again"] for line in lines] == [line["loss"] for line in lines]
+    names = ("a", "tensor", "small", "word", "again", "loss")
+    return lines[-1]["log"], {name: run.result()[name] for name in names}
+
+
+LOOPS: dict[str, tuple[Loop, Settings]] = {
+    "skipping": (skipping, SETTINGS),
+    "weightless": (weightless, SETTINGS),
+    "sums": (sums, SETTINGS),
+    "facts": (facts, replace(SETTINGS, steps=5)),
+    "clipped by the setting": (clipped_by(lambda step, o: step.update(o)), replace(SETTINGS, clip=0.3)),
+    "clipped by argument": (clipped_by(lambda step, o: step.update(o, clip=0.3)), replace(SETTINGS, clip=9.0)),
+    "clipped by hand": (clipped_by(clip_by_hand), replace(SETTINGS, clip=1e-9)),
+    "tied": (tied, SETTINGS),
+    "thawing": (thawing, SETTINGS),
+    "scheduled": (scheduled, replace(SETTINGS, steps=5)),
+    "stopped in a round": (stopped_in("round"), SETTINGS),
+    "stopped at the end": (stopped_in("end"), replace(SETTINGS, steps=6)),
+    "first": (first, SETTINGS),
+    "logged": (logged, SETTINGS),
+}
+
+
+# -- evaluation
+
+
+def powers(out: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A bit for each sample: the sum tells which were seen, and how often."""
+    return (2.0 ** i.double()).sum(), len(i)
+
+
+def errors(out: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> dict[str, Any]:
+    found = {"square": (out.pow(2).sum(), out.numel()), "count": (float(len(i)), 1.0)}
+    return found | ({"rare": (out.sum(), 1)} if 3 in i else {})
+
+
+class Noisy(Numbers):
+    """Fetching draws a number: the same for the same sample of an evaluation, whoever fetches it."""
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        x, i = super().__getitem__(i)
+        return x + torch.rand(3), i
+
+
+class Parts(nn.Module):
+    """One part drops out in training, one is in eval mode for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 2), nn.Dropout(0.5)
+        self.backbone = nn.Dropout(0.9).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        assert not any(part.training for part in self.modules())
+        out: torch.Tensor = self.backbone(self.drop(self.linear(x)))
+        return out
+
+
+def evaluated(run: Run[Any]) -> Any:
+    model = run.place(Parts)
+    torch.manual_seed(7)
+    values: list[Any] = [run.evaluate(model, Numbers(n), powers)["powers"] for n in (1, 2, 13, 20)]
+    values += [run.evaluate(model, Noisy(13), errors)]
+    values += [run.evaluate(model, Noisy(13), errors, forward=lambda m, batch: m(batch[0]) * 2)]
+    modes = {name: part.training for name, part in model.named_modules()}
+    return values, modes, torch.rand(1).item()
+
+
+WORKERS = replace(SETTINGS, loader=LoaderSettings(workers=1))
+LOOPS |= {"evaluated": (evaluated, SETTINGS), "evaluated by a worker": (evaluated, WORKERS)}
+
+
+def run_them_all(world: World, folder: str) -> dict[str, Any]:
+    return {name: attempt(world, Path(folder, name), loop, config) for name, (loop, config) in LOOPS.items()}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each loop told on every process of 1, of 2, of 3 and of 4."""
+    return [told for size in SIZES for told in run_ranks(run_them_all, size, str(tmp_path_factory.mktemp("loops")))]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_loop_tells_the_same_on_every_process_of_any_number(told: list[dict[str, Any]], loop: str) -> None:
+    first, *others = [each[loop] for each in told]
+    assert not isinstance(first, str), first
+    assert others == [first] * (sum(SIZES) - 1)
+
+
+def test_a_round_without_backward_weighs_nothing(told: list[dict[str, Any]]) -> None:
+    assert told[0]["skipping"] == told[0]["weightless"]
+    assert sum(weight for _, weight in told[0]["skipping"][:3]) < 20
+
+
+def test_sums_of_ones_own_are_exact(told: list[dict[str, Any]]) -> None:
+    steps = told[0]["sums"][:3]
+    assert sum(step["all"][0] for step in steps) == sum(range(20))
+    assert any("some" in step for step in steps)
+    for step in steps:
+        if "some" in step:
+            (total, mean), (count, one) = step["some"], step["bare"]
+            assert mean == total / (2 * count)
+            assert one == 1.0
+
+
+def test_the_facts_of_a_step(told: list[dict[str, Any]]) -> None:
+    steps = told[0]["facts"][:5]
+    assert [step[:3] for step in steps] == [(0, 0, 8), (1, 0, 8), (2, 0, 4), (3, 1, 8), (4, 1, 8)]
+    assert [step[5:] for step in steps] == [
+        (False, False, False),
+        (False, True, False),
+        (False, False, False),
+        (False, True, False),
+        (False, True, True),  # the last one is always an occasion
+    ]
+
+
+def test_clipping_is_torchs(told: list[dict[str, Any]]) -> None:
+    assert told[0]["clipped by the setting"] == told[0]["clipped by argument"] == told[0]["clipped by hand"]
+    assert told[0]["clipped by hand"] != told[0]["facts"]
+
+
+def test_what_is_frozen_rests_and_what_thaws_moves(told: list[dict[str, Any]]) -> None:
+    given, moved = zip(*(step[1:] for step in told[0]["thawing"][:3]), strict=True)
+    assert given == ([False, True], [True, False], [True, False])
+    assert moved == ([False, True], [True, False], [True, False])
+
+
+def test_a_schedule_is_stepped_once_a_step(told: list[dict[str, Any]]) -> None:
+    assert told[0]["scheduled"] == pytest.approx([0.05, 0.025, 0.00125, 0.000625, 0.00003125])
+
+
+def test_one_process_may_end_the_run_for_all(told: list[dict[str, Any]]) -> None:
+    assert told[0]["stopped in a round"] == (2, True, 16, ["step-00000002"])
+    assert told[0]["stopped at the end"] == (3, True, 20, ["step-00000003"])
+
+
+def test_one_process_of_a_host_comes_first(told: list[dict[str, Any]]) -> None:
+    assert all(each["first"] for each in told)
+
+
+def test_what_is_logged_arrives(told: list[dict[str, Any]]) -> None:
+    line, result = told[0]["logged"]
+    assert {"a": 2, "tensor": 0.5, "small": 0.25, "word": "ü", "nothing": None}.items() <= line.items()
+    assert {"a": 2, "tensor": 0.5, "small": 0.25, "word": "ü"}.items() <= result.items()
+    assert result["again"] == result["loss"]
+
+
+def test_an_evaluation_sees_every_sample_once(told: list[dict[str, Any]]) -> None:
+    values, modes, _ = told[0]["evaluated"]
+    assert values[:4] == [(2**n - 1) / n for n in (1, 2, 13, 20)]
+    assert values[4].keys() == {"square", "count", "rare"}
+    assert values[4]["count"] == 13 / 7  # seven micro-batches of two, the last of one
+    assert values[5]["square"] == pytest.approx(4 * values[4]["square"])
+    assert modes == {"": True, "linear": True, "drop": True, "backbone": False}
+    assert told[0]["evaluated by a worker"] == told[0]["evaluated"]
+    torch.manual_seed(7)
+    assert told[0]["evaluated"][2] == torch.rand(1).item()

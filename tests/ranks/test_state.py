@@ -1,0 +1,262 @@
+"""State: a run that is saved in the middle and goes on elsewhere ends as the run that was never interrupted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, train, whole
+from tests.ranks.training import loop as training
+from tests.ranks.training import settings
+from unisono.checkpoint.load import fingerprint
+from unisono.env import World
+from unisono.settings import CheckpointSettings, LoaderSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.train.step import Step
+
+# -- on another number of processes
+
+EVERY = settings(checkpoint=CheckpointSettings(every=3, keep=9))  # of 8 steps; an epoch of 53 samples has 4
+KINDS = {
+    "mlp": ("mlp", EVERY),
+    "gpt": ("gpt", EVERY),
+    "mlp, two workers": ("mlp", replace(EVERY, loader=LoaderSettings(workers=2))),
+    "gpt, accumulation": ("gpt", replace(EVERY, micro_batch=1, batch=12, virtual_ranks=5)),
+}
+
+
+def train_all(world: World, folders: dict[str, str], resume: bool) -> dict[str, Any]:
+    """What each kind of training tells, in its folder."""
+
+    def loop(kind: str) -> Loop:
+        return lambda run: training(run, kind, 53, {}, None, False) | {"weights": run.result()["weights_sha256"]}
+
+    return {
+        name: attempt(world, Path(folder), loop(KINDS[name][0]), KINDS[name][1], resume=resume)
+        for name, folder in folders.items()
+    }
+
+
+class Whole(NamedTuple):
+    """The runs that were never interrupted: what they told, and where their checkpoints are."""
+
+    told: dict[str, Any]
+    folders: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def never_interrupted(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folders = {name: tmp_path_factory.mktemp("whole") for name in KINDS}
+    first, second = run_ranks(train_all, 2, {name: str(folder) for name, folder in folders.items()}, False)
+    for name, told in first.items():
+        assert not isinstance(told, str), told
+        assert told["losses"] == second[name]["losses"]
+    return Whole(first, folders)
+
+
+@pytest.mark.parametrize(("size", "after"), [(1, 3), (3, 6), (4, 3)])
+def test_a_resume_on_another_number_of_processes_has_the_bits_of_the_whole_run(
+    never_interrupted: Whole, tmp_path: Path, size: int, after: int
+) -> None:
+    """Saved on 2 in mid-epoch; the rest of the losses, and every tensor and number of the final state, are the same."""
+    folders = {}
+    for name, folder in never_interrupted.folders.items():
+        saved = Path("checkpoints", f"step-{after:08d}")
+        folders[name] = tmp_path / name
+        shutil.copytree(folder / saved, tmp_path / name / saved)
+    every_process = run_ranks(train_all, size, {name: str(folder) for name, folder in folders.items()}, True)
+    for name in KINDS:
+        expected = never_interrupted.told[name]
+        for told in every_process:
+            assert not isinstance(told[name], str), told[name]
+            assert told[name]["losses"] == expected["losses"][after:]
+            assert told[name]["norms"] == expected["norms"][after:]
+            assert told[name]["weights"] == expected["weights"]
+        final = fingerprint(folders[name] / "checkpoints" / "step-00000008", state=True)
+        whole_run = fingerprint(never_interrupted.folders[name] / "checkpoints" / "step-00000008", state=True)
+        assert final["weights_sha256"] == whole_run["weights_sha256"] == expected["weights"]
+        assert final["state_sha256"] == whole_run["state_sha256"]
+
+
+def finish_twice(world: World, folder: str) -> Any:
+    once = attempt(world, Path(folder), train)
+    times = {path: path.stat().st_mtime_ns for path in Path(folder, "checkpoints").rglob("*")}
+    again = attempt(world, Path(folder), train, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    return once, again
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    for once, again in run_ranks(finish_twice, 2, str(tmp_path)):
+        assert len(once) == 4
+        assert again == once[-1:]  # no losses, and the fingerprint that was there
+
+
+# -- what must be tracked, and what must fit
+
+
+def tracks(*names: str, late: bool = False, build: Callable[[], nn.Module] = linear) -> Loop:
+    """A loop with a model, two optimizers (the second only steps in step 1, if `late`) and a schedule, that tracks
+    these names of them."""
+
+    def loop(run: Run[Any]) -> Any:
+        model = run.place(build)
+        weight, *rest = model.parameters()
+        optimizer, second = torch.optim.SGD([weight], lr=0.1), torch.optim.Adam(rest, lr=0.1)
+        schedule = CosineAnnealingLR(optimizer, 9)
+        things = {"model": model, "optimizer": optimizer, "second": second, "schedule": schedule}
+        run.track(**{name: things[name] for name in names})
+        for step in run.steps(Numbers()):
+            for x, i in step:
+                whole(step, model, x, i)
+            step.update(optimizer, schedule, *([second] if not late or step.number == 1 else []))
+        return run.steps_done
+
+    return loop
+
+
+def tracks_twice(run: Run[Any]) -> None:
+    model = run.place(linear)
+    run.track(model=model)
+    run.track(model=model)
+
+
+def writes_code(step: Step, optimizer: Any) -> None:
+    step.update(optimizer)
+    optimizer.state_dict = lambda: {"x": object()}
+
+
+ALL = ("model", "optimizer", "second", "schedule")
+FORGOTTEN: dict[str, tuple[Loop, list[str]]] = {
+    "nothing": (tracks(*ALL), []),
+    "the schedule": (tracks("model", "optimizer", "second"), ["CosineAnnealingLR is", "run.track(schedule=...)"]),
+    "an optimizer": (tracks("model", "second", "schedule"), ["SGD is", "run.track(optimizer=...)"]),
+    "the model": (tracks("optimizer", "second", "schedule"), ["Linear is", "run.track(model=...)"]),
+    "two": (tracks("model", "second"), ["SGD and CosineAnnealingLR are", "optimizer=..., schedule=..."]),
+    "all": (tracks(), ["Linear and SGD and Adam and CosineAnnealingLR are", "not tracked"]),
+    "what steps later": (tracks("model", "optimizer", "schedule", late=True), ["Adam is", "run.track(optimizer=...)"]),
+    "that it was tracked": (tracks_twice, ["run.track was given 'model' twice", "rename one"]),
+    "what can be saved": (lambda run: run.track(best=3.5), ["'best', a float", "state_dict() and load_state_dict()"]),
+    "what can be written": (lambda run: train(run, after=writes_code), ["optimizer.x is a object", "state_dict()"]),
+}
+
+
+def forget_everything(world: World, folder: str) -> dict[str, Any]:
+    return {name: attempt(world, Path(folder, name), loop) for name, (loop, _) in FORGOTTEN.items()}
+
+
+@pytest.fixture(scope="module")
+def forgotten(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(forget_everything, 2, str(tmp_path_factory.mktemp("forgotten")))
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_what_was_forgotten_is_named_by_every_process(forgotten: list[dict[str, Any]], what: str) -> None:
+    one, other = (told[what] for told in forgotten)
+    assert one == other
+    words = FORGOTTEN[what][1]
+    if not words:
+        assert one == 3
+        return
+    assert isinstance(one, str), one
+    assert one.startswith("unisono.errors.CheckpointError: ")
+    for word in words:
+        assert word in one
+
+
+def saved_and_resumed(second: Loop, first: Loop = train) -> Callable[[World, Path], Any]:
+    """What the second loop tells when it is to go on from the checkpoint of the first, after two steps."""
+
+    def attempts(world: World, folder: Path) -> Any:
+        before = attempt(world, folder, first, replace(SETTINGS, steps=2))
+        assert not isinstance(before, str), before
+        return attempt(world, folder, second, resume=True)
+
+    return attempts
+
+
+def wide() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+def half(model: nn.Module) -> Any:
+    return torch.optim.SGD([next(model.parameters())], lr=0.1)
+
+
+def other_name(run: Run[Any]) -> Any:
+    run.track(net=run.place(linear))
+
+
+MISFITS: dict[str, tuple[Callable[[World, Path], Any], list[str]]] = {
+    "it fits": (saved_and_resumed(tracks(*ALL), tracks(*ALL)), []),
+    "a model": (saved_and_resumed(tracks("model", build=wide)), ["Error: 'model' (Linear) was to", "does not fit"]),
+    "an optimizer": (
+        saved_and_resumed(lambda run: train(run, make=half)),
+        ["CheckpointError: 'optimizer' (SGD) was to be resumed", "does not fit", "resume with the script that began"],
+    ),
+    "a name": (saved_and_resumed(other_name), ["Error: 'net' was to be resumed", "That holds model, optimizer."]),
+    "fewer names": (
+        saved_and_resumed(train, tracks(*ALL)),
+        ["CheckpointError: The run resumed from", "It holds schedule, second as well", "track the same names"],
+    ),
+    "the data": (
+        saved_and_resumed(lambda run: train(run, data=Numbers(21))),
+        ["SettingsError: The run was to be resumed with 21 samples", "begun with 20", "--accept-change"],
+    ),
+}
+
+
+def misfit_everything(world: World, folder: str) -> dict[str, Any]:
+    return {name: attempts(world, Path(folder, name)) for name, (attempts, _) in MISFITS.items()}
+
+
+@pytest.fixture(scope="module")
+def misfits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(misfit_everything, 2, str(tmp_path_factory.mktemp("misfits")))
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_state_that_does_not_fit_is_refused_by_every_process(misfits: list[dict[str, Any]], what: str) -> None:
+    one, other = (told[what] for told in misfits)
+    assert one == other
+    words = MISFITS[what][1]
+    if not words:
+        assert one == 3
+        return
+    assert isinstance(one, str), one
+    for word in words:
+        assert word in one
+
+
+# -- a save that fails
+
+
+def fails_to_save(world: World, folder: str) -> Any:
+    """After the checkpoint of step 2 somebody puts a file where the next one would be written."""
+
+    def after(step: Any, optimizer: Any) -> None:
+        step.update(optimizer)
+        if step.number == 3 and world.rank == 0:
+            Path(folder, "checkpoints", ".step-00000004.unfinished").write_text("in the way")
+
+    config = replace(SETTINGS, steps=6, checkpoint=CheckpointSettings(every=2))
+    return attempt(world, Path(folder), lambda run: train(run, after=after), config)
+
+
+def test_a_save_that_fails_is_told_by_every_process_and_harms_nothing(tmp_path: Path) -> None:
+    first, *others = run_ranks(fails_to_save, 3, str(tmp_path))
+    assert first.startswith("unisono.errors.CheckpointError: A checkpoint after step 4 was to be written")
+    assert "The checkpoint after step 2 is whole." in first
+    assert "MB are free there" in first
+    assert "--resume" in first
+    assert others == [first, first]
+    assert fingerprint(tmp_path)["step"] == 2
