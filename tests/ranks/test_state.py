@@ -204,10 +204,6 @@ MISFITS: dict[str, tuple[Callable[[World, Path], Any], list[str]]] = {
         ["CheckpointError: 'optimizer' (SGD) was to be resumed", "does not fit", "resume with the script that began"],
     ),
     "a name": (saved_and_resumed(other_name), ["Error: 'net' was to be resumed", "That holds model, optimizer."]),
-    "fewer names": (
-        saved_and_resumed(train, tracks(*ALL)),
-        ["CheckpointError: The run resumed from", "It holds schedule, second as well", "track the same names"],
-    ),
     "the data": (
         saved_and_resumed(lambda run: train(run, data=Numbers(21))),
         ["SettingsError: The run was to be resumed with 21 samples", "begun with 20", "--accept-change"],
