@@ -25,8 +25,10 @@ from unisono import __version__, env
 from unisono.checkpoint.load import Checkpoint, about, load, newest
 from unisono.cli.request import Request
 from unisono.cli.rundir import choose_run_dir, newest_run
+from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, UnisonoError
+from unisono.score.keys import SCRIPT, mix
 from unisono.settings import Loaded, Settings, check, explain, mathematics
 from unisono.settings import load as load_settings
 from unisono.train.identity import ENVIRONMENT, agree, compare, environment
@@ -101,6 +103,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
 
 
 def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color: bool) -> None:
+    seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
         train(run)
         run.finish()

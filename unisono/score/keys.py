@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE = range(1, 7)
+ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE, SCRIPT = range(1, 8)
 """What a key is for; two purposes never share a stream."""
 
 _MASK = (1 << 64) - 1

@@ -96,7 +96,7 @@ class Step:
         assert self._place is not None
         if mean:
             loss = loss * weight
-        self._engine.table.add(self._place.virtual_rank, LOSS, loss.detach(), weight)
+        self._engine.table.add(self._place.virtual_rank, LOSS, loss.detach().clone(), weight)
         self._ready = False
         phases.enter("backward")
         if self._engine.group.size == 1:
@@ -260,4 +260,4 @@ class Step:
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
