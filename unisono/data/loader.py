@@ -106,6 +106,7 @@ class Loader:
     ) -> None:
         self.order, self.schedule, self.rank = order, schedule, rank
         self.first, self.last, self.device = first, last, device
+        self._workers = workers
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
@@ -163,15 +164,23 @@ class Loader:
             return error
         (step, virtual_rank, _), _, samples = self._dealt[0]
         where = f"step {step}, virtual rank {virtual_rank}"
-        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid"):
+        if self._workers and _tells_of_a_death(error):
             return DataError(
                 f"A loader worker was asked for micro-batches from {where} on.",
-                f"It died without a word. {str(error).splitlines()[0]}",
+                f"It died without a word. {(str(error) or type(error).__name__).splitlines()[0]}",
                 "if memory ran out, use fewer workers (--set loader.workers=1); to see its error, "
                 "fetch in the process itself (--set loader.workers=0).",
             )
         error.add_note(f"while fetching the samples {_some(samples)} of {where}")
         return error
+
+
+def _tells_of_a_death(error: Exception) -> bool:
+    """Is this how torch says that a worker is gone? What it had sent can then often not be opened any more."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("DataLoader worker (pid")
+    sent_home = str(error).startswith("Caught ")  # the data set's own error, from a worker that lives
+    return isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not sent_home
 
 
 class _Deaths:
