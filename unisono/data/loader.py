@@ -25,6 +25,7 @@ from unisono.data.seeding import State, give_state, same_state, seed_everything,
 from unisono.errors import DataError
 from unisono.score.keys import ROUND, mix, place_key
 from unisono.score.order import Order, Place
+from unisono.world.collectives import Group
 
 Collate = Callable[[list[Any]], Any]
 Spans = tuple[tuple[int, int], ...]
@@ -251,6 +252,18 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def same_length(group: Group, length: int, what: str) -> None:
+    """Refuse data of another length on another process: everybody deals the same sample numbers."""
+    lengths = group.gather(length)
+    if len(set(lengths)) > 1:
+        told = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(lengths) if lengths.index(n) == rank)
+        raise DataError(
+            f"{what} must be the same on every process: each takes its part of it by sample number.",
+            f"It has {told} samples.",
+            "pass the whole set everywhere (no DistributedSampler, no data[rank::size]).",
+        )
 
 
 def length_of(data: Any, what: str) -> int:

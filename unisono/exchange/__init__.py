@@ -5,7 +5,8 @@ An exchange lives through a step like this (train/step.py is the caller):
     begin(span, pieces)          a step begins; pieces[v] micro-batches will come for virtual rank v of the span
     enter(v, last)  leave()      around every micro-batch: in between, backward fills p.grad
     launch()                     the last micro-batch is done: everything still here goes out
-    finish(weight)               p.grad becomes the sum divided by `weight`, the same on every process
+    finish(weight)               p.grad becomes the sum divided by `weight`, the same on every process; says whether
+                                 what this process made of it is finite (together they made all of it)
     commit()                     everybody holds the whole gradient: partial sums may be forgotten
     zero()                       the optimizer has stepped: p.grad is given back
 
@@ -39,13 +40,11 @@ class Exchange(Protocol):
 
     def launch(self, *, again: bool = False) -> None: ...
 
-    def finish(self, weight: float) -> None: ...
+    def finish(self, weight: float) -> bool: ...
 
     def commit(self) -> None: ...
 
     def zero(self) -> None: ...
-
-    def finite(self) -> bool: ...
 
     @property
     def used(self) -> Sequence[bool]: ...

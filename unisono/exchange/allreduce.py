@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange.buckets import Copy, Layout, Readiness
+from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
 from unisono.world.collectives import Group, Work, all_reduce
 
 
@@ -44,13 +44,13 @@ class AllReduce:
             self._launch(bucket)
         self.ready.next = len(self.layout.buckets)
 
-    def finish(self, weight: float) -> None:
+    def finish(self, weight: float) -> bool:
         for work in self._works:
             work.wait()
         self._works = []
-        for flat in self.sum.flats:
-            flat.div_(weight)
+        finite = [divide_(flat, weight) for flat in self.sum.flats]
         self.sum.place(self.params)
+        return all(finite)
 
     def commit(self) -> None:
         pass
@@ -58,10 +58,6 @@ class AllReduce:
     def zero(self) -> None:
         for p in self.params:
             p.grad = None
-
-    def finite(self) -> bool:
-        """Whether every element of p.grad is finite; a read of the gradient."""
-        return self.sum.finite(self.params)
 
     @property
     def used(self) -> Sequence[bool]:

@@ -7,7 +7,7 @@ into it, so autograd adds straight into what will travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,9 @@ from unisono.errors import LoopError
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""
+
+BLOCK = 2**17
+"""Elements that are summed, divided and looked at in one go: half a megabyte of float32."""
 
 ALIGN = 16
 """Every parameter starts at a multiple of this many elements: a cache line of float32, and whole SIMD registers."""
@@ -52,7 +55,7 @@ class Layout:
                 self.buckets.append(bucket)
             bucket.append(number, p.numel())
         for bucket in self.buckets:
-            bucket.size = -(-bucket.size // (size * ALIGN)) * size * ALIGN
+            bucket.size = max(1, -(-bucket.size // (size * ALIGN))) * size * ALIGN  # a parameter may have no elements
         self.bucket_of = {number: b for b, bucket in enumerate(self.buckets) for number in bucket.members}
 
 
@@ -110,11 +113,19 @@ class Copy:
             mine.add_(theirs)
         return self
 
-    def finite(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether every element of p.grad is finite: of this copy, or what the loop has put in its place."""
-        if all(p.grad is view or p.grad is None for p, view in zip(params, self.views, strict=True)):
-            return all(map(finite, self.flats))
-        return all(finite(p.grad) for p in params if p.grad is not None)
+
+def blocks(tensor: torch.Tensor) -> Iterator[slice]:
+    """A long row cut into stretches: on a processor as long as a cache holds, so that what is done to an element can
+    be done at once; elsewhere the whole."""
+    step = BLOCK if tensor.device.type == "cpu" else max(len(tensor), 1)
+    for start in range(0, len(tensor), step):
+        yield slice(start, start + step)
+
+
+def divide_(flat: torch.Tensor, weight: float) -> bool:
+    """Divide in place. Are all elements finite then?"""
+    found = [finite(flat[block].div_(weight)) for block in blocks(flat)]  # all: every block is to be divided
+    return all(found)
 
 
 def finite(tensor: torch.Tensor) -> bool:
@@ -172,6 +183,7 @@ class Readiness:
         self.armed = False
         self.next = 0
         self.into: Copy | None = None
+        self._versions: list[int] = []  # of the buffers of `into`, when autograd last wrote there
         self._missing: list[int] = []
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
@@ -183,6 +195,7 @@ class Readiness:
         def fire(p: torch.Tensor) -> None:
             if self.into is not None:
                 self.into.fill(number, p)
+                self._versions[bucket] += 1
             self.used[number] = True
             self.fired[number] += 1
             if not self.armed:
@@ -214,14 +227,32 @@ class Readiness:
     def enter(self, into: Copy | None = None, *, last: bool) -> None:
         """A micro-batch of the copy `into` begins. With `last`, buckets are launched as they become complete."""
         self.into = into
+        self._versions = [flat._version for flat in into.flats] if into is not None else []
         self.fired = [0] * len(self.fired)
         self.armed = last and any(self.expected)
         if self.armed:
             self._missing = [len(bucket.members) for bucket in self.layout.buckets]
 
     def leave(self) -> None:
+        if self.into is not None:
+            self._check_untouched(self.into)
         self.armed = False
         self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
+
+    def _check_untouched(self, into: Copy) -> None:
+        """Every gradient was written to once for every time that autograd told us of it, and by nobody else."""
+        touched = [flat._version for flat in into.flats] != self._versions
+        if touched or any(
+            p.grad is not None and p.grad is not view for p, view in zip(self.layout.params, into.views, strict=True)
+        ):
+            raise LoopError(
+                "The gradient was changed between two micro-batches.",
+                "There p.grad holds whatever this process has added up so far: another number of processes would "
+                "change another sum. (Clipping, noise, zero_grad(set_to_none=False), a hook that runs after "
+                "accumulation.)",
+                "change p.grad after `for batch in step:`, where it is the mean gradient; clip with "
+                "step.update(optimizer, clip=1.0).",
+            )
 
     def close(self) -> None:
         for handle in self._handles:

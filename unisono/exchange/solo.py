@@ -39,20 +39,25 @@ class Solo:
     def launch(self, *, again: bool = False) -> None:
         pass
 
-    def finish(self, weight: float) -> None:
+    def finish(self, weight: float) -> bool:
         grads = [p.grad for p in self.params if p.grad is not None]
         self._fast = self._fast and not any(grad.is_sparse for grad in grads)
-        if self._fast and math.frexp(weight)[0] == 0.5:  # a power of two: its inverse is exact
-            self._multiply(grads, 1.0 / weight)
-        elif grads:
+        inverse = 1.0 / weight if math.frexp(weight)[0] == 0.5 else 1.0  # a power of two: its inverse is exact
+        if inverse * weight != 1.0 and grads:
             torch._foreach_div_(grads, weight)
+        return self._multiply(grads, inverse) if self._fast else all(map(finite, grads))
 
-    def _multiply(self, grads: list[torch.Tensor], by: float) -> None:
+    def _multiply(self, grads: list[torch.Tensor], by: float) -> bool:
+        """Multiply and look: are they all finite?"""
         factor = self._factors.get(by)
         if factor is None:
             factor = self._factors[by] = torch.tensor(by, device=self._found.device)
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, self._found, factor)
+        if self._found.item() == 0.0:
+            return True
+        self._found.zero_()
+        return False
 
     def commit(self) -> None:
         pass
@@ -60,15 +65,6 @@ class Solo:
     def zero(self) -> None:
         for p in self.params:
             p.grad = None
-
-    def finite(self) -> bool:
-        """Whether every element of p.grad is finite; a read of the gradient."""
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if not self._fast:
-            return all(map(finite, grads))
-        self._found.zero_()
-        self._multiply(grads, 1.0)
-        return self._found.item() == 0.0
 
     def close(self) -> None:
         pass

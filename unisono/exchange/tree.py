@@ -21,12 +21,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange.buckets import Copy, Layout, Pool, Readiness
+from unisono.exchange.buckets import Copy, Layout, Pool, Readiness, blocks, divide_, finite
 from unisono.score.tree import Fold, Node, Plan, parent
 from unisono.world.collectives import Group, Message, Work, send_and_receive
-
-BLOCK = 2**17
-"""Elements that are summed and divided at a time: half a megabyte of float32."""
 
 
 class Tree:
@@ -88,20 +85,21 @@ class Tree:
             self._launch(bucket, merge=not again)
         self.ready.next = len(self.layout.buckets)
 
-    def finish(self, weight: float) -> None:
+    def finish(self, weight: float) -> bool:
         if self.wire is None:
             (self._result,) = self._roots or (None,)
             if self._result is None:
                 self._result = self.pool.take()
                 self._result.complete()
-            for flat in self._result.flats:
-                flat.div_(weight)
+            found = [divide_(flat, weight) for flat in self._result.flats]
+            whole = all(found)
         else:
             if self._result is None:
                 self._result = self._spent.pop() if self._spent else self.pool.take()
-            self.wire.finish(self._result, weight)
+            whole = self.wire.finish(self._result, weight)
         for p, view in zip(self.params, self._result.views, strict=True):
             p.grad = view
+        return whole
 
     def commit(self) -> None:
         copies = {id(c): c for c in [*self._roots, *self._spent] if c is not None and c is not self._result}
@@ -114,11 +112,6 @@ class Tree:
         if self._result is not None:
             self.pool.give([self._result])
             self._result = None
-
-    def finite(self) -> bool:
-        """Whether every element of p.grad is finite; a read of the gradient."""
-        assert self._result is not None
-        return self._result.finite(self.params)
 
     @property
     def used(self) -> Sequence[bool]:
@@ -227,13 +220,14 @@ class _Wire:
             [Message(part, h) for part, h in zip(parts, self.holders, strict=True) if h != self.rank],
         )
 
-    def finish(self, result: Copy, weight: float) -> None:
+    def finish(self, result: Copy, weight: float) -> bool:
         works: list[Work] = []
+        whole = True
         for bucket, flat in enumerate(result.flats):
             for work in self.works[bucket]:
                 work.wait()
             chunks = flat.view(self.plan.size, -1)
-            self._add_up(self.parts[bucket], weight, chunks[self.rank])
+            whole &= self._add_up(self.parts[bucket], weight, chunks[self.rank])
             works += send_and_receive(
                 [Message(chunks[self.rank], other) for other in self.others],
                 [Message(chunks[other], other) for other in self.others],
@@ -241,12 +235,14 @@ class _Wire:
             self.parts[bucket], self.works[bucket] = [], []
         for work in works:
             work.wait()
+        return whole
 
-    def _add_up(self, parts: list[torch.Tensor], weight: float, out: torch.Tensor) -> None:
-        """The plan's total divided by the weight; on a processor a block at a time, while it is in the cache."""
-        step = BLOCK if out.device.type == "cpu" else max(len(out), 1)
-        for start in range(0, len(out), step):
-            block = [part[start : start + step] for part in parts]
+    def _add_up(self, parts: list[torch.Tensor], weight: float, out: torch.Tensor) -> bool:
+        """The plan's total divided by the weight; is it finite? A block at a time, while that is in the cache."""
+        whole = True
+        for stretch in blocks(out):
+            block = [part[stretch] for part in parts]
             for i, j, into in self.additions:
                 torch.add(block[i], block[j], out=block[into])
-            torch.div(block[self.total], weight, out=out[start : start + step])
+            whole &= finite(torch.div(block[self.total], weight, out=out[stretch]))
+        return whole

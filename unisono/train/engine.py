@@ -7,11 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import seed_everything
 from unisono.errors import DataError, LoopError
 from unisono.exchange import Exchange, build_exchange
+from unisono.exchange.buckets import finite
 from unisono.score.keys import STEP, UPDATE, mix
 from unisono.score.order import Order, Place
 from unisono.train.table import LOSS, Table
@@ -37,21 +42,29 @@ class Engine:
         modules: Sequence[torch.nn.Module],
         names: dict[int, str],
         last: int,
+        table: Table,
     ) -> None:
         self.settings, self.group, self.order = settings, group, order
         self.schedule, self.modules, self.names, self.last = schedule, modules, names, last
-        self.table = Table(order.virtual_ranks, group)
+        self.table = table
         self.seen_backward = False
         self.asked = {"stop": False, "leave": False}
         self.agreed = {"stop": False, "leave": False}
         self.steppers: list[Any] = []
+        self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self.params: list[torch.nn.Parameter] = []
         self._buffers: list[tuple[str, dict[str, torch.Tensor | None], str]] = []  # name, who holds it, as what
-        self._before: Written = []  # the buffers, when the step began
+        self._before: Written = []  # the buffers and parameters, when the step began
         self._given: Written = []  # the gradients, when they were whole
+        self._finite = True  # were they?
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
-        self._everything: list[torch.nn.Parameter] = []
-        self._counted = -1  # of how many modules that is
+        self._everything = _parameters(modules)
+        self._grew = True  # some module somewhere was given a parameter or another module since we looked
+        self._counted = len(modules)
+        self._notices = [
+            register_module_module_registration_hook(self._notice),
+            register_module_parameter_registration_hook(self._notice),
+        ]
         self._signature: list[bool] = []
         self._batches = iter(loader)
         self._step_key = mix(order.seed, STEP)
@@ -71,7 +84,7 @@ class Engine:
         spans = self.schedule.at(step)
         pieces = self._pieces(step, spans[self.group.rank])
         self.exchange.begin(spans, pieces)
-        self._before = _written(held[key] for _, held, key in self._buffers)
+        self._before = self._state_of_forward()
         for left in range(sum(pieces.values()), 0, -1):
             try:
                 place, batch = next(self._batches)
@@ -94,30 +107,32 @@ class Engine:
         """The step's sums over all processes; when it returns, p.grad is the mean gradient everywhere."""
         exchange, several = self.exchange, self.group.size > 1
         exchange.launch()
-        self._check_buffers(step)
+        self._check_forward(step)
         self.seen_backward = True
         totals = self.table.meet({**self.asked, "unused": not all(exchange.used)})
         self.agreed = {flag: totals.flags[flag] > 0 for flag in self.asked}
         self._check_totals(step, *totals.sums.get(LOSS, (0.0, 0.0)), totals.losses)
-        exchange.finish(totals.sums[LOSS][1])
+        finite = exchange.finish(totals.sums[LOSS][1])
         if totals.flags["unused"]:
             used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
             for p, by_anyone in zip(self.params, self.group.max_(used).tolist(), strict=True):
                 if not by_anyone:
                     p.grad = None  # as in plain torch
         if several:  # nobody finishes this unless everybody holds the whole gradient
-            self.group.sum_(self._token)
+            self._token.fill_(not finite)
+            finite = self.group.sum_(self._token).item() == 0.0
         exchange.commit()
+        self._finite = finite
         self._given = _written(p.grad for p in self.params)
         if self.order.virtual_ranks > 1:  # what comes now (noise on p.grad, say) must not depend on who computed what
             seed_everything(mix(self._update_key, step.number), self._accelerator)
         return totals.sums
 
     def _build_exchange(self) -> None:
-        """The exchange over the parameters that train now; a new one when some were frozen or unfrozen."""
-        if len(self.modules) != self._counted:
-            self._counted = len(self.modules)
-            self._everything = list({id(p): p for m in self.modules for p in m.parameters()}.values())
+        """The exchange over the parameters that train now; a new one when some were frozen or unfrozen, or are new."""
+        if self._grew or len(self.modules) != self._counted:
+            self._grew, self._counted = False, len(self.modules)
+            self._look_again()
         signature = [p.requires_grad for p in self._everything]
         if signature == self._signature:
             return
@@ -131,15 +146,52 @@ class Engine:
             self.exchange.close()
         self._signature = signature
         self.params = [p for p in self._everything if p.requires_grad]
-        self._buffers = [
-            (f"{prefix}.{key}".lstrip("."), part._buffers, key)
-            for m in self.modules
-            for prefix, part in m.named_modules()
-            for key in part._buffers
-        ]
+        self._refuse_hooks()
         self.exchange = build_exchange(self.settings.exchange, self.params, self.order.virtual_ranks, self.group)
 
+    def _notice(self, *_: Any) -> None:
+        """torch calls this whenever a module, any module, is given a parameter or a module."""
+        self._grew = True
+
+    def _look_again(self) -> None:
+        """The modules may have grown between two steps: what is new is the main process's, as with run.place."""
+        known = {id(p) for p in self._everything}
+        self._everything = _parameters(self.modules)
+        new = [p for p in self._everything if id(p) not in known]
+        if new:
+            self.group.share_(new)
+            self._signature = [*self._signature, True]  # not what it was, so the exchange is built anew
+        self.names |= {id(p): name for m in self.modules for name, p in m.named_parameters()}
+        self._buffers = [
+            (f"{prefix}.{name}".lstrip("."), part._buffers, name)
+            for m in self.modules
+            for prefix, part in m.named_modules()
+            for name in part._buffers
+        ]
+
+    def close(self) -> None:
+        """Let go of the parameters and of torch's hooks; closing twice changes nothing."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            notice.remove()
+        if self._signature:
+            self._signature = []
+            self.exchange.close()
+
     # -- what does not fit
+
+    def _refuse_hooks(self) -> None:
+        """A hook that runs after accumulation sees whatever this process has added up so far."""
+        if self.order.virtual_ranks == 1:
+            return
+        for p in self.params:
+            if p._post_accumulate_grad_hooks:
+                raise LoopError(
+                    "run.steps was asked for a step.",
+                    f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} has a hook of its own that runs "
+                    "after its gradient is accumulated, and what has been accumulated then depends on the placement.",
+                    "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
+                )
 
     def check_first_loss(self, loss: Any, mean: bool) -> None:
         """The first step's losses are looked at closely: the mistakes that are made are made in every step."""
@@ -189,21 +241,29 @@ class Engine:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
-        if _same(given, _written(p.grad for p in self.params)) and self.exchange.finite():
+        if self._finite and _same(given, _written(p.grad for p in self.params)):
             return
         for p in self.params:
-            if p.grad is not None and not torch.isfinite(p.grad).all():
+            if p.grad is not None and not finite(p.grad):
                 raise LoopError(
                     f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
                     f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has "
-                    f"{int((~torch.isfinite(p.grad)).sum())} such elements.",
+                    f"{int((~torch.isfinite(p.grad.to_dense())).sum())} such elements.",
                     "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
                 )
 
     def know(self, optimizer: Any) -> None:
         """Look at an optimizer when it is first stepped: can it step here, and does it hold parameters of the run?"""
-        if any(known is optimizer for known in self.steppers):
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._held.get(id(optimizer)) == count:
             return
+        if isinstance(optimizer, torch.optim.SparseAdam) and self.order.virtual_ranks > 1:
+            raise LoopError(
+                "step.update was given SparseAdam.",
+                f"It takes sparse gradients only, and those of {self.order.virtual_ranks} virtual ranks are added up "
+                "as dense ones.",
+                "use AdamW, or --set virtual_ranks=1.",
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise LoopError(
                 "step.update was given LBFGS.",
@@ -217,9 +277,12 @@ class Engine:
                 f"step.update was given {type(optimizer).__name__}.",
                 f"{len(strange)} of its parameters belong to no placed model, so their gradients would not be "
                 f"exchanged; the first has shape {tuple(strange[0].shape)}.",
-                "make every model that trains with run.place, and the optimizer from the model it returns.",
+                "make every model that trains with run.place, and the optimizer from the model it returns; let a model "
+                "grow between two steps.",
             )
-        self.steppers.append(optimizer)
+        if id(optimizer) not in self._held:
+            self.steppers.append(optimizer)
+        self._held[id(optimizer)] = count
 
     def know_schedule(self, schedule: Any) -> None:
         """Look at a schedule when it is first stepped."""
@@ -233,24 +296,43 @@ class Engine:
             )
         self.steppers.append(schedule)
 
-    def _check_buffers(self, step: Step) -> None:
-        """A buffer that forward changes is state outside the tree. With one virtual rank that is plain torch."""
+    def _state_of_forward(self) -> Written:
+        """What forward reads and must not change; with one virtual rank it may, as in plain torch."""
         if self.order.virtual_ranks == 1:
+            return []
+        return [*_written(held.get(key) for _, held, key in self._buffers), *_written(self._everything)]
+
+    def _check_forward(self, step: Step) -> None:
+        """What forward changes is state outside the tree."""
+        after = self._state_of_forward()
+        if _same(self._before, after):
             return
-        after = _written(held[key] for _, held, key in self._buffers)
-        for (name, _, _), before, now in zip(self._buffers, self._before, after, strict=True):
-            if not _same([before], [now]):
-                shape = "None" if now[0] is None else f"shape {tuple(now[0].shape)}"
-                raise LoopError(
-                    f"The forward pass of step {step.number} changed the buffer {name} of {shape}.",
-                    f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
-                    "buffers that change (batch norm's running statistics) are not carried yet.",
-                    "use a norm without running statistics (GroupNorm, LayerNorm), or --set virtual_ranks=1.",
-                )
+        changed = next(i for i, (a, b) in enumerate(zip(self._before, after, strict=True)) if not _same([a], [b]))
+        tensor = after[changed][0]
+        if changed < len(self._buffers):
+            what = f"buffer {self._buffers[changed][0]}"
+            true = "buffers that change (batch norm's running statistics) are not carried yet."
+            do = "use a norm without running statistics (GroupNorm, LayerNorm), or --set virtual_ranks=1."
+        else:
+            what = f"parameter {self.names.get(id(tensor), '')}"
+            true = "parameters may change between two steps only."
+            do = "do it after step.update (Embedding without max_norm, and a line that renorms), or "
+            do += "--set virtual_ranks=1."
+        shape = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
+        raise LoopError(
+            f"The forward pass of step {step.number} changed the {what} of {shape}.",
+            f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; {true}",
+            do,
+        )
 
 
 Written = list[tuple[torch.Tensor | None, int]]
 """Some tensors, and how often each had been written to: what tells that one was changed, or replaced."""
+
+
+def _parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Each once."""
+    return list({id(p): p for m in modules for p in m.parameters()}.values())
 
 
 def _written(tensors: Iterable[torch.Tensor | None]) -> Written:
@@ -258,7 +340,7 @@ def _written(tensors: Iterable[torch.Tensor | None]) -> Written:
 
 
 def _same(before: Written, now: Written) -> bool:
-    return all(a is b and v == w for (a, v), (b, w) in zip(before, now, strict=True))
+    return len(before) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(before, now, strict=True))
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:

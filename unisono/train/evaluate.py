@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unisono.data.loader import Collate, Loader, Schedule, length_of
+from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
 from unisono.data.seeding import give_state, take_state
 from unisono.errors import LoopError
 from unisono.score.keys import EVALUATE, mix
@@ -37,6 +37,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """See Run.evaluate. None, on every process, when some process was in a hurry to leave."""
     length = length_of(data, "The data set of run.evaluate")
+    same_length(group, length, "The data set of run.evaluate")
     size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
     # one "step" per micro-batch, on one virtual rank: the order is the data's own
     order = Order(length=length, batch=size, virtual_ranks=1, seed=mix(settings.seed, EVALUATE), shuffle=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
@@ -14,7 +14,7 @@ import torch
 
 from unisono import phases
 from unisono.checkpoint.load import Checkpoint
-from unisono.data.loader import Collate, Loader, Schedule, length_of
+from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
 from unisono.data.seeding import seed_everything
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import promise_of
@@ -26,6 +26,7 @@ from unisono.train.engine import Engine
 from unisono.train.evaluate import Forward, Measure, evaluate
 from unisono.train.state import State
 from unisono.train.step import Step
+from unisono.train.table import Table
 from unisono.watch import log
 from unisono.watch.clock import Clock
 from unisono.watch.progress import Aside, Progress
@@ -68,6 +69,7 @@ class Run(Generic[S]):
         resumed: Checkpoint | None,
         output: TextIO,
         color: bool = False,
+        accepted: Sequence[str] = (),
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
         self.rank, self.size, self.device = group.rank, group.size, group.device
@@ -78,6 +80,8 @@ class Run(Generic[S]):
         """What differs between the machines of this run and changes bits, in words."""
         self._group = group
         self._identity = dict(identity)
+        self._accepted = accepted
+        self._table = Table(settings.virtual_ranks, group)
         self._state = State(run_dir, group, resumed)
         self._modules: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
@@ -130,7 +134,15 @@ class Run(Generic[S]):
                 mix(self.settings.seed, INIT, len(self._modules)), None if self.device.type == "cpu" else self.device
             )
             model = model()
+        lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
+        if lazy:
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}.",
+                f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}): there is nothing to share.",
+                "say in_features, or let a batch through it before: run.place(lambda: warmed_up(Net())).",
+            )
         placed: Module = model.to(self.device)  # type: ignore[assignment]
+        self._table.together("run.place")
         self._group.share_([*placed.parameters(), *placed.buffers()])
         self._names |= {id(p): name for name, p in placed.named_parameters()}
         self._modules.append(placed)
@@ -148,10 +160,10 @@ class Run(Generic[S]):
         """A block that one process on each host enters before the others, for what is made or fetched once."""
         ahead = self.world.local_rank == 0
         if not ahead:
-            self._group.barrier()
+            self._table.together("run.first")
         yield
         if ahead:
-            self._group.barrier()
+            self._table.together("run.first")
 
     # -- the loop
 
@@ -173,6 +185,8 @@ class Run(Generic[S]):
             )
         settings = self.settings
         length = length_of(data, "The training set")
+        self._table.together("run.steps")
+        same_length(self._group, length, "The training set")
         last = self.count_steps(data)
         self._identity["length"] = length
         self._check_length(length)
@@ -197,7 +211,9 @@ class Run(Generic[S]):
             workers=settings.loader.workers,
             prefetch=settings.loader.prefetch,
         )
-        self._engine = Engine(settings, self._group, order, self._loader, schedule, self._modules, self._names, last)
+        self._engine = Engine(
+            settings, self._group, order, self._loader, schedule, self._modules, self._names, last, self._table
+        )
         return self._steps(self._engine)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
@@ -228,6 +244,7 @@ class Run(Generic[S]):
 
     def finish(self) -> None:
         """The script has returned. If it left the loop with break, what its last step did is saved as well."""
+        self._table.together("the script's end")
         if self._engine is not None and self._ended is None and self._last_step is not None:
             if self._last_step.is_done:
                 self.steps_done = self._last_step.number + 1
@@ -259,6 +276,7 @@ class Run(Generic[S]):
         was fetched, so nobody waits. The result does not change by a bit.
         """
         assert self._engine is not None
+        self._table.together("run.deal")
         horizon = torch.tensor([self._loader.horizon], device=self.device)
         first = int(self._group.max_(horizon).item())
         self._engine.schedule.change(first, spans)
@@ -298,6 +316,7 @@ class Run(Generic[S]):
 
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
+        self._table.together("run.evaluate")
         with phases.phase("evaluate"):
             result = evaluate(
                 model,
@@ -342,13 +361,18 @@ class Run(Generic[S]):
             self._logged = {}
 
     def _save(self) -> None:
+        self._table.together("a checkpoint")
         about = {"identity": self._identity, "changes": self.changes}
         self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
 
     def _check_length(self, length: int) -> None:
         resumed = self._state.resumed
         before = resumed.about["identity"].get("length", length) if resumed else length
-        if before != length and not any(change["field"] == "length" for change in self.changes):
+        if before == length:
+            return
+        if "length" in self._accepted:
+            self.changes.append({"step": self.steps_done, "field": "length", "from": before, "to": length})
+        else:
             raise SettingsError(
                 f"The run was to be resumed with {length} samples of training data.",
                 f"It was begun with {before}, and the order of all samples depends on it.",
@@ -386,8 +410,10 @@ class Run(Generic[S]):
         }
 
     def close(self) -> None:
-        """Stop watching: the last progress line, and the timeline on disk."""
+        """Stop watching: the last progress line, and the timeline on disk. Let go of the model."""
         self.clock.stop()
+        if self._engine is not None:
+            self._engine.close()
         if self._progress is not None:
             if isinstance(sys.stdout, Aside):
                 sys.stdout = self._output

@@ -2,6 +2,10 @@
 
 Loss sums, weights, and whatever the loop adds by name travel as float64 in one small all-reduce of rows that are zero
 everywhere but at their writer, which no order of addition can change. Flags ride along as counts of processes.
+
+It is also where a process is noticed that is elsewhere. Whatever all processes must do together (a step, an evaluation,
+a checkpoint) begins or ends with a table of this one shape, in which everybody says what they are doing: a verb that
+only some call is then an error everywhere, instead of a wait that never ends.
 """
 
 from __future__ import annotations
@@ -12,11 +16,29 @@ from typing import Any
 
 import torch
 
+from unisono.errors import LoopError
 from unisono.score.tree import chain
-from unisono.world.collectives import Group
+from unisono.world.collectives import Group, peers
 
 FLAGS = ("stop", "leave", "unused", "news")
+STEP = "a step"
+VERBS = (
+    STEP,
+    "run.place",
+    "run.first",
+    "run.steps",
+    "run.evaluate",
+    "run.deal",
+    "a checkpoint",
+    "the script's end",
+)
+"""What a process may be doing when it meets the others."""
 LOSS = "loss"
+
+
+def _doing(verb: str) -> list[float]:
+    assert verb in VERBS
+    return [float(verb == other) for other in VERBS]
 
 
 @dataclass
@@ -53,8 +75,9 @@ class Table:
             row[0][virtual_rank] += float(total)
             row[1][virtual_rank] += float(weight)
         news = any(name not in self.names for name in rows)
-        told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS]
+        told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS] + _doing(STEP)
         columns, counts = self._sum(rows, told)
+        self._check_together(STEP, counts)
         if counts[FLAGS.index("news")]:
             everybody = self.group.gather(sorted(rows))
             known = {name for names in everybody for name in names} | set(self.names)
@@ -63,8 +86,26 @@ class Table:
         sums = {name: (chain(total), chain(weight)) for name, (total, weight) in columns.items()}
         return Totals(
             {name: pair for name, pair in sums.items() if name == LOSS or pair[1] != 0},
-            {flag: int(count) for flag, count in zip(FLAGS, counts, strict=True)},
+            {flag: int(count) for flag, count in zip(FLAGS, counts, strict=False)},
             columns[LOSS][0],
+        )
+
+    def together(self, verb: str) -> None:
+        """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
+        if self.group.size > 1:
+            with peers(verb):
+                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb))
+            self._check_together(verb, counts)
+
+    def _check_together(self, verb: str, counts: list[float]) -> None:
+        doing = {other: int(n) for other, n in zip(VERBS, counts[len(FLAGS) :], strict=True) if n}
+        if doing == {verb: self.group.size} or self.group.size == 1:
+            return
+        others = " and ".join(f"{n} at {other}" for other, n in doing.items())
+        raise LoopError(
+            f"Rank {self.group.rank} came to {verb}, which all {self.group.size} processes do together.",
+            f"They are not in the same place: {others}.",
+            "call the verbs of the run on every process, and only print or write files under `if run.is_main:`.",
         )
 
     def _sum(

@@ -120,7 +120,8 @@ class Group:
             return
         for tensor in tensors:
             dense = tensor.detach().contiguous()
-            dist.broadcast(dense, src=0)
+            if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
+                dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
