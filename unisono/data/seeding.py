@@ -36,6 +36,40 @@ def give_state(state: State) -> None:
     random.setstate(state[2])
 
 
+class Generators:
+    """The generators as a thing that a checkpoint can hold. What was loaded is given back when `give` says so, since a
+    script draws (its model's weights, say) between its checkpoint's loading and its loop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        of_torch, (_, keys, *of_numpy), (version, words, gauss) = take_state()
+        return {
+            "torch": of_torch,
+            "numpy": [torch.from_numpy(keys.astype(np.int64)), *of_numpy],
+            "random": [version, torch.tensor(words), gauss],
+            "device": None if self._module is None else self._module.get_rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def give(self) -> bool:
+        """Put the generators where the checkpoint says they were; False: there was none."""
+        state, self._loaded = self._loaded, None
+        if state is None:
+            return False
+        keys, *of_numpy = state["numpy"]
+        version, words, gauss = state["random"]
+        of_numpy = ("MT19937", keys.numpy().astype(np.uint32), *of_numpy)
+        give_state((state["torch"], of_numpy, (version, tuple(words.tolist()), gauss)))
+        if self._module is not None and state["device"] is not None:
+            self._module.set_rng_state(state["device"])
+        return True
+
+
 def same_state(a: State, b: State) -> bool:
     """Has nobody drawn between the two?"""
     (_, keys_a, *rest_a), (_, keys_b, *rest_b) = a[1], b[1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ class Order:
     seed: int = 0
     shuffle: bool = True
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         return -(-self.length // self.batch)
 
@@ -78,12 +78,8 @@ class Order:
     def micro_bounds(self, step: int, virtual_rank: int) -> list[tuple[int, int]]:
         """The micro-batches of a virtual rank in `step`, as parts [start, stop) of the epoch's permutation."""
         first, last = self.batch_bounds(step)
-        start, stop = deal(last - first, self.virtual_ranks, virtual_rank)
-        size = stop - start
-        if size == 0:
-            return []
-        pieces = 1 if self.micro_batch is None else -(-size // self.micro_batch)
-        return [(first + start + a, first + start + b) for a, b in (deal(size, pieces, i) for i in range(pieces))]
+        cuts = _cuts(last - first, self.virtual_ranks, virtual_rank, self.micro_batch)
+        return [(first + start, first + stop) for start, stop in cuts]
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         """The order of all samples in `epoch`, shape [length]. The last two epochs asked for are kept."""
@@ -99,6 +95,17 @@ class Order:
         for virtual_rank in range(*span):
             for number, samples in enumerate(self.micro_batches(step, virtual_rank)):
                 yield Place(step, virtual_rank, number), samples
+
+
+@lru_cache(maxsize=4096)
+def _cuts(size: int, virtual_ranks: int, virtual_rank: int, micro_batch: int | None) -> list[tuple[int, int]]:
+    """The micro-batches of a virtual rank in a batch of `size` samples, as parts [start, stop) of the batch."""
+    start, stop = deal(size, virtual_ranks, virtual_rank)
+    share = stop - start
+    if share == 0:
+        return []
+    pieces = 1 if micro_batch is None else -(-share // micro_batch)
+    return [(start + a, start + b) for a, b in (deal(share, pieces, i) for i in range(pieces))]
 
 
 @lru_cache(maxsize=2)

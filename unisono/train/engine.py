@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
 )
 
 from unisono.data.loader import Loader, Schedule
-from unisono.data.seeding import seed_everything
+from unisono.data.seeding import Generators, seed_everything
 from unisono.errors import DataError, LoopError
 from unisono.exchange import Exchange, build_exchange
 from unisono.exchange.buckets import finite
@@ -43,10 +43,12 @@ class Engine:
         names: dict[int, str],
         last: int,
         table: Table,
+        generators: Generators,
     ) -> None:
         self.settings, self.group, self.order = settings, group, order
         self.schedule, self.modules, self.names, self.last = schedule, modules, names, last
         self.table = table
+        self.generators = generators
         self.seen_backward = False
         self.asked = {"stop": False, "leave": False}
         self.agreed = {"stop": False, "leave": False}
@@ -57,6 +59,7 @@ class Engine:
         self._before: Written = []  # the buffers and parameters, when the step began
         self._given: Written = []  # the gradients, when they were whole
         self._finite = True  # were they?
+        self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._everything = _parameters(modules)
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
@@ -75,7 +78,14 @@ class Engine:
     # -- a step
 
     def before_step(self, step: int) -> None:
-        """Seed for what the loop does before its rounds: the same on every process, and after a resume."""
+        """Seed for what the loop does before its rounds: the same on every process, and after a resume.
+
+        With one virtual rank there is one stream of random numbers, as in plain torch, and the checkpoint keeps it.
+        """
+        if self.order.virtual_ranks == 1:
+            began, self._begun = self._begun, True
+            if began or self.generators.give():
+                return
         seed_everything(mix(self._step_key, step), self._accelerator)
 
     def micro_batches(self, step: int) -> Iterator[tuple[Place, Any, bool]]:

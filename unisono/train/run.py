@@ -15,7 +15,7 @@ import torch
 from unisono import phases
 from unisono.checkpoint.load import Checkpoint
 from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
-from unisono.data.seeding import seed_everything
+from unisono.data.seeding import Generators, seed_everything
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import promise_of
 from unisono.score.keys import INIT, mix
@@ -24,7 +24,7 @@ from unisono.score.placement import Spans, place_evenly
 from unisono.settings import Settings
 from unisono.train.engine import Engine
 from unisono.train.evaluate import Forward, Measure, evaluate
-from unisono.train.state import State
+from unisono.train.state import RANDOM, State
 from unisono.train.step import Step
 from unisono.train.table import Table
 from unisono.watch import log
@@ -83,6 +83,8 @@ class Run(Generic[S]):
         self._accepted = accepted
         self._table = Table(settings.virtual_ranks, group)
         self._state = State(run_dir, group, resumed)
+        self._generators = Generators(group.device)
+        self._state.track(**{RANDOM: self._generators})
         self._modules: list[torch.nn.Module] = []
         self._names: dict[int, str] = {}
         self._total_steps = settings.steps
@@ -91,6 +93,7 @@ class Run(Generic[S]):
         self._logged: dict[str, Any] = {}
         self._leave = False
         self._lined = 0.0
+        self._loss: float | None = None
         self._last_step: Step | None = None
         self._began: float | None = None
         self._ended: float | None = None
@@ -212,7 +215,16 @@ class Run(Generic[S]):
             prefetch=settings.loader.prefetch,
         )
         self._engine = Engine(
-            settings, self._group, order, self._loader, schedule, self._modules, self._names, last, self._table
+            settings,
+            self._group,
+            order,
+            self._loader,
+            schedule,
+            self._modules,
+            self._names,
+            last,
+            self._table,
+            self._generators,
         )
         return self._steps(self._engine)
 
@@ -351,7 +363,7 @@ class Run(Generic[S]):
     def _watch(self, step: Step) -> None:
         assert self._timeline is not None
         loss, now = step.loss, time.perf_counter()
-        self.results["loss"] = loss
+        self._loss = loss
         if self._logged or now - self._lined > LINE_SECONDS or self.steps_done == step._engine.last:
             self._lined = now
             self._timeline.step(step.number, self.clock.lap(), loss, self._logged or None)
@@ -394,8 +406,8 @@ class Run(Generic[S]):
         seconds = 0.0 if self._began is None else (self._ended or time.perf_counter()) - self._began
         promise, reason = self.promise()
         order = self._engine.order if self._engine else None
-        return {
-            **{name: value for name, value in self.results.items() if isinstance(value, (int, float, str, bool))},
+        known = {
+            **({} if self._loss is None else {"loss": self._loss}),
             "steps": self.steps_done,
             "samples": _samples(order, self.steps_done) if order else 0,
             "seconds": round(seconds, 3),
@@ -407,6 +419,11 @@ class Run(Generic[S]):
             "weights_sha256": self._state.fingerprint() if self._state.models else None,
             "stopped": order is not None and self._engine is not None and self.steps_done < self._engine.last,
             "phases": {name: round(s, 3) for name, s in self.clock.seconds.items()},
+        }
+        logged = {name: value for name, value in self.results.items() if isinstance(value, (int, float, str, bool))}
+        return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
+            **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
+            **known,
         }
 
     def close(self) -> None:

@@ -15,6 +15,10 @@ from unisono.errors import CheckpointError
 from unisono.world.collectives import Group
 
 
+RANDOM = "random_numbers"
+"""What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
+
+
 class State:
     """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
 
@@ -50,7 +54,7 @@ class State:
         if name not in checkpoint.states:
             raise CheckpointError(
                 f"{name!r} was to be resumed from {checkpoint.path}.",
-                f"That holds {', '.join(sorted(checkpoint.states)) or 'nothing'}.",
+                f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM})) or 'nothing'}.",
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         try:

@@ -96,10 +96,11 @@ class Step:
         assert self._place is not None
         if mean:
             loss = loss * weight
-        self._engine.table.add(self._place.virtual_rank, LOSS, loss.detach().clone(), weight)
+        engine = self._engine
+        engine.table.add(self._place.virtual_rank, LOSS, loss, weight)
         self._ready = False
         phases.enter("backward")
-        if self._engine.group.size == 1:
+        if engine.group.size == 1:
             loss.backward()
         else:
             with peers(f"Step {self.number}'s exchange"):  # which begins in here
@@ -114,7 +115,7 @@ class Step:
             raise self._breach(
                 "was asked to add 'loss'", "That name is taken by backward's own sum.", "choose another."
             )
-        self._engine.table.add(self._place.virtual_rank, name, _detached(total), _detached(weight))
+        self._engine.table.add(self._place.virtual_rank, name, total, weight)
 
     # -- after the rounds
 
@@ -257,7 +258,3 @@ class Step:
 
     def _breach(self, what: str, true: str, do: str = "see docs/loop.md for the contract of the loop.") -> LoopError:
         return LoopError(f"Step {self.number} {what}.", true, do)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

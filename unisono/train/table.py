@@ -36,6 +36,12 @@ VERBS = (
 LOSS = "loss"
 
 
+def _read(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.item() if value.device.type == "cpu" else value.detach().clone()
+
+
 def _doing(verb: str) -> list[float]:
     assert verb in VERBS
     return [float(verb == other) for other in VERBS]
@@ -59,8 +65,9 @@ class Table:
         self._entries: list[tuple[int, str, Any, Any]] = []
 
     def add(self, virtual_rank: int, name: str, total: Any, weight: Any) -> None:
-        """Add to a virtual rank's row; numbers or tensors of one element, read only when the step meets (no sync)."""
-        self._entries.append((virtual_rank, name, total, weight))
+        """Add to a virtual rank's row: numbers, or tensors of one element. Those of an accelerator are read when the
+        step meets (no sync); they may be changed until then (a running sum), so they are copied."""
+        self._entries.append((virtual_rank, name, _read(total), _read(weight)))
 
     def meet(self, flags: Mapping[str, bool]) -> Totals:
         """Add up everybody's rows. Every process must call it once a step."""
