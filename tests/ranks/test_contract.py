@@ -51,6 +51,60 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
+class Renormed(nn.Module):
+    """A forward that changes a parameter: torch renorms the rows it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20, 3, max_norm=0.1)
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x + self.rows((x[:, 0] * 20).round().long()))
+        return out
+
+
+def hooked() -> nn.Module:
+    model = linear()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: None)
+    return model
+
+
+def clip_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+    whole(step, model, x, i)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def replace_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+    whole(step, model, x, i)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+def zero_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    whole(step, model, x, i)
+
+
+def halve(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+def hook_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(halve)
+    whole(step, model, x, i)
+    handle.remove()
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+
+
+def sparse_adam(model: nn.Module) -> Any:
+    return torch.optim.SparseAdam(model.parameters())
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -214,6 +268,8 @@ BREACHES = {
     "another's parameters": Breach(lambda run: train(run, make=another_s), r"1 of its .* shape \(7, 7\).*run\.place"),
     "a closure": Breach(lambda run: train(run, make=lbfgs), "LBFGS.*no closure"),
     "a plateau": Breach(ends(plateau), "ReduceLROnPlateau.*schedule.step"),
+    "a sparse optimizer": Breach(lambda run: train(run, make=sparse_adam), "SparseAdam.*of 4 virtual ranks.*AdamW"),
+    "a lazy model": Breach(lambda run: train(run, build=lazy), r"2 of its .* no shape yet \(the first is 0.weight"),
     "steps twice": Breach(steps_twice, "run.steps was called twice.*epochs=3"),
     # losses and gradients
     "cross entropy's mean": Breach(losses(mean_entropy), MEAN),
@@ -247,6 +303,12 @@ BREACHES = {
     "add by a taken name": Breach(rounds(lambda s, *_: s.add("loss", 1)), "add 'loss'.*That name is taken"),
     "a forward that counts": Breach(lambda run: train(run, build=normed), r"the buffer 1\.(running|num).*GroupNorm"),
     "a forward that replaces": Breach(lambda run: train(run, build=Counted), r"the buffer seen of shape \(\)"),
+    "a forward that renorms": Breach(lambda run: train(run, build=Renormed), r"parameter rows\.weight of shape \(20"),
+    "clipping in a round": Breach(rounds(clip_in_a_round), "changed between two micro-batches.*clip=1.0"),
+    "a gradient replaced in a round": Breach(rounds(replace_in_a_round), "changed between two micro-batches"),
+    "zeroes in a round": Breach(rounds(zero_in_a_round), "changed between two micro-batches.*set_to_none=False"),
+    "a hook after accumulation": Breach(lambda run: train(run, build=hooked), "weight of shape .* has a hook"),
+    "a hook in a round": Breach(rounds(hook_in_a_round), "changed between two micro-batches.*a hook"),
     # after the rounds
     "update twice": Breach(ends(update_twice), "Step 0 was updated twice.*one step.update"),
     "update in a round": Breach(rounds(early), "Step 0 was updated too early"),
@@ -360,6 +422,68 @@ def test_a_fetch_that_fails_is_told_with_its_place(
     assert len(theirs) == size - 1, told
     for end in theirs:
         assert re.match(r"unisono\.errors\.PeerLost: .*needed every process.*--resume", end, re.DOTALL), end
+
+
+# -- what only some do
+
+
+def evaluates_alone(run: Run[Any]) -> Any:
+    model = run.place(linear)
+    optimizer = sgd(model)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        step.update(optimizer)
+        if run.is_main:
+            run.evaluate(model, Numbers(), lambda out, x, i: (out.sum(), len(i)))
+    return None
+
+
+def leaves_alone(run: Run[Any]) -> Any:
+    def after(step: Step, optimizer: Any) -> None:
+        step.update(optimizer)
+        if run.rank == 1:
+            raise StopIteration
+
+    try:
+        train(run, after=after)
+    except StopIteration:
+        run.finish()
+
+
+ELSEWHERE: dict[str, tuple[Loop, str]] = {
+    "an evaluation": (evaluates_alone, "1 at a step and 1 at run.evaluate.*on every process"),
+    "the end": (leaves_alone, "1 at a step and 1 at the script's end"),
+    "a place": (lambda run: run.place(linear) if run.is_main else train(run), "1 at"),
+    "a first": (lambda run: run.first().__enter__() if run.is_main else train(run), "1 at"),
+    "other data": (
+        lambda run: train(run, data=Numbers(20 + run.rank)),
+        "DataError: The training set must be the same.*20 on rank 0, 21 on rank 1.*no DistributedSampler",
+    ),
+    "other data to evaluate": (
+        lambda run: run.evaluate(run.place(linear), Numbers(9 - run.rank), lambda out, x, i: (out.sum(), 1)),
+        "DataError: The data set of run.evaluate must be the same.*9 on rank 0, 8 on rank 1",
+    ),
+}
+
+
+def go_elsewhere(world: World, folder: str) -> dict[str, Any]:
+    def whole_script(loop: Loop) -> Loop:
+        def script(run: Run[Any]) -> None:
+            loop(run)
+            run.finish()
+
+        return script
+
+    return {name: attempt(world, Path(folder, name), whole_script(loop)) for name, (loop, _) in ELSEWHERE.items()}
+
+
+def test_who_is_elsewhere_is_told_by_everybody_and_nobody_waits(tmp_path: Path) -> None:
+    for told in run_ranks(go_elsewhere, 2, str(tmp_path)):
+        for name, (_, words) in ELSEWHERE.items():
+            assert isinstance(told[name], str), name
+            assert re.search(words, told[name], re.DOTALL), told[name]
 
 
 def one_gives_up(world: World, folder: str) -> Any:

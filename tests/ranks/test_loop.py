@@ -208,7 +208,39 @@ def logged(run: Run[Any]) -> Any:
     return lines[-1]["log"], {name: run.result()[name] for name in names}
 
 
+class Growing(nn.Sequential):
+    """Linear layers, each with a number of a kind of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3))
+        self.register_buffer("shorts", torch.arange(3, dtype=torch.int16))  # what gloo cannot send as it is
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+
+def growing(run: Run[Any]) -> Any:
+    """After step 1 the model gets a layer more, whose weights are not the same everywhere until they are shared."""
+
+    def after(step: Step, optimizer: Any) -> None:
+        step.update(optimizer)
+        if step.number == 1:
+            torch.manual_seed(run.rank)
+            layer = nn.Linear(3, 2)
+            models[0].append(layer)
+            optimizer.add_param_group({"params": layer.parameters()})
+
+    models: list[Any] = []
+
+    def build() -> nn.Module:
+        models.append(Growing())
+        return models[0]
+
+    told = train(run, after=after, build=build)
+    assert float(models[0][1].weight.detach().abs().sum()) > 0
+    return told
+
+
 LOOPS: dict[str, tuple[Loop, Settings]] = {
+    "growing": (growing, replace(SETTINGS, steps=5)),
     "skipping": (skipping, SETTINGS),
     "weightless": (weightless, SETTINGS),
     "sums": (sums, SETTINGS),

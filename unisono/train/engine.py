@@ -154,10 +154,11 @@ class Engine:
             )
         if self._signature:
             self.exchange.close()
-        self._signature = signature
+        self._signature = []
         self.params = [p for p in self._everything if p.requires_grad]
         self._refuse_hooks()
         self.exchange = build_exchange(self.settings.exchange, self.params, self.order.virtual_ranks, self.group)
+        self._signature = signature
 
     def _notice(self, *_: Any) -> None:
         """torch calls this whenever a module, any module, is given a parameter or a module."""

@@ -14,7 +14,6 @@ from unisono.checkpoint.save import save
 from unisono.errors import CheckpointError
 from unisono.world.collectives import Group
 
-
 RANDOM = "random_numbers"
 """What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
 
