@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, train, whole
 from tests.ranks.training import loop as training
@@ -256,3 +256,46 @@ def test_a_save_that_fails_is_told_by_every_process_and_harms_nothing(tmp_path: 
     assert "--resume" in first
     assert others == [first, first]
     assert fingerprint(tmp_path)["step"] == 2
+
+
+# -- a run that is made longer
+
+
+def scheduled(run: Run[Any], how: str) -> Any:
+    """The learning rates of its steps."""
+    model = run.place(linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule: Any = CosineAnnealingLR(optimizer, run.total_steps)
+    if how == "one cycle":
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=run.total_steps)
+    run.track(schedule=schedule, model=model, optimizer=optimizer)  # the schedule first: the optimizer brings a rate
+    rates = []
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        rates.append(schedule.get_last_lr()[0])
+        step.update(optimizer, schedule)
+    return rates, run.result()["promise"], run.result()["reason"]
+
+
+def lengthen(world: World, folder: str) -> Any:
+    told = {}
+    for how in ("cosine", "one cycle"):
+        config = replace(SETTINGS, steps=3)
+        loop: Loop = lambda run, how=how: scheduled(run, how)  # type: ignore[misc]  # noqa: E731
+        whole_run = attempt(world, Path(folder, how, "whole"), loop, replace(config, steps=6))
+        short = attempt(world, Path(folder, how, "short"), loop, config)
+        longer = attempt(world, Path(folder, how, "short"), loop, replace(config, steps=6), resume=True)
+        told[how] = whole_run, short, longer
+    return told
+
+
+def test_a_schedule_goes_on_when_the_run_is_made_longer(tmp_path: Path) -> None:
+    told = run_ranks(lengthen, 2, str(tmp_path))[0]
+    for how, field in (("cosine", "T_max"), ("one cycle", "total_steps")):
+        (rates, promise, _), short, (longer, later_promise, reason) = told[how]
+        assert promise == short[1] == "exact"
+        assert longer[1:] == pytest.approx(rates[4:])
+        assert later_promise == "exact until step 3"
+        assert f"schedule.{field} from 3 to 6" in reason
+    assert told["cosine"][2][0] == pytest.approx(told["cosine"][0][0][3:])

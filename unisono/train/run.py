@@ -229,6 +229,10 @@ class Run(Generic[S]):
         return self._steps(self._engine)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
+        self._state.begin()
+        self.changes += [
+            {"step": self.steps_done, "field": name, "from": a, "to": b} for name, a, b in self._state.changes
+        ]
         self._begin_watching(engine)
         checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every

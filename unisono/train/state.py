@@ -18,12 +18,19 @@ RANDOM = "random_numbers"
 """What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
 
 
+LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters")
+"""What torch's schedules call the number of steps that they were made for."""
+
+
 class State:
     """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
 
     def __init__(self, run_dir: Path, group: Group, resumed: loading.Checkpoint | None) -> None:
         self.run_dir, self.group, self.resumed = run_dir, group, resumed
         self.tracked: dict[str, Any] = {}
+        self.stretched: list[Any] = []
+        self.changes: list[tuple[str, Any, Any]] = []
+        """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
         self.saved_after: int | None = resumed.steps if resumed else None
 
     @property
@@ -56,14 +63,36 @@ class State:
                 f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM})) or 'nothing'}.",
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
+        state = checkpoint.states[name]
         try:
-            thing.load_state_dict(checkpoint.states[name])
+            if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+                state = self._with_its_length(name, thing, state)
+            thing.load_state_dict(state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
                 f"Its state does not fit: {error}",
                 "resume with the script that began the run, or start anew in another --run-dir.",
             ) from error
+
+    def _with_its_length(self, name: str, schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The state that was saved, for a schedule that is now longer: its length is the script's to say, as with
+        `--resume --set steps=N`. Otherwise OneCycleLR would raise at its old end, and a cosine would climb again."""
+        new = {k: vars(schedule)[k] for k in LENGTHS if k in state and vars(schedule).get(k, state[k]) != state[k]}
+        if new:
+            self.stretched.append(schedule)
+            self.changes += [(f"{name}.{k}", state[k], new[k]) for k in new if not k.startswith("_")]
+        return {**state, **new}
+
+    def begin(self) -> None:
+        """Everything is loaded: schedules that became longer say their learning rates anew. torch's own step multiplies
+        the last rate, and one that had ended at 0 would stay there."""
+        for schedule in self.stretched:
+            if hasattr(schedule, "_get_closed_form_lr"):
+                schedule._last_lr = schedule._get_closed_form_lr()
+                for group, lr in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+                    group["lr"] = lr
+        self.stretched = []
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
         """After a step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""

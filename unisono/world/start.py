@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from unisono.env import World
 from unisono.errors import WorldError
@@ -15,6 +16,12 @@ from unisono.world.collectives import Group
 
 TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
+
+CONNECT = timedelta(seconds=15)
+"""How long connecting may take once everybody is there (and a tenth of a second more for each process)."""
+
+ATTEMPTS = 4
+"""On a busy machine gloo now and then waits for a connection that was made (1 in some thousand groups, measured)."""
 
 
 def choose_device(world: World) -> torch.device:
@@ -44,18 +51,46 @@ def group(world: World) -> Iterator[Group]:
     if world.size == 1:
         yield Group(0, 1, device)
         return
-    backend = dist.get_default_backend_for_device(device)
-    assert world.store is not None
-    file = world.store.removeprefix("file://") if world.store.startswith("file://") else None
-    dist.init_process_group(
-        backend,
-        init_method=None if file else world.store,
-        store=dist.FileStore(file, world.size) if file else None,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=TIMEOUT,
-    )
+    _join(world, dist.get_default_backend_for_device(device))
     joined = Group(world.rank, world.size, device)
     yield joined
     joined.barrier()
     dist.destroy_process_group()
+
+
+def _join(world: World, backend: str) -> None:
+    """Wait until everybody is there, however long a host takes to start; then connect, and soon, or try again."""
+    store = _store(world)
+    store.set(f"here-{world.rank}", "")
+    store.wait([f"here-{rank}" for rank in range(world.size)], TIMEOUT)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(f"attempt-{attempt}", store),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=CONNECT + world.size * timedelta(seconds=0.1),
+            )
+        except RuntimeError as error:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            if attempt == ATTEMPTS:
+                raise WorldError(
+                    f"Process {world.rank} was to connect to the other {world.size - 1}.",
+                    f"They met, but {ATTEMPTS} attempts to connect failed: {str(error).splitlines()[0]}",
+                    "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
+                ) from error
+        else:
+            distributed_c10d._set_pg_timeout(TIMEOUT)
+            return
+
+
+def _store(world: World) -> dist.Store:
+    """Where the processes meet."""
+    assert world.store is not None
+    if world.store.startswith("file://"):
+        return dist.FileStore(world.store.removeprefix("file://"), world.size)
+    store: dist.Store
+    store, _, _ = next(dist.rendezvous(world.store, world.rank, world.size, timeout=TIMEOUT))
+    return store
