@@ -28,9 +28,11 @@ def now() -> str:
 
 
 def enter(name: str) -> str:
-    """End the phase we are in, begin `name` (one of PHASES), and return the phase that ended."""
+    """End the phase we are in, begin `name` (one of PHASES), and return the phase that ended; or go on in it."""
     global _now
     left, _now = _now, name
+    if left == name:
+        return left
     for observer in _observers:
         observer(left, name)
     return left

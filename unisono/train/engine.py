@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +51,7 @@ class Engine:
         self.generators = generators
         self.seen_backward = False
         self.asked = {"stop": False, "leave": False}
-        self.agreed = {"stop": False, "leave": False}
+        self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self.params: list[torch.nn.Parameter] = []
@@ -120,7 +120,7 @@ class Engine:
         self._check_forward(step)
         self.seen_backward = True
         totals = self.table.meet({**self.asked, "unused": not all(exchange.used)})
-        self.agreed = {flag: totals.flags[flag] > 0 for flag in self.asked}
+        self.agreed = totals.flags
         self._check_totals(step, *totals.sums.get(LOSS, (0.0, 0.0)), totals.losses)
         finite = exchange.finish(totals.sums[LOSS][1])
         if totals.flags["unused"]:
@@ -133,7 +133,7 @@ class Engine:
             finite = self.group.sum_(self._token).item() == 0.0
         exchange.commit()
         self._finite = finite
-        self._given = _written(p.grad for p in self.params)
+        self._given = _written([p.grad for p in self.params])
         if self.order.virtual_ranks > 1:  # what comes now (noise on p.grad, say) must not depend on who computed what
             seed_everything(mix(self._update_key, step.number), self._accelerator)
         return totals.sums
@@ -252,7 +252,7 @@ class Engine:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
-        if self._finite and _same(given, _written(p.grad for p in self.params)):
+        if self._finite and _marks(given) == _marks(_written([p.grad for p in self.params])):
             return
         for p in self.params:
             if p.grad is not None and not finite(p.grad):
@@ -265,7 +265,7 @@ class Engine:
 
     def know(self, optimizer: Any) -> None:
         """Look at an optimizer when it is first stepped: can it step here, and does it hold parameters of the run?"""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
         if self._held.get(id(optimizer)) == count:
             return
         if isinstance(optimizer, torch.optim.SparseAdam) and self.order.virtual_ranks > 1:
@@ -311,14 +311,16 @@ class Engine:
         """What forward reads and must not change; with one virtual rank it may, as in plain torch."""
         if self.order.virtual_ranks == 1:
             return []
-        return [*_written(held.get(key) for _, held, key in self._buffers), *_written(self._everything)]
+        return _written([*(held.get(key) for _, held, key in self._buffers), *self._everything])
 
     def _check_forward(self, step: Step) -> None:
         """What forward changes is state outside the tree."""
-        after = self._state_of_forward()
-        if _same(self._before, after):
+        if not self._before:
             return
-        changed = next(i for i, (a, b) in enumerate(zip(self._before, after, strict=True)) if not _same([a], [b]))
+        after = self._state_of_forward()
+        if _marks(self._before) == _marks(after):
+            return
+        changed = next(i for i, (a, b) in enumerate(zip(_marks(self._before), _marks(after), strict=True)) if a != b)
         tensor = after[changed][0]
         if changed < len(self._buffers):
             what = f"buffer {self._buffers[changed][0]}"
@@ -350,8 +352,9 @@ def _written(tensors: Iterable[torch.Tensor | None]) -> Written:
     return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
 
 
-def _same(before: Written, now: Written) -> bool:
-    return len(before) == len(now) and all(a is b and v == w for (a, v), (b, w) in zip(before, now, strict=True))
+def _marks(written: Written) -> list[tuple[int, int]]:
+    """To compare by: which tensors (they are alive, so no two are at one address) and how often written to."""
+    return [(id(tensor), version) for tensor, version in written]
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:

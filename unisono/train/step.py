@@ -60,7 +60,7 @@ class Step:
             except GeneratorExit:
                 self._state = "broken"
                 raise
-            phases.enter("data")
+            phases.enter("exchange" if last else "data")
             engine.exchange.leave()
         self._ready = False
         phases.enter("exchange")

@@ -11,7 +11,7 @@ only some call is then an error everywhere, instead of a wait that never ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ LOSS = "loss"
 def _read(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.item() if value.device.type == "cpu" else value.detach().clone()
+    return value.item() if value.is_cpu else value.detach().clone()
 
 
 def _doing(verb: str) -> list[float]:
@@ -52,8 +52,8 @@ class Totals:
     """What the table adds up to: (sum, weight) by name, flags as numbers of processes, the rows of the loss."""
 
     sums: dict[str, tuple[float, float]]
-    flags: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FLAGS, 0))
-    losses: list[float] = field(default_factory=list)
+    flags: Mapping[str, int]
+    losses: list[float]
 
 
 class Table:
@@ -75,7 +75,7 @@ class Table:
         if self.virtual_ranks == 1 and len(entries) == 1:  # nothing to fold, nobody to ask
             _, name, total, weight = entries[0]
             alone = float(total)
-            return Totals({name: (alone, float(weight))}, {f: int(flags.get(f, False)) for f in FLAGS}, [alone])
+            return Totals({name: (alone, float(weight))}, flags, [alone])
         rows: dict[str, list[list[float]]] = {}
         for virtual_rank, name, total, weight in entries:
             row = rows.setdefault(name, [[0.0] * self.virtual_ranks, [0.0] * self.virtual_ranks])
