@@ -17,8 +17,8 @@ from unisono.errors import LoopError
 BUCKET_BYTES = 25 * 2**20
 """Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""
 
-BLOCK = 2**17
-"""Elements that are summed, divided and looked at in one go: half a megabyte of float32."""
+BLOCK = 2**18
+"""Elements that are summed, divided and looked at in one go: a megabyte of float32."""
 
 ALIGN = 16
 """Every parameter starts at a multiple of this many elements: a cache line of float32, and whole SIMD registers."""

@@ -188,7 +188,7 @@ class _Wire:
         self.plan, self.rank = plan, group.rank
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
         self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
-        self.additions, self.total = self._in_place()
+        self.additions = self._in_place()
         foreign = len(self.holders) - len(plan.sends(group.rank))
         self.arrived = [
             torch.empty(foreign, b.size // plan.size, dtype=b.dtype, device=b.device) for b in layout.buckets
@@ -196,8 +196,8 @@ class _Wire:
         self.parts: list[list[torch.Tensor]] = [[] for _ in layout.buckets]  # our chunk of every partial sum
         self.works: list[list[Work]] = [[] for _ in layout.buckets]
 
-    def _in_place(self) -> tuple[list[tuple[int, int, int]], int]:
-        """The plan's additions as (i, j, where the sum goes), and where the total ends: only what arrived may be
+    def _in_place(self) -> list[tuple[int, int, int]]:
+        """The plan's additions as (i, j, where the sum goes; the last one is the total): only what arrived may be
         overwritten, since our own partial sums must still be there if the exchange is repeated."""
         where = list(range(len(self.holders)))
         additions = []
@@ -206,7 +206,7 @@ class _Wire:
             assert self.holders[into] != self.rank, "two of our own would have been added before"
             additions.append((where[i], where[j], into))
             where[i] = into
-        return additions, where[0]
+        return additions
 
     def send(self, bucket: int, roots: Sequence[torch.Tensor | None]) -> None:
         """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us."""
@@ -241,8 +241,12 @@ class _Wire:
         """The plan's total divided by the weight; is it finite? A block at a time, while that is in the cache."""
         whole = True
         for stretch in blocks(out):
-            block = [part[stretch] for part in parts]
-            for i, j, into in self.additions:
+            block, result = [part[stretch] for part in parts], out[stretch]
+            for i, j, into in self.additions[:-1]:
                 torch.add(block[i], block[j], out=block[into])
-            whole &= finite(torch.div(block[self.total], weight, out=out[stretch]))
+            for i, j, _ in self.additions[-1:]:  # the last sum is the total: no need to write it twice
+                torch.add(block[i], block[j], out=result).div_(weight)
+            if not self.additions:
+                torch.div(block[0], weight, out=result)
+            whole &= finite(result)
         return whole
