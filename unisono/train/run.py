@@ -92,9 +92,10 @@ class Run(Generic[S]):
         self._output, self._color = output, color
         self._logged: dict[str, Any] = {}
         self._leave = False
-        self._lined = 0.0
-        self._loss: float | None = None
+        self._watch_at = 0.0
+        self._unwatched = 0  # samples of the steps since then
         self._last_step: Step | None = None
+        self._done: Step | None = None  # the last one whose update was made
         self._began: float | None = None
         self._ended: float | None = None
         self._samples_here = 0
@@ -246,6 +247,7 @@ class Run(Generic[S]):
                 self._state.check_whole(self._modules, engine.steppers)
             self.steps_done = number + 1
             self._samples_here += step.samples
+            self._done = step
             self._watch(step)
             if engine.agreed["leave"]:
                 self._save()
@@ -263,6 +265,7 @@ class Run(Generic[S]):
         self._table.together("the script's end")
         if self._engine is not None and self._ended is None and self._last_step is not None:
             if self._last_step.is_done:
+                self._done = self._last_step
                 self.steps_done = self._last_step.number + 1
             if self._state.saved_after != self.steps_done:
                 self._save()
@@ -365,16 +368,19 @@ class Run(Generic[S]):
         self.clock.start()
 
     def _watch(self, step: Step) -> None:
+        """After every step. Quick steps share a line, so that watching them costs nothing."""
+        self._unwatched += step.samples
+        if self._logged or time.perf_counter() > self._watch_at:
+            self._watch_closely(step)
+
+    def _watch_closely(self, step: Step) -> None:
         assert self._timeline is not None
-        loss, now = step.loss, time.perf_counter()
-        self._loss = loss
-        if self._logged or now - self._lined > LINE_SECONDS or self.steps_done == step._engine.last:
-            self._lined = now
-            self._timeline.step(step.number, self.clock.lap(), loss, self._logged or None)
+        loss = step.loss
+        self._timeline.step(step.number, self.clock.lap(), loss, self._logged or None)
         if self._progress is not None:
-            self._progress.update(self.steps_done, loss, step.samples, self.clock, self._logged or None)
-        if self._logged:
-            self._logged = {}
+            self._progress.update(step.number + 1, loss, self._unwatched, self.clock, self._logged or None)
+        self._unwatched, self._logged = 0, {}
+        self._watch_at = time.perf_counter() + LINE_SECONDS
 
     def _save(self) -> None:
         self._table.together("a checkpoint")
@@ -411,7 +417,7 @@ class Run(Generic[S]):
         promise, reason = self.promise()
         order = self._engine.order if self._engine else None
         known = {
-            **({} if self._loss is None else {"loss": self._loss}),
+            **({"loss": self._done.loss} if self._done is not None else {}),
             "steps": self.steps_done,
             "samples": _samples(order, self.steps_done) if order else 0,
             "seconds": round(seconds, 3),
@@ -433,6 +439,8 @@ class Run(Generic[S]):
     def close(self) -> None:
         """Stop watching: the last progress line, and the timeline on disk. Let go of the model."""
         self.clock.stop()
+        if self._unwatched and self._done is not None:
+            self._watch_closely(self._done)
         if self._engine is not None:
             self._engine.close()
         if self._progress is not None:
