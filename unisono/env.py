@@ -7,6 +7,7 @@ here is ever written to the environment: we do not talk to ourselves through it.
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ class World:
     host: str = field(default_factory=socket.gethostname)
     store: str | None = None  # where the processes meet: file:///path, env:// (torchrun's variables); None: alone
     launcher: str = "python"  # who started us: python, unisono, torchrun
+    folder: str = field(default_factory=os.getcwd)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
 
     @property
@@ -71,7 +73,8 @@ def _from_torchrun() -> World | None:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     asked = "Join the processes that torchrun's variables describe: " + ", ".join(f"{k}={v}" for k, v in given.items())
-    do = "Start with torchrun, which sets all of them, or type: env -u RANK -u WORLD_SIZE python SCRIPT (one process)"
+    alone = shlex.join(["env", "-u", "RANK", "-u", "WORLD_SIZE", "python", *sys.argv])
+    do = f"{alone} (one process), or start it with torchrun, which sets all of them."
     if missing:
         raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
     rank, size = _number("RANK", asked, do), _number("WORLD_SIZE", asked, do)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.asking import ask as ask
 from tests.cli.command import Command
 
 

@@ -3,56 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import unisono
-from tests.cli.command import Command
+from tests.cli.asking import SCRIPT, Ask
 from unisono.cli.main import main
 from unisono.cli.request import Request
-from unisono.cli.rundir import choose_run_dir, newest_run
 from unisono.errors import Problem, SettingsError
-
-SCRIPT = """
-from dataclasses import dataclass
-import unisono
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(unisono.Settings):
-    '''A small script.'''
-    steps: int | None = 10
-    lr: float = 3e-4
-
-if __name__ == "__main__":
-    unisono.main(print, Settings)
-"""
-
-Ask = Callable[..., list[Problem]]
-
-
-@pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """The problems of a wrong request, made in an empty folder with train.py; afterwards nothing else is there."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
-
-    def ask(*words: str) -> list[Problem]:
-        before = sorted(tmp_path.rglob("*"))
-        status = main([*words, "--json"])
-        told = capsys.readouterr()
-        error = json.loads(told.out.splitlines()[-1])["error"]
-        assert (status, error["exit_status"]) == (2, 2)
-        assert sorted(tmp_path.rglob("*")) == before
-        problems = [Problem(**problem) for problem in error["problems"]]
-        assert all(all(part for part in problem) for problem in problems)
-        assert told.err == "\n".join(str(problem) for problem in problems) + "\n"
-        return problems
-
-    return ask
 
 
 @pytest.mark.parametrize(
@@ -62,33 +21,39 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "run txt",
             "unisono run txt",
             "There is no such recipe and no such file. Recipes: text.",
-            "unisono run text",
+            "unisono run text --json",
         ),
         (
             "run trian.py",
             "unisono run trian.py",
             "There is no such recipe and no such file. Recipes: text.",
-            "unisono run train.py",
+            "unisono run train.py --json",
         ),
-        ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py"),
-        ("run train.py --ranks 0", "--ranks 0", "A run needs at least one process.", "--ranks 1"),
+        ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py --json"),
+        (
+            "run train.py --ranks 0",
+            "--ranks 0",
+            "A run needs at least one process.",
+            "unisono run train.py --ranks 1 --json",
+        ),
         (
             "run train.py --ranks 9",
             "9 processes",
             "8 virtual ranks: 1 to 8 processes.",
-            "unisono run train.py --ranks 8, or (other bits): unisono run train.py --ranks 9 --set virtual_ranks=9",
+            "unisono run train.py --ranks 8 --json, or (other bits): "
+            "unisono run train.py --ranks 9 --json --set virtual_ranks=9",
         ),
         (
             "run train.py --set lrr=1",
             "--set lrr=1",
             "There is no setting lrr; the nearest is lr.",
-            "--set lr=1",
+            "unisono run train.py --set lr=1 --json",
         ),
         (
             "run train.py --accept-change seed",
             "--accept-change seed",
             "Only a resumed run has something to differ from.",
-            "--accept-change seed --resume",
+            "unisono run train.py --accept-change seed --json --resume",
         ),
         (
             "run train.py --batch 64 --ranks 2",
@@ -117,19 +82,37 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (
             "run train.py --ranks two",
             "unisono run train.py --ranks two --json",
-            'Invalid value for --ranks: unable to convert "two" into int.',
-            "unisono run --help",
+            "--ranks takes a whole number, which 'two' is not.",
+            "unisono run train.py --ranks 2 --json",
         ),
         (
             "run",
             "unisono run --json",
-            'Command "run" parameter TARGET requires an argument.',
-            "unisono run --help",
+            "unisono run needs the name of a recipe, or the path of a script.",
+            "unisono run text",
+        ),
+        (
+            "fingerprint",
+            "unisono fingerprint --json",
+            "unisono fingerprint needs a run directory, or one checkpoint.",
+            "unisono fingerprint runs/NAME-TIME",
         ),
         (
             "rnu train.py",
             "unisono rnu train.py --json",
-            'Unknown command "rnu". Did you mean "run"? Available commands: run, copy, fingerprint, doctor.',
+            "There is no verb rnu; the nearest is run.",
+            "unisono run train.py --json",
+        ),
+        (
+            "train.py --ranks 2",
+            "unisono train.py --ranks 2 --json",
+            "train.py is a file, and unisono run trains it.",
+            "unisono run train.py --ranks 2 --json",
+        ),
+        (
+            "xyzzy",
+            "unisono xyzzy --json",
+            "There is no verb xyzzy. There are run, copy, fingerprint, doctor.",
             "unisono --help",
         ),
         ("copy txt", "unisono copy txt", "There is no such recipe. There are text.", "unisono copy text"),
@@ -137,6 +120,12 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "fingerprint nowhere",
             "unisono fingerprint nowhere",
             "There is no such folder.",
+            "unisono fingerprint runs/NAME-TIME",
+        ),
+        (
+            "fingerprint .",
+            "unisono fingerprint .",
+            "There is no checkpoint in it.",
             "unisono fingerprint runs/NAME-TIME",
         ),
     ],
@@ -162,9 +151,9 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
     )
     assert [problem.asked for problem in problems] == [
         "--ranks 0",
-        "--accept-change seed",
         "--set lr=x",
         "--set wdith=3",
+        "--accept-change seed",
         "--run-dir out",
     ]
 
@@ -174,85 +163,12 @@ def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask,
     (tmp_path / "some.toml").write_text("threads = 0\nwidth = 3\n")
     problems = ask("run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml")
     assert [problem.asked for problem in problems] == ["batch = 0", "threads = 0"]
+    (problem,) = ask("run", "other.py", "--set=virtual_ranks=3", "--set=batch=2")  # its own batch nobody knows here
+    assert problem.asked == "virtual_ranks = 3"
     (problem,) = ask("run", "other.py", "--ranks=3", "--set=virtual_ranks=2")
     assert problem.true == "2 virtual ranks: 1 to 2 processes."
     (problem,) = ask("run", "other.py", "--settings=none.toml")
     assert problem.true == "There is no such file."
-
-
-def test_a_folder_with_a_run_is_not_used_again(ask: Ask, tmp_path: Path) -> None:
-    for step in (10, 20):
-        (tmp_path / "out" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
-    do = "unisono run train.py --run-dir out --resume, or choose another --run-dir."
-    true = "It holds a run already: 2 checkpoints, the newest step-00000020."
-    assert ask("run", "train.py", "--run-dir=out") == [Problem("--run-dir out", true, do)]
-
-
-def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (problem,) = ask("run", "train.py", "--run-dir=file")
-    assert problem == Problem("--run-dir file", "It is a file.", "unisono run train.py --run-dir file-run")
-    (problem,) = ask("run", "train.py", "--run-dir=file/out")
-    assert problem.true == f"It cannot be written: {tmp_path / 'file'} is not a folder."
-    (problem,) = ask("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
-    assert problem.asked == "Keep the run in /proc/nothing"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_named(ask: Ask, tmp_path: Path) -> None:
-    (tmp_path / "closed").mkdir(mode=0o500)
-    (problem,) = ask("run", "train.py", "--run-dir=closed/out")
-    assert problem.true == f"It cannot be written: Permission denied in {tmp_path / 'closed'}."
-
-
-def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:
-    do = "unisono run train.py (from the start), or unisono run train.py --resume --run-dir DIR"
-    true = f"There is no run train-* in {tmp_path / 'runs'}."
-    assert ask("run", "train.py", "--resume") == [Problem("--resume", true, do)]
-    (problem,) = ask("run", "train.py", "--resume", "--run-dir=out")
-    assert problem == Problem(
-        "--resume --run-dir out",
-        "There is no such folder.",
-        "Check the path, or start it: unisono run train.py --run-dir out",
-    )
-
-
-def test_run_directories_are_named_by_time_and_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda _: "20261121-120000")
-    made = [choose_run_dir("text", None, resume=False, command="unisono run text") for _ in range(11)]
-    assert [str(path) for path in made[:2]] == ["runs/text-20261121-120000", "runs/text-20261121-120000-2"]
-    Path("runs/text-more-20271121-120000").mkdir()  # another script's
-    Path("runs/text-20251121-120000").mkdir()
-    assert newest_run("text") == made[-1] == Path("runs/text-20261121-120000-11")
-    assert choose_run_dir("text", None, resume=True, command="unisono run text") == made[-1]
-    assert choose_run_dir("text", Path("a/b"), resume=False, command="unisono run text") == Path("a/b")
-    assert Path("a/b").is_dir()
-
-
-def test_the_newest_run_is_resumed_with_what_it_was_given(command: Command) -> None:
-    command.script("print(*sys.argv[1:])")
-    first = command.run("run", "script.py", "--set", "batch=64", "--set", "steps=5", "--accept-change", "x", "--resume")
-    assert first.status == 2
-    first = command.run("run", "script.py", "--set", "batch=64")
-    (run_dir,) = (command.folder / "runs").iterdir()
-    assert first.out == f"--set=batch=64 --run-dir=runs/{run_dir.name}\n"
-    again = command.run("run", "script.py", "--resume", "--accept-change", "seed", "--json")
-    assert again.out.splitlines()[0] == f"--resume --accept-change=seed --json --run-dir=runs/{run_dir.name}"
-    assert (run_dir / "log" / "rank-0.log").read_text().count("\n") == 2
-
-
-def test_a_resume_keeps_the_runs_values_below_its_own(tmp_path: Path) -> None:
-    (tmp_path / "settings.toml").write_text(
-        'batch = 64  # --set\nclip = "none"  # mine.toml\nname = "a b"  # --set\n'
-        "lr = 0.1  # --set\nseed = 3  # script\n"
-    )
-    newer = tmp_path / "newer.toml"
-    newer.write_text("lr = 0.2\n")
-    request = Request(sets=("batch=32",), resume=True, settings_file=newer)
-    assert request.sets_after(tmp_path) == ("batch=64", "clip=none", "name=a b", "batch=32")
-    assert Request(sets=("batch=32",)).sets_after(tmp_path) == ("batch=32",)
-    assert Request(sets=("batch=32",), resume=True).sets_after(tmp_path / "none") == ("batch=32",)
 
 
 def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
@@ -334,3 +250,12 @@ def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) ->
     assert all(len(line) <= 80 for line in told.splitlines())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{unisono.__version__}\n"
+
+
+def test_every_verbs_help_has_its_own_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("run", "copy", "fingerprint", "doctor"):
+        assert main([verb, "--help"]) == 0
+        examples = capsys.readouterr().out.partition("Examples:")[2].split("\n")
+        typed = [line.strip() for line in examples if line.strip().startswith("unisono ")]
+        assert typed
+        assert all(line.startswith(f"unisono {verb}") for line in typed)

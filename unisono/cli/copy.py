@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -37,10 +38,10 @@ def copy(
         with open(path, "x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        do = f"unisono copy {recipe} {path.with_name(f'my_{path.name}')}"
+        do = shlex.join(["unisono", "copy", recipe, str(path.with_name(f"my_{path.name}"))])
         raise SettingsError(asked, f"{path} is there already, and nothing is overwritten.", do) from None
     except OSError as error:
-        do = f"unisono copy {recipe} DEST, with a folder that is there and that you may write to."
+        do = f"unisono copy {recipe} {Path.home() / source.name}, or another place that you may write to."
         raise SettingsError(asked, f"{path} cannot be written: {error.strerror}.", do) from None
     print(json_.dumps({"path": str(path)}) if json else f"Copied to {path}. Next: unisono run {path}")
     return 0

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json as json_
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from unisono.checkpoint import manifest
+from unisono.cli.rundir import RUNS
 from unisono.errors import SettingsError
 
 
@@ -29,9 +32,10 @@ def fingerprint(
     json
         Print it as JSON.
     """
-    if not folder.is_dir():
-        do = "unisono fingerprint runs/NAME-TIME"
-        raise SettingsError(f"unisono fingerprint {folder}", "There is no such folder.", do)
+    itself = any((folder / name).is_file() for name in ("state.json", "manifest.json"))
+    if not itself and not manifest.checkpoints(folder):
+        true = "There is no checkpoint in it." if folder.is_dir() else "There is no such folder."
+        raise SettingsError(f"unisono fingerprint {folder}", true, f"unisono fingerprint {_with_checkpoints(folder)}")
     from unisono.checkpoint import load  # it loads torch, and that only now
 
     found = load.fingerprint(folder, state)
@@ -41,3 +45,12 @@ def fingerprint(
         for name, value in found.items():
             print(f"{name:14} {value}")
     return 0
+
+
+def _with_checkpoints(folder: Path) -> str:
+    """A run directory that was probably meant: in this folder, below runs/, or an example."""
+    there = [
+        path for parent in (folder, folder / RUNS, RUNS) for path in parent.glob("*") if manifest.checkpoints(path)
+    ]
+    newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
+    return shlex.quote(str(newest)) if newest is not None else "runs/NAME-TIME"

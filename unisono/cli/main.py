@@ -38,6 +38,22 @@ Examples:
   python train.py --help                  the settings of a script
 """
 
+COPY_EXAMPLES = """\
+Examples:
+  unisono copy text                       to text.py, in the folder you are in
+  unisono copy text train.py
+"""
+FINGERPRINT_EXAMPLES = """\
+Examples:
+  unisono fingerprint runs/mine           its newest complete checkpoint
+  unisono fingerprint runs/mine/checkpoints/step-00000040 --state
+"""
+DOCTOR_EXAMPLES = """\
+Examples:
+  unisono doctor
+  unisono doctor --json
+"""
+
 TRAIN = Group("Train", sort_key=1)
 LOOK = Group("Look", sort_key=2)
 
@@ -54,9 +70,9 @@ def build_app() -> App:
     )
     app["--help"].group = app["--version"].group = LOOK
     app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES)
-    app.command(copy, group=TRAIN)
-    app.command(fingerprint, group=LOOK)
-    app.command(doctor, group=LOOK)
+    app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
+    app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
+    app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
     return app
 
 

@@ -9,16 +9,26 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from inspect import BoundArguments
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Group, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CoercionError,
+    CycloptsError,
+    Group,
+    MissingArgumentError,
+    Parameter,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
-from unisono.errors import SettingsError
-from unisono.settings import entries_of, kind, nearest_name, read, shown
+from unisono.errors import Problem, SettingsError
+from unisono.settings import Line, entries_of, kind, nearest_name, shown
 
 WHAT = Group("What is computed", sort_key=1)
 WHERE = Group("Where and how", sort_key=2)
@@ -62,18 +72,39 @@ class Request:
         flags += ["--json"] if self.json else []
         return [*flags, f"--run-dir={run_dir}", *(["--", *self.own] if self.own else [])]
 
-    def sets_after(self, run_dir: Path | None) -> tuple[str, ...]:
-        """All `--set`s of a resume: first what the run in `run_dir` was given by file or command line, then these.
+    def line(self, *command: str) -> Line:
+        """These flags after a command, for messages to say it again with something else in it."""
+        words = [word for each in self.sets for word in ("--set", each)]
+        words += ["--settings", str(self.settings_file)] if self.settings_file is not None else []
+        words += ["--run-dir", str(self.run_dir)] if self.run_dir is not None else []
+        words += ["--resume"] if self.resume else []
+        words += [word for each in self.accept_change for word in ("--accept-change", each)]
+        words += ["--json"] if self.json else []
+        return Line((*command, *words, *(("--", *self.own) if self.own else ())))
 
-        What a --settings file of this request says counts more than what the run was given.
-        """
+    def earlier(self, run_dir: Path | None, folder: Path = Path()) -> Path | None:
+        """The settings.toml of the run that is resumed; None: there is nothing to resume, or it never got so far."""
         file = run_dir / "settings.toml" if self.resume and run_dir is not None else None
-        if file is None or not file.is_file():
-            return self.sets
-        values, sources = read(file)
-        newer = read(self.settings_file)[0] if self.settings_file is not None else {}
-        given = [name for name, source in sources.items() if source not in ("default", "script") and name not in newer]
-        return (*(f"{name}={shown(values[name])}" for name in given), *self.sets)
+        return file if file is not None and (folder / file).is_file() else None
+
+    def problems_of_accepted(self, known: Collection[str], line: Line) -> list[Problem]:
+        """What is wrong with --accept-change; `known` are the fields that a run's result depends on."""
+        if self.accept_change and not self.resume:
+            asked = " ".join(f"--accept-change {each}" for each in self.accept_change)
+            true = "Only a resumed run has something to differ from."
+            return [Problem(asked, true, str(line.flag("--resume")))]
+        problems = []
+        for name in self.accept_change:
+            if name in known or not known:
+                continue
+            near = nearest_name(name, known)
+            true = f"The result depends on no field of that name; the nearest is {near}."
+            do = str(line.flag("--accept-change", near or "", name))
+            if near is None:
+                true = f"The result depends on no field of that name. There are {', '.join(sorted(known))}."
+                do = f"{line.without('--accept-change', name)} (without it)"
+            problems.append(Problem(f"--accept-change {name}", true, do))
+        return problems
 
     @classmethod
     def parse(cls, argv: Sequence[str], settings: type, script: str) -> Request:
@@ -134,6 +165,8 @@ def parsed(
     except UnknownOptionError as error:
         flag = error.token.keyword or error.token.value
         raise _unknown_flag(flag, list(flags), command, names, str(error)) from None
+    except UnknownCommandError:
+        raise _unknown_verb(app, list(flags)) from None
     except CycloptsError as error:
         verb = [word for word in flags[:1] if word in set(app)]
         line = shlex.join([*command.split(), *flags])
@@ -144,7 +177,39 @@ def parsed(
                 raise SettingsError(line, f"There is no place for `{more}`.", do) from None
             do = f"{line.removesuffix(more).rstrip()} -- {more}"
             raise SettingsError(line, f"`{more}` is for the script, and comes after --.", do) from None
+        if isinstance(error, MissingArgumentError) and error.argument is not None and not error.keyword:
+            what, example = OPERANDS[verb[0]]
+            raise SettingsError(line, f"unisono {verb[0]} needs {what}.", f"unisono {verb[0]} {example}") from None
+        if isinstance(error, CoercionError) and error.token is not None and error.target_type is int:
+            flag, value = error.token.keyword or "", error.token.value
+            true = f"{flag} takes a whole number, which {value!r} is not."
+            words = [word for word in flags for word in (word.split("=", 1) if word.startswith("--ranks=") else [word])]
+            raise SettingsError(line, true, str(Line((*command.split(), *words)).flag(flag, "2"))) from None
         raise SettingsError(line, " ".join(str(error).split()), do) from None
+
+
+OPERANDS = {
+    "run": ("the name of a recipe, or the path of a script", "text"),
+    "copy": ("the name of a recipe", "text"),
+    "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
+}
+"""What a verb cannot do without, and an example."""
+
+
+def _unknown_verb(app: App, words: list[str]) -> SettingsError:
+    """unisono rnu train.py."""
+    asked = shlex.join(["unisono", *words])
+    place = next((i for i, word in enumerate(words) if not word.startswith("-")), 0)
+    verbs = [name for name in app if not name.startswith("-")]
+    near = difflib.get_close_matches(words[place], verbs, 1, 0.5)
+    if near:
+        do = shlex.join(["unisono", *words[:place], near[0], *words[place + 1 :]])
+        return SettingsError(asked, f"There is no verb {words[place]}; the nearest is {near[0]}.", do)
+    if Path(words[place]).is_file():
+        do = shlex.join(["unisono", *words[:place], "run", *words[place:]])
+        return SettingsError(asked, f"{words[place]} is a file, and unisono run trains it.", do)
+    true = f"There is no verb {words[place]}. There are {', '.join(verbs)}."
+    return SettingsError(asked, true, "unisono --help")
 
 
 def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str], said: str) -> SettingsError:

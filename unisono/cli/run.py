@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from unisono.cli.request import WHERE, Request
-from unisono.cli.rundir import choose_run_dir, newest_run, problems_of_run_dir
+from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
 from unisono.errors import Problem, SettingsError
 from unisono.launch import local
 from unisono.launch.supervise import Outcome
-from unisono.settings import Settings, check, load, settings_of
+from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
+from unisono.settings.check import examine
 
 
 def run(
@@ -37,58 +38,74 @@ def run(
     ranks
         How many processes. The result is the same for any number.
     """
-    script, threads = _checked(target, ranks, request)
-    command = f"unisono run {target}"
-    run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, command=command)
+    line = request.line("unisono", "run", target, *(["--ranks", str(ranks)] if ranks != 1 else []))
+    script, threads = _checked(target, ranks, request, line)
+    run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
-    outcome = local.run(script, request.arguments(run_dir), ranks=ranks, logs=run_dir / "log", threads=threads)
+    with hold(run_dir, line):
+        before = _mark(run_dir)
+        outcome = local.run(script, request.arguments(run_dir), ranks=ranks, logs=run_dir / "log", threads=threads)
+        joined = _mark(run_dir) != before
+    if ranks > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
+        raise _never_joined(script, ranks, line)
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
 
 
-def _checked(target: str, ranks: int, request: Request) -> tuple[Path, int]:
-    """The script, and the threads of each process. Raises SettingsError with everything that is wrong."""
-    script = script_of(target)
-    problems: list[Problem] = []
-    threads = 1
-    if ranks < 1:
-        problems.append(Problem(f"--ranks {ranks}", "A run needs at least one process.", "--ranks 1"))
-    if request.accept_change and not request.resume:
-        asked = " ".join(f"--accept-change {each}" for each in request.accept_change)
-        problems.append(Problem(asked, "Only a resumed run has something to differ from.", f"{asked} --resume"))
+def _mark(run_dir: Path) -> tuple[int, int] | None:
+    """Another one once `unisono.main` has begun: it writes this file anew."""
     try:
-        threads = _check_settings(script, target, max(ranks, 1), request)
+        about = (run_dir / "settings.toml").stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns
+
+
+def _never_joined(script: Path, ranks: int, line: Line) -> SettingsError:
+    true = f"It ran {ranks} times, each time alone: it never called unisono.main, where processes join."
+    alone = shlex.join(["python", str(script)])
+    do = f"unisono copy text my_{script.stem}.py (a script that calls it, to start from), or, as one process: {alone}"
+    return SettingsError(str(line), true, do)
+
+
+def _checked(target: str, ranks: int, request: Request, line: Line) -> tuple[Path, int]:
+    """The script, and the threads of each process. Raises SettingsError with everything that is wrong."""
+    problems: list[Problem] = []
+    if ranks < 1:
+        do = str(line.flag("--ranks", "1"))
+        problems.append(Problem(f"--ranks {ranks}", "A run needs at least one process.", do))
+    try:
+        script = script_of(target, line)
     except SettingsError as error:
-        problems.extend(error.problems)
-    command = f"unisono run {target}"
-    problems.extend(problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, command=command))
+        raise SettingsError.of([*error.problems, *problems]) from None
+    threads, more = _check_settings(script, max(ranks, 1), request, line)
+    problems += more
+    problems += problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     if problems:
         raise SettingsError.of(problems)
     return script, threads
 
 
-def _check_settings(script: Path, target: str, ranks: int, request: Request) -> int:
-    """Check the script's settings as far as they are known without running it; return its threads."""
+def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> tuple[int, list[Problem]]:
+    """Threads, and what is wrong with the settings as far as they are known without running the script."""
     cls = settings_of(script)
-    sets = request.sets_after(request.run_dir or newest_run(script.stem))
-    if cls is not None:
-        settings: Any = load(cls, file=request.settings_file, sets=sets).settings
-        problems = check(settings, ranks, target)
-    else:
-        # Only what is given here is known, and only the names that every run has: the script's own say the rest.
-        loaded = load(Settings, file=request.settings_file, sets=sets, strangers=True)
-        settings = replace(loaded.settings, steps=loaded.settings.steps or 1)
-        given = {name for name, source in loaded.sources.items() if source != "default"}
-        named = {f"{ranks} processes": "virtual_ranks"}
-        problems = [
-            problem
-            for problem in check(settings, ranks, target)
-            if named.get(problem.asked, problem.asked.partition(" = ")[0]) in given
-        ]
-    if problems:
-        raise SettingsError.of(problems)
-    return int(settings.threads)
+    earlier = request.earlier(request.run_dir or newest_run(script.stem))
+    # Of a script that is not understood only what is given here is known, and only the names that every run has.
+    gathered: Gathered[Any] = gather(
+        cls or Settings,
+        file=request.settings_file,
+        sets=request.sets,
+        earlier=earlier,
+        strangers=cls is None,
+        line=line,
+    )
+    loaded, problems = examine(gathered, ranks, only_given=cls is None)
+    known: set[str] = set()  # whatever it is, the script's own process knows better
+    if cls is not None and loaded is not None:
+        known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}
+        known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
+    return loaded.settings.threads if loaded else 1, [*problems, *request.problems_of_accepted(known, line)]
 
 
 def _told(outcome: Outcome, run_dir: Path, started: float) -> dict[str, Any]:

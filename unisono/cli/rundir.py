@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import shlex
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 from unisono.errors import Problem, SettingsError
+from unisono.settings import Line
 
 RUNS = Path("runs")
 """Under the folder one is in."""
+FOLDERS = ("log", "timeline", "checkpoints")
+FILES = ("settings.toml", "environment.json", "result.json")
+"""What a run leaves in its directory."""
+LOCK = ".lock"
+"""Whoever writes to the directory has a lock on this file; it says who that is."""
 
 
-def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, command: str) -> Path:
+def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -> Path:
     """The run directory, there and writable. Raises SettingsError.
 
-    stem     what is run, as in `text`
-    asked    what --run-dir says; None: runs/<stem>-<time>, or with `resume` the newest of these
-    command  how to start it again, for the messages: "unisono run text", or "python train.py"
+    stem   what is run, as in `text`
+    asked  what --run-dir says; None: runs/<stem>-<time>, or with `resume` the newest of these
+    line   what was typed, for the messages
     """
-    problems = problems_of_run_dir(stem, asked, resume=resume, command=command)
+    problems = problems_of_run_dir(stem, asked, resume=resume, line=line)
     if problems:
         raise SettingsError.of(problems)
     if asked is None and resume:
@@ -33,29 +45,35 @@ def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, command: str)
         return _new_folder(stem)
     except OSError as error:
         path = asked or RUNS
-        raise SettingsError.of([_not_writable(path, error.strerror or str(error), command)]) from None
+        raise SettingsError.of([_not_writable(path, error.strerror or str(error), line)]) from None
 
 
-def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, command: str) -> list[Problem]:
+def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -> list[Problem]:
     """What is wrong with this choice; looks, and makes nothing."""
-    if asked is None:
-        if resume and newest_run(stem) is None:
-            here = RUNS.resolve()
-            do = f"{command} (from the start), or {command} --resume --run-dir DIR"
-            return [Problem("--resume", f"There is no run {stem}-* in {here}.", do)]
-        return _problems_of_writing(RUNS, command)
-    if asked.exists() and not asked.is_dir():
-        return [Problem(f"--run-dir {asked}", "It is a file.", f"{command} --run-dir {asked}-run")]
-    if resume:
-        if not asked.exists():
-            do = f"Check the path, or start it: {command} --run-dir {asked}"
-            return [Problem(f"--resume --run-dir {asked}", "There is no such folder.", do)]
-    else:
-        held = _held_by(asked)
-        if held:
-            do = f"{command} --run-dir {asked} --resume, or choose another --run-dir."
-            return [Problem(f"--run-dir {asked}", f"It holds a run already: {held}.", do)]
-    return _problems_of_writing(asked, command)
+    path = newest_run(stem) if asked is None and resume else asked
+    if path is None and resume:
+        do = _from_the_start(line)
+        return [Problem("--resume", f"There is no run {stem}-* in {RUNS.resolve()}.", do)]
+    if path is None:
+        return _problems_of_writing(RUNS, line)
+    if path.exists() and not path.is_dir():
+        return [Problem(f"--run-dir {path}", "It is a file.", str(line.flag("--run-dir", f"{path}-run")))]
+    if resume and not path.exists():
+        do = _from_the_start(line)
+        return [Problem(f"--resume --run-dir {path}", "There is no such folder.", do)]
+    held = "" if resume else _held_by(path)
+    if held:
+        do = f"{line.flag('--resume')}, or: {line.flag('--run-dir', f'{path}-2')}"
+        return [Problem(f"--run-dir {path}", f"It holds a run already: {held}.", do)]
+    busy = _holder(path)
+    if busy is not None:
+        return [_busy(path, busy, line)]
+    return _problems_of_kind(path, line) or _problems_of_writing(path, line)
+
+
+def _from_the_start(line: Line) -> str:
+    anew = line.without("--resume").without("--accept-change")
+    return f"{anew} (from the start), or: {line.flag('--run-dir', 'DIR')}"
 
 
 def newest_run(stem: str) -> Path | None:
@@ -81,19 +99,110 @@ def _held_by(path: Path) -> str:
     return " and ".join(held)
 
 
-def _problems_of_writing(path: Path, command: str) -> list[Problem]:
+def _problems_of_kind(path: Path, line: Line) -> list[Problem]:
+    """A file where a run keeps a folder, or the other way round."""
+    problems = []
+    for name in (*FOLDERS, *FILES):
+        there = path / name
+        if there.exists() and there.is_dir() != (name in FOLDERS):
+            is_, should = ("file", "folder") if name in FOLDERS else ("folder", "file")
+            true = f"{there} is a {is_}, and a run keeps a {should} there."
+            do = f"{shlex.join(['mv', str(there), f'{there}-before'])} && {line}"
+            problems.append(Problem(f"Keep the run in {path}", true, do))
+    return problems
+
+
+def _problems_of_writing(path: Path, line: Line) -> list[Problem]:
     """Can it be written to, or made?"""
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not there.is_dir():
-        return [_not_writable(path, f"{there} is not a folder", command)]
-    if not os.access(there, os.W_OK | os.X_OK):
-        return [_not_writable(path, f"Permission denied in {there}", command)]
+        return [_not_writable(path, f"{there} is not a folder", line)]
+    for folder in (there, *(there / name for name in FOLDERS)):
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            return [_not_writable(path, f"Permission denied in {folder}", line)]
     return []
 
 
-def _not_writable(path: Path, reason: str, command: str) -> Problem:
-    do = f"{command} --run-dir DIR, with a folder that you may write to."
+def _not_writable(path: Path, reason: str, line: Line) -> Problem:
+    do = f"{line.flag('--run-dir', 'DIR')}, with a folder that you may write to."
     return Problem(f"Keep the run in {path}", f"It cannot be written: {reason}.", do)
+
+
+@contextmanager
+def hold(path: Path, line: Line) -> Iterator[None]:
+    """A block in which this run directory is ours. Raises SettingsError where another process has it.
+
+    The kernel lets go of the lock when we die, however we die: the file that stays is no obstacle.
+    """
+    try:
+        file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
+    except OSError:  # no locks on this file system: training matters more
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError.of([_busy(path, _who(file), line)]) from None
+        except OSError:
+            yield
+            return
+        file.truncate(0)
+        file.write(f"{os.getpid()} {socket.gethostname()}\n")
+        file.flush()
+        _ours.append(file)
+        try:
+            yield
+        finally:
+            _ours.remove(file)
+
+
+_ours: list[TextIO] = []
+
+
+def _let_go() -> None:
+    """A lock belongs to everybody who has the file open. Workers that outlive us for a moment should not keep it."""
+    for file in _ours:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+class Holder(NamedTuple):
+    """Who has a run directory."""
+
+    pid: str
+    host: str
+
+
+def _holder(path: Path) -> Holder | None:
+    """Who has it at this moment; None: nobody, or nobody knows."""
+    try:
+        with open(path / LOCK, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _who(file)
+    except OSError:
+        pass
+    return None
+
+
+def _who(file: TextIO) -> Holder:
+    file.seek(0)
+    pid, _, host = file.read().strip().partition(" ")
+    return Holder(pid or "?", host or "?")
+
+
+def _busy(path: Path, holder: Holder, line: Line) -> Problem:
+    true = f"Process {holder.pid} on {holder.host} is at work in it."
+    kill = f"kill {holder.pid}" if holder.host == socket.gethostname() else f"ssh {holder.host} kill {holder.pid}"
+    again = line if "--resume" in line.words else line.flag("--run-dir", f"{path}-2")
+    do = f"{again} (once that one is over; to end it, which saves: {kill})"
+    if again is not line:
+        do = f"{again}, beside it; or, to end that one, which saves: {kill}"
+    return Problem(f"--run-dir {path}", true, do)
 
 
 def _new_folder(stem: str) -> Path:

@@ -7,14 +7,13 @@ checks everything, joins the other processes, finds the checkpoint of a resume, 
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -24,13 +23,14 @@ import torch
 from unisono import __version__, env
 from unisono.checkpoint.load import Checkpoint, about, load, newest
 from unisono.cli.request import Request
-from unisono.cli.rundir import choose_run_dir, newest_run
+from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
+from unisono.cli.target import recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.score.keys import SCRIPT, mix
-from unisono.settings import Loaded, Settings, check, explain, mathematics
-from unisono.settings import load as load_settings
+from unisono.settings import Line, Loaded, Settings, explain, gather, mathematics
+from unisono.settings.check import examine
 from unisono.train.identity import ENVIRONMENT, agree, compare, environment
 from unisono.train.run import Run, Stopped
 from unisono.watch import log, report
@@ -62,23 +62,20 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
-    request = Request.parse(sys.argv[1:], cls, script.name)
-    loaded = load_settings(
-        cls, file=request.settings_file, sets=request.sets_after(request.run_dir or newest_run(script.stem))
-    )
-    problems = check(loaded.settings, world.size, script.stem)
-    if problems:
-        raise SettingsError.of(problems)
+    asked = Asked(script, Request.parse(sys.argv[1:], cls, script.name), world)
+    loaded = asked.settings(cls)
     torch.set_num_threads(loaded.settings.threads)
-    asked = Asked(script, request, loaded)
-    with join(world) as group:
-        run_dir = Path(_on_main(group, lambda: str(asked.run_dir())))
+    with join(world) as group, ExitStack() as kept:
+        shown, path = _on_main(group, lambda: asked.run_dir(kept))
+        run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed
+        request = replace(asked.request, run_dir=Path(shown))
+        asked = replace(asked, request=request)
         facts = environment(group.device)
         differences = agree(group, facts)
         identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         log.start(group.rank, group.size)
-        path = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
-        resumed = load(Path(path)) if path else None
+        found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
+        resumed = load(Path(found)) if found else None
         color = world.terminal and not env.variables(("NO_COLOR",))
         run: Run[S] = Run(
             loaded.settings,
@@ -89,20 +86,21 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             resumed=resumed,
             output=sys.stdout,
             color=color,
+            accepted=request.accept_change,
         )
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
         if group.rank == 0:
             _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
-            started = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": asked.typed(run_dir)}
+            started = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed)
         with _signals(run):
-            _train(train, run, request, color)
+            _train(train, run, asked, color)
 
 
-def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color: bool) -> None:
+def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bool) -> None:
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
         train(run)
@@ -116,54 +114,76 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], request: Request, color
     ended = report.read_result(run.dir) if run.is_finished_before else None
     if ended is not None and run.is_main:  # it was over already: nothing was computed, so nothing is written
         result = ended
-        log.say(f"This run was finished before, after {run.steps_done} steps. To go on: --resume --set steps=N")
+        more = asked.line().flag("--resume").setting(f"steps={2 * run.steps_done}")
+        log.say(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
     elif run.is_main:
         _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
     if run.is_main:
-        if not request.json:
+        if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
-            print("\n".join(["", *report.closing(result, run.dir, color=color, ascii_only=plain)]), flush=True)
+            lines = report.closing(result, run.dir, shown=asked.request.run_dir, color=color, ascii_only=plain)
+            print("\n".join(["", *lines]), flush=True)
         elif run.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for, and the two decisions about it that one process takes for all."""
+    """What was asked for, and the decisions about it that one process takes for all."""
 
     script: Path
     request: Request
-    loaded: Loaded[Any]
+    world: World
 
-    @property
-    def command(self) -> str:
-        return f"python {self.script.name}"
-
-    def typed(self, run_dir: Path) -> str:
+    def line(self) -> Line:
         """The command line that asked for this, whoever started the process."""
-        world, arguments = World.current(), self.request.arguments(run_dir)
-        if world.launcher == "unisono":
-            return shlex.join(["unisono", "run", str(self.script), "--ranks", str(world.size), *arguments])
-        return shlex.join(["python", str(self.script), *arguments])
+        if self.world.launcher != "unisono":
+            return self.request.line("python", str(self.script))
+        ranks = ["--ranks", str(self.world.size)] if self.world.size > 1 else []
+        target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
+        return self.request.line("unisono", "run", target, *ranks)
 
-    def run_dir(self) -> Path:
-        if World.current().launcher == "unisono":  # the launcher chose it, and looked what is in it
-            assert self.request.run_dir is not None
-            return self.request.run_dir
-        return choose_run_dir(self.script.stem, self.request.run_dir, resume=self.request.resume, command=self.command)
+    def settings(self, cls: type[S]) -> Loaded[S]:
+        """The settings. Raises SettingsError with everything that is wrong with the request."""
+        request, folder, stem = self.request, Path(self.world.folder), self.script.stem
+        gathered = gather(
+            cls,
+            file=request.settings_file,
+            sets=request.sets,
+            earlier=request.earlier(request.run_dir or newest_run(stem), folder),
+            folder=folder,
+            line=self.line(),
+        )
+        loaded, problems = examine(gathered, self.world.size)
+        if self.world.launcher == "python":  # others have several processes, and one of them will look
+            problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=self.line())
+        problems += request.problems_of_accepted((), self.line())
+        if problems or loaded is None:
+            raise SettingsError.of(problems)
+        return loaded
+
+    def run_dir(self, kept: ExitStack) -> tuple[str, str]:
+        """The run directory as people call it, and its absolute path. It is ours until `kept` is closed."""
+        path, request = self.request.run_dir, self.request
+        if self.world.launcher != "unisono":  # our launcher chose it, and holds it
+            path = choose_run_dir(self.script.stem, path, resume=request.resume, line=self.line())
+            kept.enter_context(hold(path, self.line()))
+        assert path is not None
+        return str(path), str(Path(self.world.folder, path))
 
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
         """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""
         path = newest(run_dir, log.say)
-        if path is None:
-            log.say(f"There is no checkpoint in {run_dir} yet: starting at step 0.")
-            return None
-        before = about(path)["identity"]
+        before = about(path)["identity"] if path is not None else {}
+        problems = self.request.problems_of_accepted({*before, *identity, "length"}, self.line())
         known = {name: value for name, value in before.items() if name != "length"}
-        problems = compare(known, identity, list(self.request.accept_change), self.typed(run_dir))
+        if path is not None:
+            problems += compare(known, identity, list(self.request.accept_change), str(self.line()))
         if problems:
             raise SettingsError.of(problems)
-        return str(path)
+        if path is None:
+            log.say(f"There is no checkpoint in {self.request.run_dir} yet: starting at step 0.")
+        return str(path) if path is not None else None
 
 
 def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Request) -> list[dict[str, Any]]:
@@ -171,14 +191,11 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
     if resumed is None:
         return []
     before = resumed.about["identity"]
-    changes = [
+    return [
         {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
         for name in request.accept_change
-        if name != "length" and before.get(name) != identity.get(name)
+        if name != "length" and before.get(name) != identity.get(name)  # of the length, the run knows better
     ]
-    if "length" in request.accept_change:
-        changes.append({"step": resumed.steps, "field": "length", "from": before.get("length"), "to": "another"})
-    return changes
 
 
 def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
@@ -209,7 +226,7 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None) -> N
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
     log.say(f"unisono {__version__}: {processes} on {run.device.type}, {threads}{more}")
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}: {span}, micro-batches of {micro}")
-    log.say(f"run directory: {run.dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+    log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import unisono.recipes
 from unisono.errors import SettingsError
+from unisono.settings import Line
 
 NOT_RECIPES = {"__init__", "corpora"}
 
@@ -17,22 +18,26 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem not in NOT_RECIPES}
 
 
-def script_of(target: str) -> Path:
-    """The script that `unisono run TARGET` means. Raises SettingsError."""
+def script_of(target: str, line: Line) -> Path:
+    """The script that `unisono run TARGET` means; `line` is what was typed. Raises SettingsError."""
     known = recipes()
     if target in known:
         return known[target]
     path = Path(target)
     if path.is_file():
         return path
+
+    def instead(other: str) -> str:
+        return str(Line((*line.words[:2], other, *line.words[3:])))
+
     if path.is_dir():
         scripts = sorted(path.glob("*.py"))
-        do = f"unisono run {scripts[0]}" if scripts else f"unisono run {path}/SCRIPT.py"
+        do = instead(str(scripts[0]) if scripts else f"{path}/SCRIPT.py")
         raise SettingsError(f"unisono run {target}", "It is a folder, not a script.", do)
     here = [str(p) for p in sorted((path.parent if path.parent.is_dir() else Path()).glob("*.py"))]
     near = difflib.get_close_matches(target, [*known, *here], 1, 0.6)
     true = f"There is no such recipe and no such file. Recipes: {', '.join(known)}."
-    raise SettingsError(f"unisono run {target}", true, f"unisono run {next(iter([*near, *known]), 'SCRIPT.py')}")
+    raise SettingsError(f"unisono run {target}", true, instead(next(iter([*near, *known]), "SCRIPT.py")))
 
 
 def recipe_of(name: str) -> Path:

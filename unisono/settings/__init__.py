@@ -27,6 +27,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_ty
 
 from unisono.errors import Problem, SettingsError
 from unisono.settings.file import lines_of
+from unisono.settings.line import Line
 from unisono.settings.script import settings_of
 from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed
 
@@ -36,8 +37,11 @@ __all__ = [
     "Settings",
     "Loaded",
     "Entry",
+    "Line",
+    "Gathered",
     "load",
-    "check",
+    "gather",
+    "ENVIRONMENT",
     "flatten",
     "mathematics",
     "explain",
@@ -112,6 +116,9 @@ ABOUT = {
     "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
 }
 
+ENVIRONMENT = ("torch", "numpy", "device", "instruction_set", "threads")
+"""What is no setting but bits depend on it (measured; see LOG.md); `threads` is both."""
+
 UNASKED = ("default", "script")  # sources of values that nobody asked for on this run
 
 OURS = (Settings, CheckpointSettings, LoaderSettings)
@@ -137,115 +144,185 @@ class Entry(NamedTuple):
     meaning: str
 
 
-def load(cls: type[T], *, file: Path | None = None, sets: Sequence[str] = (), strangers: bool = False) -> Loaded[T]:
-    """What class, file and `--set key=value` make together. Raises SettingsError with all that is wrong.
+def load(
+    cls: type[T],
+    *,
+    file: Path | None = None,
+    sets: Sequence[str] = (),
+    earlier: Path | None = None,
+    line: Line = Line(),  # noqa: B008  (frozen)
+) -> Loaded[T]:
+    """What class, earlier run, file and `--set key=value` make together. Raises SettingsError with all that is wrong.
 
-    With `strangers`, names that the class does not have are passed over: somebody else knows them.
+    earlier  the settings.toml of the run that is resumed: what it was given counts more than what the script says
+    line     what was typed, for the messages
+    """
+    gathered = gather(cls, file=file, sets=sets, earlier=earlier, line=line)
+    if gathered.problems:
+        raise SettingsError.of(gathered.problems)
+    return gathered.build()
+
+
+def gather(
+    cls: type[T],
+    *,
+    file: Path | None = None,
+    sets: Sequence[str] = (),
+    earlier: Path | None = None,
+    folder: Path = Path(),
+    strangers: bool = False,
+    line: Line = Line(),  # noqa: B008  (frozen)
+) -> Gathered[T]:
+    """The same, but problems are kept, so that more can be looked at before they are told.
+
+    folder     where relative paths begin
+    strangers  pass over names that the class does not have: somebody else knows them
     """
     if "__dataclass_fields__" not in cls.__dict__:
         true = "It is not a dataclass itself, so its own fields would be lost."
         do = f"Write @dataclass(frozen=True, kw_only=True) above class {cls.__name__}."
         raise SettingsError(f"The settings of class {cls.__name__}", true, do)
-    entries = {entry.name: entry for entry in entries_of(cls)}
-    values = {name: entry.default for name, entry in entries.items()}
-    sources = {name: entry.source for name, entry in entries.items()}
-    problems: list[Problem] = []
-
+    gathered = Gathered(cls, {entry.name: entry for entry in entries_of(cls)}, line)
+    if earlier is not None:
+        gathered.take_earlier(earlier, folder)
     if file is not None:
+        gathered.take_file(file, folder, strangers)
+    gathered.take_sets(sets, strangers)
+    gathered.settle()
+    return gathered
+
+
+SCRIPTS, EARLIER, FILE, TYPED = range(4)
+"""Where a value may come from; a later one counts more."""
+
+
+class Gathered(Generic[T]):
+    """Values on their way to a settings object, and what is wrong with them so far."""
+
+    def __init__(self, cls: type[T], entries: Mapping[str, Entry], line: Line) -> None:
+        self.cls, self.entries, self.line = cls, entries, line
+        self.values = {name: entry.default for name, entry in entries.items()}
+        self.sources = {name: entry.source for name, entry in entries.items()}
+        self.levels = dict.fromkeys(entries, SCRIPTS)
+        self.problems: list[Problem] = []
+        self.doubtful: set[str] = set()
+        """Settings that were to have another value, which was not understood."""
+
+    def take_earlier(self, file: Path, folder: Path) -> None:
+        """What an earlier run was given; what the script has no more is for the comparison of old and new to tell."""
         try:
-            given = lines_of(file)
+            values, sources = read(folder / file)
         except SettingsError as error:
-            given = {}
-            problems.extend(error.problems)
+            do = f"rm {file}; then, with a --set for all that the run was given: {self.line}"
+            self.problems.append(Problem(f"Resume with what {file} says.", error.problems[0].true, do))
+            return
+        for name, source in sources.items():
+            if source not in UNASKED and name in self.entries and name in values:
+                entry = self.entries[name]
+                try:
+                    self.values[name] = typed(entry.hint, values[name])
+                except Misfit as misfit:
+                    asked = f"{name} = {toml(values[name])} in {file}"
+                    do = str(self.line.setting(f"{name}={example_of(entry)}"))
+                    self._doubt(name, Problem(asked, f"{name} takes {misfit}.", do))
+                else:
+                    self.sources[name], self.levels[name] = source, EARLIER
+
+    def take_file(self, file: Path, folder: Path, strangers: bool) -> None:
+        try:
+            given = lines_of(file, folder, self.line)
+        except SettingsError as error:
+            self.problems += error.problems
+            return
         for name, value in given.items():
-            if name in entries or not strangers:
-                _put(entries, values, sources, problems, name, value, str(file))
-    for request in sets:
-        name, equals, text = (part.strip() for part in request.partition("="))
-        if equals and (name in entries or not strangers):
-            _put(entries, values, sources, problems, name, text, "--set")
-        elif not equals:
-            entry = entries[nearest_name(name, entries) or "steps"]
-            do = f"--set {entry.name}={example_of(entry)}"
-            problems.append(Problem(f"--set {request}", "--set takes key=value.", do))
+            if name in self.entries or not strangers:
+                self._put(name, value, str(file), FILE)
 
-    for name, entry in entries.items():
-        if sources[name] in UNASKED:
-            _check_default(entry, problems)
-    if problems:
-        raise SettingsError.of(problems)
+    def take_sets(self, sets: Sequence[str], strangers: bool) -> None:
+        for request in sets:
+            name, equals, text = (part.strip() for part in request.partition("="))
+            if equals and (name in self.entries or not strangers):
+                self._put(name, text, "--set", TYPED)
+            elif not equals:
+                entry = self.entries[nearest_name(name, self.entries) or "steps"]
+                do = str(self.line.setting(f"{entry.name}={example_of(entry)}", instead_of=request))
+                self._doubt(entry.name, Problem(f"--set {request}", "--set takes key=value.", do))
 
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):  # who asks for one takes back the script's other
-        if values.get(one) is not None and sources[one] not in UNASKED and sources[other] in UNASKED:
-            values[other] = None
-    # Eight virtual ranks are a default, not a wish: a small batch has fewer shares.
-    if sources.get("virtual_ranks") == "default" and 1 <= values["batch"] < values["virtual_ranks"]:
-        values["virtual_ranks"] = values["batch"]
-    try:
-        return Loaded(_build(cls, values), sources)
-    except (ValueError, TypeError) as error:  # the class checks its own values when it is made
-        true = f"{type(error).__name__}: {error}"
-        raise SettingsError(f"The settings of {cls.__name__}", true, "Change the value that it names.") from error
+    def settle(self) -> None:
+        """What follows from all of them together."""
+        for name, entry in self.entries.items():
+            if self.levels[name] == SCRIPTS and name not in self.doubtful:
+                self._check_default(entry)
+        levels, values = self.levels, self.values
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):  # who asks later takes back the other
+            if values.get(one) is not None and levels[one] > levels[other]:
+                values[other], self.sources[other] = None, self.sources[one]
+        # Eight virtual ranks are a default, not a wish: a small batch has fewer shares.
+        batch = values["batch"]
+        if self.sources["virtual_ranks"] == "default" and isinstance(batch, int) and batch >= 1:
+            values["virtual_ranks"] = min(batch, values["virtual_ranks"])
 
+    def build(self) -> Loaded[T]:
+        """The settings object. Raises SettingsError where the class itself refuses a value."""
+        try:
+            return Loaded(_build(self.cls, self.values), self.sources)
+        except (ValueError, TypeError) as error:  # the class checks its own values when it is made
+            true = f"{type(error).__name__}: {error}"
+            do = f"{self.line.setting('NAME=VALUE')}, with another value for what it names."
+            raise SettingsError(f"The settings of {self.cls.__name__}", true, do) from error
 
-def check(settings: Any, size: int, target: str) -> list[Problem]:
-    """Everything that is wrong with these settings for `size` processes; `target` is what `unisono run` runs."""
-    problems = []
-    values = flatten(settings)
-    for entry in entries_of(type(settings), settings):
+    def _put(self, name: str, value: Any, source: str, level: int) -> None:
+        """One value from a file or the command line, into values and sources or into problems."""
+        text = level == TYPED
+        asked = f"--set {name}={value}" if text else f"{name} = {toml(value)} in {source}"
+
+        def instead(name: str, value: Any = "VALUE") -> str:
+            if text:
+                return str(self.line.setting(f"{name}={value}", instead_of=asked.removeprefix("--set ")))
+            return f"Write in {source}: {name} = {value}"
+
+        if name in self.entries:
+            entry = self.entries[name]
+            try:
+                self.values[name] = typed(entry.hint, value, text=text)
+            except Misfit as misfit:
+                near = difflib.get_close_matches(str(value), [shown(choice) for choice in choices_of(entry.hint)], 1)
+                example = near[0] if near else _example(entry)
+                do = instead(name, shown(example) if text else toml(example))
+                self._doubt(name, Problem(asked, f"{name} takes {misfit}.", do))
+            else:
+                self.sources[name], self.levels[name] = source, level
+            return
+        inside = [other for other in self.entries if other.startswith(name + ".")]
+        nearest = nearest_name(name, self.entries)
+        if inside:
+            true = f"{name} is a section: it has {', '.join(inside)}."
+            self.problems.append(Problem(asked, true, instead(inside[0])))
+        elif nearest:
+            true = f"There is no setting {name}; the nearest is {nearest}."
+            self._doubt(nearest, Problem(asked, true, instead(nearest, value if text else toml(value))))
+        else:
+            true = f"There is no setting {name}. There are {', '.join(self.entries)}."
+            without = self.line.setting(instead_of=f"{name}={value}")
+            do = f"{without} (without it)" if text else f"Remove from {source} the line {name} = {toml(value)}"
+            self.problems.append(Problem(asked, true, do))
+
+    def _check_default(self, entry: Entry) -> None:
+        """The script's own default may be missing, or of another type than its annotation says."""
+        if entry.default is MISSING:
+            do = str(self.line.setting(f"{entry.name}={example_of(entry)}"))
+            self._doubt(entry.name, Problem(f"{entry.name} has no default", f"It takes {kind(entry.hint)}.", do))
+            return
         try:
             typed(entry.hint, entry.default)
         except Misfit as misfit:
-            do = f"--set {entry.name}={example_of(entry)}"
-            problems.append(Problem(f"{entry.name} = {shown(entry.default)}", f"It is not {misfit}.", do))
-    if problems:
-        return problems  # comparing values of the wrong type would only raise
+            asked = f"{entry.name} = {shown(entry.default)} in the script"
+            do = f"Change the default of {entry.name}, or its type, in the script."
+            self._doubt(entry.name, Problem(asked, f"Its type says that it takes {misfit}.", do))
 
-    for name, (least, most) in LIMITS.items():
-        value = values[name]
-        if value is not None and not least <= value <= most:
-            true = f"It must be at least {least}." if value < least else f"It can be at most {most}."
-            do = f"--set {name}={least if value < least else most}"
-            problems.append(Problem(f"{name} = {value}", true, do))
-    if values["clip"] is not None and not values["clip"] > 0:
-        true = "The largest norm must be a number above 0; none means no clipping."
-        problems.append(Problem(f"clip = {values['clip']}", true, "--set clip=1.0, or --set clip=none"))
-
-    steps, epochs = values["steps"], values["epochs"]
-    if steps is None and epochs is None:
-        true = "Neither steps nor epochs is given, so nobody knows when it ends."
-        problems.append(Problem(f"Run {target}.", true, "--set steps=100, or --set epochs=1"))
-    if steps is not None and epochs is not None:
-        do = "--set epochs=none, or --set steps=none"
-        problems.append(Problem(f"steps = {steps} and epochs = {epochs}", "Only one of them can say when it ends.", do))
-
-    ranks, batch = values["virtual_ranks"], values["batch"]
-    if ranks > batch >= 1:
-        true = f"A batch of {batch} has {batch} samples, so at most {batch} shares."
-        do = f"--set virtual_ranks={batch}, or --set batch={ranks}"
-        problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
-    if size > ranks >= 1:
-        true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
-        # More virtual ranks are another computation, so that comes second, and with the batch they need.
-        more = f"--set virtual_ranks={size}" + (f" --set batch={size}" if size > batch else "")
-        do = f"unisono run {target} --ranks {ranks}, or (other bits): unisono run {target} --ranks {size} {more}"
-        problems.append(Problem(f"{size} processes", true, do))
-    return problems
-
-
-LIMITS: dict[str, tuple[float, float]] = {
-    "steps": (1, float("inf")),
-    "epochs": (1, float("inf")),
-    "batch": (1, float("inf")),
-    "micro_batch": (1, float("inf")),
-    "virtual_ranks": (1, float("inf")),
-    "seed": (0, 2**64 - 1),  # keys are made of 64 bits
-    "threads": (1, float("inf")),
-    "checkpoint.every": (0, float("inf")),
-    "checkpoint.keep": (1, float("inf")),
-    "loader.workers": (0, float("inf")),
-    "loader.prefetch": (1, float("inf")),
-}
+    def _doubt(self, name: str, problem: Problem) -> None:
+        self.problems.append(problem)
+        self.doubtful.add(name)
 
 
 def flatten(settings: Any) -> dict[str, Any]:
@@ -286,7 +363,9 @@ def read(path: Path, cls: type | None = None) -> tuple[dict[str, Any], dict[str,
     try:
         return {name: typed(hints[name], value) for name, value in values.items() if name in hints}, sources
     except Misfit as misfit:
-        raise SettingsError(f"Read {path}", f"A value is not {misfit}.", "Give it a value of its type.") from misfit
+        raise SettingsError(
+            f"Read {path}", f"A value is not {misfit}.", f"Write in {path} a value of its type."
+        ) from misfit
 
 
 def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str = "") -> Iterator[Entry]:
@@ -330,59 +409,6 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str = "", default: A
         name = prefix + f.name
         arguments[f.name] = _build(hint, values, name + ".", value) if _is_section(hint) else values[name]
     return cls(**arguments)
-
-
-def _put(
-    entries: Mapping[str, Entry],
-    values: dict[str, Any],
-    sources: dict[str, str],
-    problems: list[Problem],
-    name: str,
-    value: Any,
-    source: str,
-) -> None:
-    """One value from outside, into values and sources or into problems."""
-    from_text = source == "--set"
-    asked = f"--set {name}={value}" if from_text else f"{name} = {toml(value)} in {source}"
-
-    def line(name: str, value: Any = "VALUE") -> str:
-        return f"--set {name}={value}" if from_text else f"{name} = {value}"
-
-    if name in entries:
-        entry = entries[name]
-        try:
-            values[name], sources[name] = typed(entry.hint, value, text=from_text), source
-        except Misfit as misfit:
-            near = difflib.get_close_matches(str(value), [shown(choice) for choice in choices_of(entry.hint)], 1)
-            example = near[0] if near else _example(entry)
-            do = line(name, shown(example) if from_text else toml(example))
-            problems.append(Problem(asked, f"{name} takes {misfit}.", do))
-        return
-    inside = [other for other in entries if other.startswith(name + ".")]
-    if inside:
-        problems.append(Problem(asked, f"{name} is a section: it has {', '.join(inside)}.", line(inside[0])))
-        return
-    nearest = nearest_name(name, entries)
-    if nearest:
-        do = line(nearest, value if from_text else toml(value))
-        problems.append(Problem(asked, f"There is no setting {name}; the nearest is {nearest}.", do))
-    else:
-        true = f"There is no setting {name}. There are {', '.join(entries)}."
-        problems.append(Problem(asked, true, "Choose one of them, or leave it out."))
-
-
-def _check_default(entry: Entry, problems: list[Problem]) -> None:
-    """The script's own default may be missing, or of another type than its annotation says."""
-    if entry.default is MISSING:
-        do = f"--set {entry.name}={example_of(entry)}"
-        problems.append(Problem(f"{entry.name} has no default", f"It takes {kind(entry.hint)}.", do))
-        return
-    try:
-        typed(entry.hint, entry.default)
-    except Misfit as misfit:
-        asked = f"{entry.name} = {shown(entry.default)} in the script"
-        do = f"Change the default of {entry.name}, or its type, in the script."
-        problems.append(Problem(asked, f"Its type says that it takes {misfit}.", do))
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:

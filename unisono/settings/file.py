@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import SettingsError
+from unisono.settings.line import Line
 
 
-def lines_of(file: Path) -> dict[str, Any]:
-    """Every value in the file by its dotted name, in order. Raises SettingsError where it cannot be read."""
-    return dict(_flat(_parsed(file)))
+def lines_of(file: Path, folder: Path = Path(), line: Line = Line()) -> dict[str, Any]:  # noqa: B008  (frozen)
+    """Every value in the file by its dotted name, in order. Raises SettingsError where it cannot be read.
+
+    folder  where a relative path begins
+    line    what was typed, for the messages
+    """
+    return dict(_flat(_parsed(file, folder, line)))
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def _parsed(file: Path, folder: Path, line: Line) -> dict[str, Any]:
     """What a TOML file holds. Raises SettingsError."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        do = f"Check the path: you are in {Path.cwd()}."
-        raise SettingsError(f"--settings {file}", "There is no such file.", do) from None
+        return tomllib.loads((folder / file).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingsError(f"--settings {file}", f"It cannot be read: {error.strerror}.", "Check the path.") from None
+        missing = isinstance(error, FileNotFoundError)
+        true = "There is no such file." if missing else f"It cannot be read: {error.strerror}."
+        raise SettingsError(f"--settings {file}", true, _another(file, folder, line)) from None
     except UnicodeDecodeError:
-        do = "Save it as UTF-8 text, with lines like: batch = 64"
+        do = f"Save {file} as UTF-8 text, with lines like: batch = 64"
         raise SettingsError(f"--settings {file}", "It is not UTF-8 text.", do) from None
     except tomllib.TOMLDecodeError as error:
-        do = 'Write lines like: batch = 64, or name = "text"'
+        do = f'Write in {file} lines like: batch = 64, or name = "text"'
         raise SettingsError(f"--settings {file}", f"It is not TOML: {error}.", do) from None
+
+
+def _another(file: Path, folder: Path, line: Line) -> str:
+    """What to type instead: with the file that was probably meant, or with none."""
+    others = {path.name: file.parent / path.name for path in (folder / file).parent.glob("*.toml") if path.is_file()}
+    near = difflib.get_close_matches(file.name, others, 1, 0.6)
+    if near:
+        return str(line.flag("--settings", str(others[near[0]])))
+    return f"{line.without('--settings')} (without a file), or with the path of one that can be read."
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

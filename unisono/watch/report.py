@@ -132,10 +132,13 @@ def closing(
     result: Mapping[str, Any],
     run_dir: Path | str,
     *,
+    shown: Path | str | None = None,
     color: bool = False,
     ascii_only: bool = False,
 ) -> list[str]:
     """The lines at the end of a run: where the time went, the bottleneck, run directory, promise, fingerprint.
+
+    `shown` is what the run directory is called, if not by the path that it is read from.
 
     `result` is what `result.json` holds; every name may be missing. Its `phases`, seconds per phase, come from the
     clock; without them the timeline of rank 0 is read.
@@ -153,7 +156,7 @@ def closing(
                 f"the others {slow.others:.0%}."
             )
         lines.append("")
-    facts = {"run": str(run_dir)}
+    facts = {"run": str(shown or run_dir)}
     if (steps := result.get("steps")) is not None:
         loss = f", loss {result['loss']:.4f}" if isinstance(result.get("loss"), float) else ""
         speed = result.get("samples_per_second")

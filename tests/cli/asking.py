@@ -1,0 +1,49 @@
+"""Wrong requests, made in an empty folder with a script: their problems, and that nothing was left there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unisono.cli.main import main
+from unisono.errors import Problem
+
+SCRIPT = """
+from dataclasses import dataclass
+import unisono
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    '''A small script.'''
+    steps: int | None = 10
+    lr: float = 3e-4
+
+if __name__ == "__main__":
+    unisono.main(print, Settings)
+"""
+
+Ask = Callable[..., list[Problem]]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """The problems of a wrong request, made in an empty folder with train.py; afterwards nothing else is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def ask(*words: str) -> list[Problem]:
+        before = sorted(tmp_path.rglob("*"))
+        status = main([*words, "--json"])
+        told = capsys.readouterr()
+        error = json.loads(told.out.splitlines()[-1])["error"]
+        assert (status, error["exit_status"]) == (2, 2)
+        assert sorted(tmp_path.rglob("*")) == before
+        problems = [Problem(**problem) for problem in error["problems"]]
+        assert all(all(part for part in problem) for problem in problems)
+        assert told.err == "\n".join(str(problem) for problem in problems) + "\n"
+        return problems
+
+    return ask

@@ -1,0 +1,32 @@
+"""Resuming with other settings: what is accepted, by which name, and what it costs."""
+
+from __future__ import annotations
+
+from tests.cli.command import Command
+from tests.cli.test_training import SCRIPT, result
+
+
+def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_the_promise(command: Command) -> None:
+    command.script(SCRIPT)
+    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=4").status == 0
+    again = ["script.py", "--run-dir", "out", "--resume"]
+
+    refused = command.run("run", *again, "--accept-change", "lenght", "--accept-change", "torch")
+    assert refused.status == 2
+    assert refused.err == (
+        "--accept-change lenght\n  The result depends on no field of that name; the nearest is length.\n"
+        "  Next: unisono run script.py --run-dir out --resume --accept-change length --accept-change torch\n"
+    )
+    refused = command.end(command.start_python(*again, "--accept-change", "zzz", "--set", "seed=1"))
+    assert refused.status == 2
+    assert "There are batch, clip, device, exchange, instruction_set, length, lr, " in refused.err
+    assert "(without it)" in refused.err
+    assert "The run was to be resumed with seed = 1." in refused.err  # at once
+
+    # The run was given steps; who asks for epochs now means these: 101 samples in batches of 16 are 7 steps.
+    ended = command.run("run", *again, "--accept-change", "length", "--accept-change", "lr", "--set", "epochs=1")
+    assert ended.status == 0, ended.err
+    after = result(command, "out")
+    assert (after["steps"], after["promise"]) == (7, "exact")
+    ended = command.run("run", *again)
+    assert "To go on: unisono run script.py --run-dir out --resume --set steps=14" in ended.out

@@ -1,0 +1,124 @@
+"""What is wrong with a request for a run: all of it, before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from unisono.errors import Problem, SettingsError
+from unisono.settings import (
+    UNASKED,
+    Entry,
+    Gathered,
+    Line,
+    Loaded,
+    entries_of,
+    example_of,
+    flatten,
+    plural,
+    shown,
+)
+from unisono.settings.values import Misfit, typed
+
+
+class Examined(NamedTuple):
+    """The settings, as far as they can be made, and everything that is wrong with them."""
+
+    loaded: Loaded[Any] | None
+    problems: list[Problem]
+
+
+def examine(gathered: Gathered[Any], size: int, *, only_given: bool = False) -> Examined:
+    """Look at gathered settings for `size` processes. What follows only from another problem is not told.
+
+    only_given  the defaults are not the script's: only what was given counts
+    """
+    try:
+        loaded = gathered.build()
+    except SettingsError as error:
+        return Examined(None, gathered.problems or list(error.problems))
+    unasked = {name for name, source in gathered.sources.items() if only_given and source in UNASKED}
+    unknown = gathered.doubtful | unasked
+    return Examined(loaded, [*gathered.problems, *check(loaded.settings, size, gathered.line, unknown)])
+
+
+def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -> list[Problem]:
+    """Everything that is wrong with these settings for `size` processes.
+
+    line     what was typed, for the messages
+    unknown  names of settings whose values do not count
+    """
+    entries = [entry for entry in entries_of(type(settings), settings) if entry.name not in unknown]
+    problems = [problem for entry in entries if (problem := _misfit(entry, line))]
+    if problems:
+        return problems  # comparing values of the wrong type would only raise
+    values = {name: value for name, value in flatten(settings).items() if name not in unknown}
+    problems += _out_of_limits(values, line)
+    problems += _without_one_end(values, line)
+
+    ranks, batch = values.get("virtual_ranks"), values.get("batch")
+    if ranks is not None and batch is not None and ranks > batch >= 1:
+        true = f"A batch of {batch} has {batch} samples, so at most {batch} shares."
+        do = f"{line.setting(f'virtual_ranks={batch}')}, or: {line.setting(f'batch={ranks}')}"
+        problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
+    if ranks is not None and size > ranks >= 1:
+        true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
+        # More virtual ranks are another computation, so that comes second, and with the batch they need.
+        more = [f"virtual_ranks={size}", *([f"batch={size}"] if batch is not None and size > batch else [])]
+        other = line.in_processes(size).setting(*more)
+        problems.append(Problem(f"{size} processes", true, f"{line.in_processes(ranks)}, or (other bits): {other}"))
+    return problems
+
+
+def _misfit(entry: Entry, line: Line) -> Problem | None:
+    try:
+        typed(entry.hint, entry.default)
+    except Misfit as misfit:
+        do = str(line.setting(f"{entry.name}={example_of(entry)}"))
+        return Problem(f"{entry.name} = {shown(entry.default)}", f"It is not {misfit}.", do)
+    return None
+
+
+def _out_of_limits(values: dict[str, Any], line: Line) -> list[Problem]:
+    problems = []
+    for name, (least, most) in LIMITS.items():
+        value = values.get(name)
+        if value is not None and not least <= value <= most:
+            true = f"It must be at least {least}." if value < least else f"It can be at most {most}."
+            do = str(line.setting(f"{name}={least if value < least else most}"))
+            problems.append(Problem(f"{name} = {value}", true, do))
+    clip = values.get("clip")
+    if clip is not None and not clip > 0:
+        true = "The largest norm must be a number above 0; none means no clipping."
+        do = f"{line.setting('clip=1.0')}, or: {line.setting('clip=none')}"
+        problems.append(Problem(f"clip = {clip}", true, do))
+    return problems
+
+
+def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
+    """Either steps or epochs says when it ends."""
+    if not {"steps", "epochs"} <= set(values):
+        return []
+    steps, epochs = values["steps"], values["epochs"]
+    if steps is None and epochs is None:
+        do = f"{line.setting('steps=100')}, or: {line.setting('epochs=1')}"
+        return [Problem("A run that ends.", "Neither steps nor epochs is given, so nobody knows when it ends.", do)]
+    if steps is not None and epochs is not None:
+        do = f"{line.setting('epochs=none')}, or: {line.setting('steps=none')}"
+        return [Problem(f"steps = {steps} and epochs = {epochs}", "Only one of them can say when it ends.", do)]
+    return []
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "steps": (1, float("inf")),
+    "epochs": (1, float("inf")),
+    "batch": (1, float("inf")),
+    "micro_batch": (1, float("inf")),
+    "virtual_ranks": (1, float("inf")),
+    "seed": (0, 2**64 - 1),  # keys are made of 64 bits
+    "threads": (1, float("inf")),
+    "checkpoint.every": (0, float("inf")),
+    "checkpoint.keep": (1, float("inf")),
+    "loader.workers": (0, float("inf")),
+    "loader.prefetch": (1, float("inf")),
+}

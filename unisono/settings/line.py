@@ -1,0 +1,63 @@
+"""A command line, to be said again with something else in it: what the messages propose to type, as a whole."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+VALUED = ("--set", "--settings", "--accept-change", "--run-dir", "--ranks")
+"""Flags that a value follows, as a word of its own."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What was typed, word by word; `str` quotes it for a shell. Every method gives a new one.
+
+    Without words nobody knows what was typed, and only what is new is said: --set lr=1.
+    """
+
+    words: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+    def setting(self, *pairs: str, instead_of: str = "") -> Line:
+        """With these `--set key=value`, which replace those of the same keys, and the one called `instead_of`."""
+        names = {pair.partition("=")[0].strip() for pair in pairs}
+
+        def replaced(flag: str, value: str) -> bool:
+            return flag == "--set" and (value == instead_of or value.partition("=")[0].strip() in names)
+
+        return self._swap(replaced, [word for pair in pairs for word in ("--set", pair)])
+
+    def flag(self, name: str, value: str = "", instead_of: str = "") -> Line:
+        """With this flag, once; or for one that repeats, in place of the one with the value `instead_of`."""
+        new = [name, value] if value else [name]
+        return self._swap(lambda flag, v: flag == name and instead_of in ("", v), new)
+
+    def without(self, name: str, value: str = "") -> Line:
+        """Without this flag, or only without the one that has this value."""
+        return self._swap(lambda flag, v: flag == name and value in ("", v), [])
+
+    def in_processes(self, count: int) -> Line:
+        """As `unisono run` starts that many processes."""
+        words = self.words or ("unisono", "run", "SCRIPT")
+        if words[0] == "python":
+            words = ("unisono", "run", *words[1:])
+        return Line(words).flag("--ranks", str(count))
+
+    def _swap(self, replaced: Callable[[str, str], bool], new: list[str]) -> Line:
+        """Put `new` where the first replaced flag is, or last; what comes after -- belongs to the script."""
+        end = self.words.index("--") if "--" in self.words else len(self.words)
+        front, place, i = list[str](), None, 0
+        while i < end:
+            count = 2 if self.words[i] in VALUED else 1
+            words = self.words[i : min(i + count, end)]
+            if replaced(words[0], words[-1] if count == 2 else ""):
+                place = len(front) if place is None else place
+            else:
+                front += words
+            i += count
+        place = len(front) if place is None else place
+        return Line((*front[:place], *new, *front[place:], *self.words[end:]))
