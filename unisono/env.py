@@ -29,6 +29,7 @@ class World:
     launcher: str = "python"  # who started us: python, unisono, torchrun
     folder: str = field(default_factory=os.getcwd)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
+    columns: int = 0  # of that terminal, as the launcher found it; 0: look yourself
 
     @property
     def is_main(self) -> bool:

@@ -222,7 +222,7 @@ def test_a_signal_is_passed_on_once_and_every_process_saves_and_leaves(
     running.send_signal(number)
     ended = command.end(running)
     assert ended.status == 0
-    assert ended.err == "Stopping: every process saves and leaves. Ctrl-C again kills them at once.\n"
+    assert ended.err == "Stopping after the step under way; what is done is saved. A second Ctrl-C kills at once.\n"
     assert command.log(1) == "saved by rank 1\n"
 
 
@@ -231,7 +231,9 @@ def test_a_process_that_was_not_listening_yet_counts_as_stopped(command: Command
     running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out")
     command.wait_for("ready 0", "ready 1")
     running.send_signal(signal.SIGINT)
-    assert command.end(running).status == 0
+    ended = command.end(running)
+    assert ended.status == 0
+    assert ended.last == "It was stopped before its loop began: nothing was computed, so nothing is lost."
 
 
 def test_who_waits_for_a_process_that_was_stopped_too_early_does_not_wait_for_long(command: Command) -> None:
@@ -276,7 +278,8 @@ def test_one_ctrl_c_that_comes_twice_is_one(command: Command) -> None:
     assert command.log(1) == "saved by rank 1\n"
 
 
-def test_a_second_ctrl_c_kills_at_once(command: Command) -> None:
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_kills_at_once(command: Command, sign: signal.Signals) -> None:
     command.script("""
         signal.signal(signal.SIGTERM, lambda number, frame: say("saving"))
         say("ready")
@@ -288,7 +291,7 @@ def test_a_second_ctrl_c_kills_at_once(command: Command) -> None:
     running.send_signal(signal.SIGINT)
     command.wait_for("saving 0", "saving 1")
     time.sleep(SECOND_SIGNAL_SECONDS + 0.05)  # sooner, it would count as the same Ctrl-C
-    running.send_signal(signal.SIGINT)
+    running.send_signal(sign)
     ended = command.end(running)
     assert ended.status == 1
     assert ended.last == "Killed before everything was saved; the newest complete checkpoint stays."

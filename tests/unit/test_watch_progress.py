@@ -146,6 +146,17 @@ def test_what_a_line_says(hands: Hands) -> None:
     assert last == "step 81/200  loss 2.3457  lr 0.0003  512 samples/s  data wait 10%  412 MB  0:15 left"
 
 
+def test_a_number_that_was_not_logged_since_the_last_line_says_how_old_it_is(hands: Hands) -> None:
+    progress, stream = plain(hands)
+    for step in range(1, 4):
+        hands.at += 20
+        progress.update(step, None, 1, hands, {"valid": 2.5} if step == 2 else {"lr": 0.1})
+    assert [line.split("  ")[1:3] for line in stream.getvalue().splitlines()[1:]] == [
+        ["lr 0.1 at step 1", "valid 2.5"],
+        ["lr 0.1", "valid 2.5 at step 2"],
+    ]
+
+
 def test_a_run_of_unknown_length_has_no_time_left_and_a_loop_may_have_no_loss(hands: Hands) -> None:
     progress, stream = plain(hands, total=None)
     for step in (1, 2):
@@ -277,7 +288,8 @@ def test_a_live_line_never_wraps(columns: int, hands: Hands) -> None:
         assert 0 < len(lines[0]) < columns
         assert lines[0].startswith("step 99009/100000")
         assert ("left" in lines[0]) == (columns >= 60)
-        assert ("accuracy 0.5" in lines[0]) == (columns >= 200)
+        assert ("accuracy 0.5" in lines[0]) == (columns >= 60)
+        assert ("412 MB" in lines[0]) == (columns >= 200)
         progress.close()
     finally:
         terminal.close()
@@ -312,7 +324,8 @@ def test_the_environment_is_not_asked(hands: Hands, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_stream_that_is_no_terminal_has_some_width() -> None:
-    assert terminal_width(io.StringIO()) > 0
+    assert terminal_width(io.StringIO()) == 80
+    assert terminal_width(io.StringIO(), known=132) == 132  # what the launcher told us
 
 
 def test_other_output_makes_the_line_give_way(terminal: Terminal, hands: Hands) -> None:

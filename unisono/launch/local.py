@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def run(
                 store=f"file://{folder}/store",
                 launcher="unisono",
                 terminal=terminal,
+                columns=os.get_terminal_size(1).columns if terminal else 0,
             )
             record = Path(folder) / f"rank-{rank}.json"
             order = json.dumps({"world": asdict(world), "record": str(record)})

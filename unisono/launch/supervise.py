@@ -9,7 +9,8 @@ only us, and so that whatever a process started ends with it. The rules:
 
 - The earliest failure is *the* failure. The others are told to end (SIGTERM), killed after a moment, and the failing
   rank's own traceback is the last thing on the screen.
-- The first Ctrl-C, SIGTERM or SIGHUP asks every process to save and leave; a second Ctrl-C kills them at once.
+- The first Ctrl-C, SIGTERM or SIGHUP asks every process to save and leave; a second Ctrl-C or SIGTERM kills them at
+  once. When the first of them has left, the others have five minutes.
 - Nobody outlives us: when we are gone, standard input ends in every process, and it ends itself.
 """
 
@@ -37,6 +38,8 @@ LOOK_SECONDS = 0.1
 """Between two looks at the records; exits and output wake us at once."""
 GRACE_SECONDS = 0.4
 """After a failure the other processes have this long to say something, so that a traceback is there within a second."""
+LATE_STOP_SECONDS = 300.0
+"""Once a process has saved and left, the others are not far; one that waits for something in vain is killed."""
 EARLY_STOP_SECONDS = 10.0
 """Once a process left before it could listen to a stop, the others may wait for it in vain: they have this long."""
 SECOND_SIGNAL_SECONDS = 0.25
@@ -226,6 +229,7 @@ class _Supervisor:
         if not self.failing and any(p.failed() or p.task.record.exists() for p in self.processes):
             self._end_the_others()
         if self.kill_at is not None and now >= self.kill_at:
+            self.impatient |= self.stopped_at is not None and not self.left_early
             for process in self.processes:
                 process.kill()
 
@@ -264,10 +268,10 @@ class _Supervisor:
         if self.stopped_at is None:
             self.stopped_at = now
             if not self.failing:
-                self._say("Stopping: every process saves and leaves. Ctrl-C again kills them at once.")
+                self._say("Stopping after the step under way; what is done is saved. A second Ctrl-C kills at once.")
                 for process in self.processes:
                     process.tell(group=False)
-        elif number == signal.SIGINT and now - self.stopped_at > SECOND_SIGNAL_SECONDS:
+        elif number != signal.SIGHUP and now - self.stopped_at > SECOND_SIGNAL_SECONDS:
             self.impatient = True
             self.kill_at = now
 
@@ -278,9 +282,10 @@ class _Supervisor:
         process.ended_at = time.time()
         process.popen.wait()
         self._drain(process)
-        if self.stopped_at is not None and process.told and process.popen.returncode == -signal.SIGTERM:
-            self.left_early = True
-            self.kill_at = self.kill_at or time.monotonic() + EARLY_STOP_SECONDS
+        if self.stopped_at is not None and process.told and not self.failing:
+            early = process.popen.returncode == -signal.SIGTERM
+            self.left_early |= early
+            self.kill_at = self.kill_at or time.monotonic() + (EARLY_STOP_SECONDS if early else LATE_STOP_SECONDS)
 
     def _drain(self, process: _Process) -> None:
         """Pass on the last words and close everything. Somebody who left the process group may hold the pipe open."""
@@ -329,6 +334,8 @@ class _Supervisor:
         if self.impatient and not self.failing:
             self._say("Killed before everything was saved; the newest complete checkpoint stays.")
             return Outcome(1, stopped=True)
+        if self.stopped_at is not None and self.left_early:
+            self._say("It was stopped before its loop began: nothing was computed, so nothing is lost.")
         if self.stopped_at is not None and (self.left_early or not failures):
             return Outcome(0, stopped=True)
         if not failures:

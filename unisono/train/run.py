@@ -360,7 +360,15 @@ class Run(Generic[S]):
             self._timeline.resumed(self.steps_done)
         if self.is_main:
             live = self.world.terminal
-            self._progress = Progress(self._output, live, engine.last, self.steps_done, seen, color=self._color)
+            self._progress = Progress(
+                self._output,
+                live,
+                engine.last,
+                self.steps_done,
+                seen,
+                color=self._color,
+                columns=self.world.columns,
+            )
             log.through(self._progress)
             if live:  # the script's own print goes above the line that is being redrawn
                 sys.stdout = Aside(self._output, self._progress)

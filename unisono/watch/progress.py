@@ -68,6 +68,7 @@ class Progress:
     samples_seen  how many samples these steps took
     color         False with NO_COLOR
     memory        bytes in use, for instance the accelerator's; by default what this process holds in main memory
+    columns       of the terminal, where the stream is a pipe to a launcher that knows; 0: look
     now           seconds from any origin, never going back; tests pass their own
     """
 
@@ -81,6 +82,7 @@ class Progress:
         *,
         color: bool = False,
         memory: Callable[[], int] | None = None,
+        columns: int = 0,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.total_steps = total_steps
@@ -90,10 +92,11 @@ class Progress:
         self._color = color
         self._memory = memory or resident_bytes
         self._now = now
+        self._columns = columns
         self._pause = LIVE_SECONDS if live else PLAIN_SECONDS
         self._draw_at = now()  # at once
         self._last: tuple[int, float | None, Seconds, float] | None = None
-        self._logged: dict[str, Any] = {}
+        self._logged: dict[str, tuple[Any, int]] = {}  # and after how many steps
         self._marks: list[Mark] = []
         self._shown = ""  # the live line on the screen
         self._drawn_step = first_step
@@ -109,13 +112,13 @@ class Progress:
         loss     its loss
         samples  in its global batch
         clock    of this process
-        extra    what the loop logged; a value is shown until a newer one of the same name comes
+        extra    what the loop logged; a value is shown until a newer one of the same name comes, with its step
         """
         self.samples_seen += samples
         now = self._now()
         self._last = (step, loss, clock, now)
         if extra:
-            self._logged.update(extra)
+            self._logged.update({name: (value, step) for name, value in extra.items() if name != "loss"})
         if now >= self._draw_at or step == self.total_steps:
             self._draw_at = now + self._pause
             self._draw()
@@ -168,14 +171,15 @@ class Progress:
         fields = [Field(0, f"step {step}" + (f"/{self.total_steps}" if self.total_steps else ""), "1")]
         if loss is not None:
             fields.append(Field(1, f"loss {loss:.4f}"))
-        fields += [Field(6, f"{name} {_short(value)}") for name, value in self._logged.items() if name != "loss"]
+        for name, (value, at) in self._logged.items():
+            fields.append(Field(3, f"{name} {_short(value)}" + (f" at step {at}" if at <= self._drawn_step else "")))
         if self._marks:
             recent = self._since(now - RECENT_SECONDS)
             if now > recent.time and step > recent.step:
                 waiting = (here.data_seconds - recent.data_seconds) / (now - recent.time)
-                fields.append(Field(3, f"{_rate((here.samples - recent.samples) / (now - recent.time))} samples/s"))
-                fields.append(Field(4, f"data wait {waiting:.0%}", "33" if waiting > WAITS_TOO_LONG else ""))
-        fields.append(Field(5, size(self._memory())))
+                fields.append(Field(4, f"{_rate((here.samples - recent.samples) / (now - recent.time))} samples/s"))
+                fields.append(Field(5, f"data wait {waiting:.0%}", "33" if waiting > WAITS_TOO_LONG else ""))
+        fields.append(Field(6, size(self._memory())))
         left = self._seconds_left(here)
         if left is not None:
             fields.append(Field(2, f"{duration(left)} left"))
@@ -184,7 +188,7 @@ class Progress:
             if len(self._marks) > 512:  # the past may be coarser than the present
                 self._marks[1:256] = self._marks[1:256:2]
         self._drawn_step = step
-        return fit(fields, terminal_width(self._stream) - 1 if self._live else None, color=self._color)
+        return fit(fields, (terminal_width(self._stream, self._columns) - 1) if self._live else None, color=self._color)
 
     def _seconds_left(self, here: Mark) -> float | None:
         if self.total_steps is None or here.step >= self.total_steps:
@@ -250,16 +254,13 @@ def fit(fields: Iterable[Field], width: int | None, *, color: bool = False) -> s
     return "  ".join(f"\x1b[{f.style}m{f.text}\x1b[0m" if color and f.style else f.text for f in kept)
 
 
-def terminal_width(stream: TextIO) -> int:
-    """Columns of the terminal behind `stream`; under a launcher, of the one behind standard error or input; else 80."""
-    for file in (stream, 2, 0):
-        try:
-            columns = os.get_terminal_size(file if isinstance(file, int) else file.fileno()).columns
-        except (OSError, ValueError, AttributeError):
-            continue
-        if columns > 0:
-            return columns
-    return 80
+def terminal_width(stream: TextIO, known: int = 0) -> int:
+    """Columns of the terminal behind `stream`; else what is known of it; else 80."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        columns = 0
+    return columns or known or 80
 
 
 def resident_bytes() -> int:
