@@ -276,3 +276,35 @@ def test_leaving_the_loop_with_break_keeps_what_was_done(command: Command) -> No
     ended = command.run("run", "script.py", "--run-dir", "out", "--resume")
     assert ended.status == 0, ended.err
     assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_reader_that_leaves_does_not_end_a_training(command: Command) -> None:
+    """python script.py | head -n 1"""
+    script = command.script(SCRIPT.replace("step.update(", "print('a line of its own', flush=True); step.update("))
+    training = command.start_python(str(script), "--run-dir", "piped")
+    assert training.stdout is not None
+    training.stdout.readline()
+    training.stdout.close()
+    assert training.wait(30) == 0
+    assert result(command, "piped")["steps"] == 24
+
+
+def test_a_small_batch_has_fewer_virtual_ranks_and_that_is_said(command: Command) -> None:
+    command.script(SCRIPT)
+    ended = command.run("run", "script.py", "--set", "batch=4", "--set", "steps=2", "--run-dir", "small")
+    asked = command.run("run", "script.py", "--set", "virtual_ranks=4", "--set", "steps=2", "--run-dir", "asked")
+    assert "\n4 virtual ranks (no more than the batch of 4): 1 to 4 processes, micro-batches of 1\n" in ended.out
+    assert "\n4 virtual ranks: 1 to 4 processes, micro-batches of 4\n" in asked.out
+
+
+def test_a_run_that_was_stopped_says_the_line_that_goes_on(command: Command) -> None:
+    command.script(SCRIPT)
+    running = command.start("run", "script.py", "--ranks", "2", "--set", "pause=0.05", "--run-dir", "out")
+    command.wait_for("step 0 of 0", "step 0 of 1")
+    running.send_signal(signal.SIGTERM)
+    ended = command.end(running)
+    assert ended.status == 0
+    last = ended.out.strip().splitlines()[-1]
+    assert last.startswith("This run was stopped before its end. Next: unisono run script.py")
+    for words in ("--ranks 2", "--set pause=0.05", "--run-dir out", "--resume"):
+        assert words in last

@@ -50,6 +50,9 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     or SIGTERM it returns once the state is saved.
     """
     world = World.current()
+    screen = sys.stdout
+    if screen is not None:
+        sys.stdout = log.Patient(screen)
     try:
         _main(train, settings, world)
     except UnisonoError as error:
@@ -58,6 +61,8 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         if world.is_main:
             print(f"{error}", file=sys.stderr)
         sys.exit(error.exit_status)
+    finally:
+        sys.stdout = screen
 
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
@@ -95,7 +100,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             started = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
-        _say_hello(run, request, resumed)
+        _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(run):
             _train(train, run, asked, color)
 
@@ -121,7 +126,14 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
     if run.is_main:
         if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
-            lines = report.closing(result, run.dir, shown=asked.request.run_dir, color=color, ascii_only=plain)
+            lines = report.closing(
+                result,
+                run.dir,
+                shown=asked.request.run_dir,
+                again=str(asked.line().flag("--resume")),
+                color=color,
+                ascii_only=plain,
+            )
             print("\n".join(["", *lines]), flush=True)
         elif run.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
@@ -216,7 +228,8 @@ def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
     return told["value"]
 
 
-def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None) -> None:
+def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, fewer: bool) -> None:
+    """`fewer`: nobody asked for this number of virtual ranks; if it is not the default one, the batch is small."""
     s = run.settings
     share = -(-s.batch // s.virtual_ranks)
     micro = min(share, s.micro_batch or share)
@@ -225,7 +238,8 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None) -> N
     more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
     log.say(f"unisono {__version__}: {processes} on {run.device.type}, {threads}{more}")
-    log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}: {span}, micro-batches of {micro}")
+    why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
+    log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
 
 

@@ -11,8 +11,10 @@ While a progress line is on the screen, both go through it and do not tear it.
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import TextIO
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 from unisono.watch.progress import Progress
 
@@ -55,6 +57,38 @@ class Voice(logging.Handler):
             stream.flush()
         except (OSError, ValueError):  # nobody is listening any more; that must not stop a training
             pass
+
+
+class Patient:
+    """Standard output whose reader may leave (`python train.py | head`): a training goes on without listeners."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._to_nowhere()
+            return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._to_nowhere()
+
+    def _to_nowhere(self) -> None:
+        """What is still in the buffer, and all that comes, goes where nobody minds."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
 
 
 _silent = Voice(0, 1, None)

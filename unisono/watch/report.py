@@ -133,12 +133,14 @@ def closing(
     run_dir: Path | str,
     *,
     shown: Path | str | None = None,
+    again: str = "the same command with --resume",
     color: bool = False,
     ascii_only: bool = False,
 ) -> list[str]:
     """The lines at the end of a run: where the time went, the bottleneck, run directory, promise, fingerprint.
 
-    `shown` is what the run directory is called, if not by the path that it is read from.
+    `shown` is what the run directory is called, if not by the path that it is read from; `again` is what to type to go
+    on with a run that was stopped.
 
     `result` is what `result.json` holds; every name may be missing. Its `phases`, seconds per phase, come from the
     clock; without them the timeline of rank 0 is read.
@@ -171,7 +173,7 @@ def closing(
         first, *rest = [value] if name == "run" else textwrap.wrap(value, WIDTH - width - 2, break_on_hyphens=False)
         lines += [f"{_bold(f'{name:<{width}}', color)}  {first}", *(f"{'':{width}}  {more}" for more in rest)]
     if result.get("stopped"):
-        lines.append("This run was stopped before its end. Next: the same command with --resume")
+        lines.append(f"This run was stopped before its end. Next: {again}")
     return lines
 
 
