@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,10 +26,7 @@ from unisono.train.evaluate import Forward, Measure, evaluate
 from unisono.train.state import RANDOM, State
 from unisono.train.step import Step
 from unisono.train.table import Table
-from unisono.watch import log
-from unisono.watch.clock import Clock
-from unisono.watch.progress import Aside, Progress
-from unisono.watch.timeline import Timeline
+from unisono.watch.watcher import Watcher
 
 if TYPE_CHECKING:
     from unisono.env import World
@@ -38,10 +34,6 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
-
-
-LINE_SECONDS = 0.005
-"""Steps that are faster share a line of the timeline (the last one's number and loss, everybody's seconds)."""
 
 
 class Stopped(BaseException):
@@ -89,19 +81,13 @@ class Run(Generic[S]):
         self._names: dict[int, str] = {}
         self._total_steps = settings.steps
         self._engine: Engine | None = None
-        self._output, self._color = output, color
-        self._logged: dict[str, Any] = {}
+        self._watcher = Watcher(run_dir, group.rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
-        self._watch_at = 0.0
-        self._unwatched = 0  # samples of the steps since then
         self._last_step: Step | None = None
         self._done: Step | None = None  # the last one whose update was made
         self._began: float | None = None
         self._ended: float | None = None
         self._samples_here = 0
-        self.clock = Clock()
-        self._progress: Progress | None = None
-        self._timeline: Timeline | None = None
 
     @property
     def is_main(self) -> bool:
@@ -234,7 +220,9 @@ class Run(Generic[S]):
         self.changes += [
             {"step": self.steps_done, "field": name, "from": a, "to": b} for name, a, b in self._state.changes
         ]
-        self._begin_watching(engine)
+        seen = _samples(engine.order, self.steps_done)
+        self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._state.resumed is not None)
+        self._began = time.perf_counter()
         checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every
         for number in range(self.steps_done, engine.last):
@@ -248,7 +236,7 @@ class Run(Generic[S]):
             self.steps_done = number + 1
             self._samples_here += step.samples
             self._done = step
-            self._watch(step)
+            self._watcher.step(step)
             if engine.agreed["leave"]:
                 self._save()
                 raise Stopped
@@ -305,19 +293,16 @@ class Run(Generic[S]):
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Record values of this step: they go into the timeline, the progress line and, the last ones, result.json."""
+        told = {}
         for name, value in {**(values or {}), **named}.items():
             number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-            self._logged[name] = value.item() if number else value
-        self.results.update(self._logged)
+            told[name] = value.item() if number else value
+        self._watcher.log(told)
+        self.results.update(told)
 
     def print(self, *values: Any) -> None:
         """Print on the main process only, without disturbing the progress line."""
-        if self.is_main:
-            text = " ".join(map(str, values))
-            if self._progress is not None:
-                self._progress.note(text)
-            else:
-                print(text, file=self._output, flush=True)
+        self._watcher.note(" ".join(map(str, values)))
 
     def evaluate(
         self,
@@ -351,44 +336,7 @@ class Run(Generic[S]):
             raise Stopped
         return result
 
-    # -- watching and saving
-
-    def _begin_watching(self, engine: Engine) -> None:
-        seen = _samples(engine.order, self.steps_done)
-        self._timeline = Timeline(self.dir / "timeline" / f"rank-{self.rank}.jsonl", note=self.print)
-        if self._state.resumed is not None:
-            self._timeline.resumed(self.steps_done)
-        if self.is_main:
-            live = self.world.terminal
-            self._progress = Progress(
-                self._output,
-                live,
-                engine.last,
-                self.steps_done,
-                seen,
-                color=self._color,
-                columns=self.world.columns,
-            )
-            log.through(self._progress)
-            if live:  # the script's own print goes above the line that is being redrawn
-                sys.stdout = Aside(self._output, self._progress)
-        self._began = time.perf_counter()
-        self.clock.start()
-
-    def _watch(self, step: Step) -> None:
-        """After every step. Quick steps share a line, so that watching them costs nothing."""
-        self._unwatched += step.samples
-        if self._logged or time.perf_counter() > self._watch_at:
-            self._watch_closely(step)
-
-    def _watch_closely(self, step: Step) -> None:
-        assert self._timeline is not None
-        loss = step.loss
-        self._timeline.step(step.number, self.clock.lap(), loss, self._logged or None)
-        if self._progress is not None:
-            self._progress.update(step.number + 1, loss, self._unwatched, self.clock, self._logged or None)
-        self._unwatched, self._logged = 0, {}
-        self._watch_at = time.perf_counter() + LINE_SECONDS
+    # -- saving
 
     def _save(self) -> None:
         self._table.together("a checkpoint")
@@ -436,7 +384,7 @@ class Run(Generic[S]):
             "reason": reason,
             "weights_sha256": self._state.fingerprint() if self._state.models else None,
             "stopped": order is not None and self._engine is not None and self.steps_done < self._engine.last,
-            "phases": {name: round(s, 3) for name, s in self.clock.seconds.items()},
+            "phases": {name: round(s, 3) for name, s in self._watcher.clock.seconds.items()},
         }
         logged = {name: value for name, value in self.results.items() if isinstance(value, (int, float, str, bool))}
         return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
@@ -445,20 +393,10 @@ class Run(Generic[S]):
         }
 
     def close(self) -> None:
-        """Stop watching: the last progress line, and the timeline on disk. Let go of the model."""
-        self.clock.stop()
-        if self._unwatched and self._done is not None:
-            self._watch_closely(self._done)
+        """Stop watching, and let go of the model."""
+        self._watcher.close()
         if self._engine is not None:
             self._engine.close()
-        if self._progress is not None:
-            if isinstance(sys.stdout, Aside):
-                sys.stdout = self._output
-            self._progress.close()
-            log.through(None)
-            self._progress = None
-        if self._timeline is not None:
-            self._timeline.close()
 
 
 def _samples(order: Order, steps: int) -> int:
