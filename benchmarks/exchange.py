@@ -21,6 +21,7 @@ import copy
 import io
 import itertools
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -257,11 +258,11 @@ def main() -> None:
     flags.add_argument("--virtual-ranks", type=int, help="only this many (2 and 8)")
     asked = flags.parse_args()
     rounds, steps = (1, 2) if asked.quick else (asked.rounds, asked.steps)
-    rows = [
-        measure(name, virtual_ranks, rounds, steps)
-        for name in ([asked.model] if asked.model else TASKS)
-        for virtual_ranks in ([asked.virtual_ranks] if asked.virtual_ranks else (2, 8))
-    ]
+    rows: list[dict[str, Any]] = []
+    for name in [asked.model] if asked.model else TASKS:
+        for virtual_ranks in [asked.virtual_ranks] if asked.virtual_ranks else (2, 8):
+            rows.append(measure(name, virtual_ranks, rounds, steps))
+            print(table(rows[-1:]), file=sys.stderr, flush=True)
     show("exchange", {"rows": rows}, lambda: table(rows), as_json=asked.json)
 
 
