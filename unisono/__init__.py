@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unisono import env as env  # at once, because it notes where we are before the script goes elsewhere
+
 __version__ = "0.1.0"
 
 _door = {

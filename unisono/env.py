@@ -6,6 +6,7 @@ here is ever written to the environment: we do not talk to ourselves through it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
@@ -14,6 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from unisono.errors import WorldError
+
+_folder = "."
+with contextlib.suppress(OSError):  # somebody may have removed it
+    _folder = os.getcwd()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +32,7 @@ class World:
     host: str = field(default_factory=socket.gethostname)
     store: str | None = None  # where the processes meet: file:///path, env:// (torchrun's variables); None: alone
     launcher: str = "python"  # who started us: python, unisono, torchrun
-    folder: str = field(default_factory=os.getcwd)  # where the request was typed: its relative paths begin there
+    folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
     columns: int = 0  # of that terminal, as the launcher found it; 0: look yourself
 

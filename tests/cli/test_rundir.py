@@ -168,19 +168,21 @@ MOVES = """
     """
 
 
-def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(command: Command) -> None:
+@pytest.mark.parametrize("starter", BY)
+def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(command: Command, starter: str) -> None:
     command.script(MOVES)
     (command.folder / "some.toml").write_text("batch = 5\nloader.workers = 1\n")
-    asked = ["run", "script.py", "--run-dir", "out", "--settings", "some.toml"]
-    ended = command.run(*asked, "--set", "steps=3", "--ranks", "2")
+    asked = [*BY[starter], "--run-dir", "out", "--settings", "some.toml"]
+    ended = command.end(command.start_python(*asked, "--set", "steps=3"))
     assert ended.status == 0, ended.err
     assert "run directory: out\n" in ended.out
     assert "run          out\n" in ended.out
     out = command.folder / "out"
-    assert {path.name for path in (out / "timeline").iterdir()} == {"rank-0.jsonl", "rank-1.jsonl"}
+    ranks = 1 if starter == "python" else 2
+    assert sorted(path.name for path in (out / "timeline").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"][:ranks]
     assert "batch = 5 " in (out / "settings.toml").read_text()
     assert "# some.toml" in (out / "settings.toml").read_text()
-    ended = command.run(*asked, "--set", "steps=5", "--resume")
+    ended = command.end(command.start_python(*asked, "--set", "steps=5", "--resume"))
     assert ended.status == 0, ended.err
     assert json.loads((out / "result.json").read_text())["steps"] == 5
     assert sorted(path.name for path in command.folder.iterdir()) == ["alive", "out", "script.py", "some.toml"]

@@ -289,6 +289,34 @@ def test_a_reader_that_leaves_does_not_end_a_training(command: Command) -> None:
     assert result(command, "piped")["steps"] == 24
 
 
+BY = {"python": ["script.py"], "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py"]}
+CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
+@pytest.mark.parametrize("starter", BY)
+def test_the_result_as_json_for_nobody_is_no_failure(command: Command, starter: str) -> None:
+    """unisono run script.py --json | head -n 1"""
+    command.script(SCRIPT)
+    training = command.start_python(*BY[starter], "--run-dir", "piped", "--json")
+    assert training.stdout is not None
+    training.stdout.readline()
+    training.stdout.close()
+    training.stdout = None
+    ended = command.end(training)
+    assert (ended.status, ended.err) == (0, "")
+    assert result(command, "piped")["steps"] == 24
+
+
+@pytest.mark.parametrize("starter", BY)
+def test_without_a_standard_output_no_other_file_is_taken_for_it(command: Command, starter: str) -> None:
+    """unisono run script.py >&-"""
+    command.script(SCRIPT)
+    ended = command.end(command.start_python("-c", CLOSED, *BY[starter], "--run-dir", "quiet"))
+    assert (ended.status, ended.out, ended.err) == (0, "", "")
+    assert result(command, "quiet")["steps"] == 24
+    assert len((command.folder / "quiet" / ".lock").read_text().splitlines()) == 1
+
+
 def test_a_small_batch_has_fewer_virtual_ranks_and_that_is_said(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--set", "batch=4", "--set", "steps=2", "--run-dir", "small")

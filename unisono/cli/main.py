@@ -20,6 +20,7 @@ from unisono.cli.request import Request, parsed, split
 from unisono.cli.run import run
 from unisono.errors import SettingsError, UnisonoError
 from unisono.settings import Settings, entries_of
+from unisono.watch import log
 
 EXAMPLES = """\
 Examples:
@@ -79,15 +80,16 @@ def build_app() -> App:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _obey(words)
-    except UnisonoError as error:
-        print(error, file=sys.stderr)
-        if "--json" in split(words)[0]:
-            print(json.dumps({"error": told(error)}))
-        return error.exit_status
-    except KeyboardInterrupt:
-        return 1
+    with log.patiently():
+        try:
+            return _obey(words)
+        except UnisonoError as error:
+            print(error, file=sys.stderr)
+            if "--json" in split(words)[0]:
+                print(json.dumps({"error": told(error)}))
+            return error.exit_status
+        except KeyboardInterrupt:
+            return 1
 
 
 def _obey(words: Sequence[str]) -> int:

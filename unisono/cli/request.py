@@ -82,10 +82,10 @@ class Request:
         words += ["--json"] if self.json else []
         return Line((*command, *words, *(("--", *self.own) if self.own else ())))
 
-    def earlier(self, run_dir: Path | None, folder: Path = Path()) -> Path | None:
+    def earlier(self, run_dir: Path | None) -> Path | None:
         """The settings.toml of the run that is resumed; None: there is nothing to resume, or it never got so far."""
         file = run_dir / "settings.toml" if self.resume and run_dir is not None else None
-        return file if file is not None and (folder / file).is_file() else None
+        return file if file is not None and file.is_file() else None
 
     def problems_of_accepted(self, known: Collection[str], line: Line) -> list[Problem]:
         """What is wrong with --accept-change; `known` are the fields that a run's result depends on."""

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -29,9 +29,9 @@ from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.score.keys import SCRIPT, mix
-from unisono.settings import Line, Loaded, Settings, explain, gather, mathematics
+from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.check import examine
-from unisono.train.identity import ENVIRONMENT, agree, compare, environment
+from unisono.train.identity import agree, compare, environment
 from unisono.train.run import Run, Stopped
 from unisono.watch import log, report
 from unisono.world.collectives import Group
@@ -50,25 +50,22 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     or SIGTERM it returns once the state is saved.
     """
     world = World.current()
-    screen = sys.stdout
-    if screen is not None:
-        sys.stdout = log.Patient(screen)
     try:
-        _main(train, settings, world)
+        with log.patiently():
+            _main(train, settings, world)
     except UnisonoError as error:
         if world.launcher == "unisono" or error.exit_status != 2:
             raise  # the launcher says it, last; or Python does, below its traceback
         if world.is_main:
             print(f"{error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    finally:
-        sys.stdout = screen
 
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
     asked = Asked(script, Request.parse(sys.argv[1:], cls, script.name), world)
-    loaded = asked.settings(cls)
+    with chdir(world.folder):  # the script may be elsewhere by now
+        loaded = asked.settings(cls)
     torch.set_num_threads(loaded.settings.threads)
     with join(world) as group, ExitStack() as kept:
         shown, path = _on_main(group, lambda: asked.run_dir(kept))
@@ -157,13 +154,12 @@ class Asked:
 
     def settings(self, cls: type[S]) -> Loaded[S]:
         """The settings. Raises SettingsError with everything that is wrong with the request."""
-        request, folder, stem = self.request, Path(self.world.folder), self.script.stem
+        request, stem = self.request, self.script.stem
         gathered = gather(
             cls,
             file=request.settings_file,
             sets=request.sets,
-            earlier=request.earlier(request.run_dir or newest_run(stem), folder),
-            folder=folder,
+            earlier=request.earlier(request.run_dir or newest_run(stem)),
             line=self.line(),
         )
         loaded, problems = examine(gathered, self.world.size)
@@ -178,8 +174,9 @@ class Asked:
         """The run directory as people call it, and its absolute path. It is ours until `kept` is closed."""
         path, request = self.request.run_dir, self.request
         if self.world.launcher != "unisono":  # our launcher chose it, and holds it
-            path = choose_run_dir(self.script.stem, path, resume=request.resume, line=self.line())
-            kept.enter_context(hold(path, self.line()))
+            with chdir(self.world.folder):
+                path = choose_run_dir(self.script.stem, path, resume=request.resume, line=self.line())
+                kept.enter_context(hold(path, self.line()))
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 

@@ -48,6 +48,7 @@ def run(
                 host=socket.gethostname(),
                 store=f"file://{folder}/store",
                 launcher="unisono",
+                folder=os.getcwd(),
                 terminal=terminal,
                 columns=os.get_terminal_size(1).columns if terminal else 0,
             )

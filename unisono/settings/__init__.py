@@ -169,13 +169,11 @@ def gather(
     file: Path | None = None,
     sets: Sequence[str] = (),
     earlier: Path | None = None,
-    folder: Path = Path(),
     strangers: bool = False,
     line: Line = Line(),  # noqa: B008  (frozen)
 ) -> Gathered[T]:
     """The same, but problems are kept, so that more can be looked at before they are told.
 
-    folder     where relative paths begin
     strangers  pass over names that the class does not have: somebody else knows them
     """
     if "__dataclass_fields__" not in cls.__dict__:
@@ -184,9 +182,9 @@ def gather(
         raise SettingsError(f"The settings of class {cls.__name__}", true, do)
     gathered = Gathered(cls, {entry.name: entry for entry in entries_of(cls)}, line)
     if earlier is not None:
-        gathered.take_earlier(earlier, folder)
+        gathered.take_earlier(earlier)
     if file is not None:
-        gathered.take_file(file, folder, strangers)
+        gathered.take_file(file, strangers)
     gathered.take_sets(sets, strangers)
     gathered.settle()
     return gathered
@@ -208,10 +206,10 @@ class Gathered(Generic[T]):
         self.doubtful: set[str] = set()
         """Settings that were to have another value, which was not understood."""
 
-    def take_earlier(self, file: Path, folder: Path) -> None:
+    def take_earlier(self, file: Path) -> None:
         """What an earlier run was given; what the script has no more is for the comparison of old and new to tell."""
         try:
-            values, sources = read(folder / file)
+            values, sources = read(file)
         except SettingsError as error:
             do = f"rm {file}; then, with a --set for all that the run was given: {self.line}"
             self.problems.append(Problem(f"Resume with what {file} says.", error.problems[0].true, do))
@@ -228,9 +226,9 @@ class Gathered(Generic[T]):
                 else:
                     self.sources[name], self.levels[name] = source, EARLIER
 
-    def take_file(self, file: Path, folder: Path, strangers: bool) -> None:
+    def take_file(self, file: Path, strangers: bool) -> None:
         try:
-            given = lines_of(file, folder, self.line)
+            given = lines_of(file, self.line)
         except SettingsError as error:
             self.problems += error.problems
             return

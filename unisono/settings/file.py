@@ -12,23 +12,22 @@ from unisono.errors import SettingsError
 from unisono.settings.line import Line
 
 
-def lines_of(file: Path, folder: Path = Path(), line: Line = Line()) -> dict[str, Any]:  # noqa: B008  (frozen)
+def lines_of(file: Path, line: Line = Line()) -> dict[str, Any]:  # noqa: B008  (frozen)
     """Every value in the file by its dotted name, in order. Raises SettingsError where it cannot be read.
 
-    folder  where a relative path begins
-    line    what was typed, for the messages
+    line  what was typed, for the messages
     """
-    return dict(_flat(_parsed(file, folder, line)))
+    return dict(_flat(_parsed(file, line)))
 
 
-def _parsed(file: Path, folder: Path, line: Line) -> dict[str, Any]:
+def _parsed(file: Path, line: Line) -> dict[str, Any]:
     """What a TOML file holds. Raises SettingsError."""
     try:
-        return tomllib.loads((folder / file).read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         true = "There is no such file." if missing else f"It cannot be read: {error.strerror}."
-        raise SettingsError(f"--settings {file}", true, _another(file, folder, line)) from None
+        raise SettingsError(f"--settings {file}", true, _another(file, line)) from None
     except UnicodeDecodeError:
         do = f"Save {file} as UTF-8 text, with lines like: batch = 64"
         raise SettingsError(f"--settings {file}", "It is not UTF-8 text.", do) from None
@@ -37,9 +36,9 @@ def _parsed(file: Path, folder: Path, line: Line) -> dict[str, Any]:
         raise SettingsError(f"--settings {file}", f"It is not TOML: {error}.", do) from None
 
 
-def _another(file: Path, folder: Path, line: Line) -> str:
+def _another(file: Path, line: Line) -> str:
     """What to type instead: with the file that was probably meant, or with none."""
-    others = {path.name: file.parent / path.name for path in (folder / file).parent.glob("*.toml") if path.is_file()}
+    others = {path.name: path for path in file.parent.glob("*.toml") if path.is_file()}
     near = difflib.get_close_matches(file.name, others, 1, 0.6)
     if near:
         return str(line.flag("--settings", str(others[near[0]])))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from unisono.watch.progress import Progress
@@ -89,6 +90,28 @@ class Patient:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
+
+
+@contextmanager
+def patiently() -> Iterator[None]:
+    """A block whose standard output and error may lose their readers, or have none from the beginning (`>&-`)."""
+    before = sys.stdout, sys.stderr
+    for number in (1, 2):
+        try:
+            os.fstat(number)
+        except OSError:  # or the next file that anybody opens would be taken for the screen
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            if nothing != number:
+                os.dup2(nothing, number)
+                os.close(nothing)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        out, err = Patient(before[0] or nowhere), Patient(before[1] or nowhere)
+        sys.stdout, sys.stderr = out, err
+        try:
+            yield
+        finally:
+            out.flush()  # at exit it would be too late: Python itself is not patient
+            sys.stdout, sys.stderr = before
 
 
 _silent = Voice(0, 1, None)
