@@ -11,9 +11,8 @@ import pytest
 import unisono
 from tests.unit.test_settings import Settings, problems_of
 from unisono.errors import Problem
-from unisono.settings import ENVIRONMENT, Line, explain, flatten, gather, load
+from unisono.settings import Line, explain, flatten, gather, load
 from unisono.settings.check import check, examine
-from unisono.train import identity
 
 
 def test_check_finds_nothing_wrong_with_what_is_right() -> None:
@@ -180,7 +179,3 @@ def test_the_file_that_was_probably_meant_is_named(tmp_path: Path) -> None:
     (tmp_path / "small.toml").unlink()
     (problem,) = problems_of(Settings, file=tmp_path / "smal.toml", line=line)
     assert problem.do.startswith("python train.py (without a file)")
-
-
-def test_the_fields_of_the_machine_are_those_that_a_resume_compares() -> None:
-    assert identity.ENVIRONMENT == ENVIRONMENT

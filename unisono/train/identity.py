@@ -12,10 +12,8 @@ import torch
 
 from unisono import __version__, env
 from unisono.errors import Problem, WorldError
+from unisono.settings import ENVIRONMENT
 from unisono.world.collectives import Group
-
-ENVIRONMENT = ("torch", "numpy", "device", "instruction_set", "threads")
-"""Fields of the environment that bits depend on (measured; see LOG.md). `threads` is a setting as well."""
 
 
 def environment(device: torch.device) -> dict[str, Any]:
