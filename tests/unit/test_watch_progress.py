@@ -155,6 +155,20 @@ def test_a_number_that_was_not_logged_since_the_last_line_says_how_old_it_is(han
     ]
 
 
+def test_a_line_that_is_drawn_again_tells_the_same(terminal: Terminal, hands: Hands) -> None:
+    """The end of a run: the script prints something after its last step, and the line gives way and comes back."""
+    progress = live(hands, terminal.stream, total=3)
+    for step in (1, 2, 3):
+        hands.at += 1
+        progress.update(step, 2.0, 32, hands, {"valid": 2.5})
+    (last,) = terminal.screen()
+    with contextlib.redirect_stdout(Aside(terminal.stream, progress)):
+        print("done")
+    progress.close()
+    assert terminal.screen() == ["done", last, ""]
+    assert "  valid 2.5  " in last
+
+
 def test_a_run_of_unknown_length_has_no_time_left_and_a_loop_may_have_no_loss(hands: Hands) -> None:
     progress, stream = plain(hands, total=None)
     for step in (1, 2):

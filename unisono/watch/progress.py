@@ -100,6 +100,7 @@ class Progress:
         self._marks: list[Mark] = []
         self._shown = ""  # the live line on the screen
         self._drawn_step = first_step
+        self._drawn_before = first_step  # and of the line before
         self._open_line = False  # somebody else's line is not finished yet; see Aside
         self._gone = False
 
@@ -167,12 +168,14 @@ class Progress:
         """How far the run was at the last update; what came after it (an evaluation) is not in the speed."""
         assert self._last is not None
         step, loss, clock, now = self._last
+        if step > self._drawn_step:  # the same step may be drawn again, at the end
+            self._drawn_before, self._drawn_step = self._drawn_step, step
         here = Mark(now, step, self.samples_seen, clock.seconds["data"])
         fields = [Field(0, f"step {step}" + (f"/{self.total_steps}" if self.total_steps else ""), "1")]
         if loss is not None:
             fields.append(Field(1, f"loss {loss:.4f}"))
         for name, (value, at) in self._logged.items():
-            fields.append(Field(3, f"{name} {_short(value)}" + (f" at step {at}" if at <= self._drawn_step else "")))
+            fields.append(Field(3, f"{name} {_short(value)}" + (f" at step {at}" if at <= self._drawn_before else "")))
         if self._marks:
             recent = self._since(now - RECENT_SECONDS)
             if now > recent.time and step > recent.step:
@@ -187,7 +190,6 @@ class Progress:
             self._marks.append(here)
             if len(self._marks) > 512:  # the past may be coarser than the present
                 self._marks[1:256] = self._marks[1:256:2]
-        self._drawn_step = step
         return fit(fields, (terminal_width(self._stream, self._columns) - 1) if self._live else None, color=self._color)
 
     def _seconds_left(self, here: Mark) -> float | None:
