@@ -222,7 +222,7 @@ def test_a_signal_is_passed_on_once_and_every_process_saves_and_leaves(
     running.send_signal(number)
     ended = command.end(running)
     assert ended.status == 0
-    assert ended.err == "Stopping after the step under way; what is done is saved. A second Ctrl-C kills at once.\n"
+    assert ended.err == "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
     assert command.log(1) == "saved by rank 1\n"
 
 
@@ -233,7 +233,8 @@ def test_a_process_that_was_not_listening_yet_counts_as_stopped(command: Command
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
-    assert ended.last == "It was stopped before its loop began: nothing was computed, so nothing is lost."
+    told = "Stopped before its first step: nothing to save.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
+    assert ended.err.endswith(told)
 
 
 def test_who_waits_for_a_process_that_was_stopped_too_early_does_not_wait_for_long(command: Command) -> None:
@@ -247,13 +248,44 @@ def test_who_waits_for_a_process_that_was_stopped_too_early_does_not_wait_for_lo
     launch = (
         "from pathlib import Path; from unisono.launch import local, supervise; supervise.EARLY_STOP_SECONDS = 0.1;"
         "outcome = local.run(Path('script.py'), [], ranks=2, logs=Path('log'));"
-        "assert outcome == (0, None, True, False), outcome"
+        "assert outcome == (0, None, True, True, False), outcome"
     )
     running = command.start_python("-c", launch)
     command.wait_for("ready 0", "ready 1")
     running.send_signal(signal.SIGTERM)
     command.wait_for("waiting 1")
     assert command.end(running).status == 0
+    command.wait_until_gone()
+
+
+@pytest.mark.parametrize("first", ["leaves when it is asked to", "had left before"])
+def test_once_the_first_has_left_nobody_is_waited_for_for_ever(command: Command, first: str) -> None:
+    command.script(f"""
+        if world.rank == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            say("ready")
+            if "{first}" == "leaves when it is asked to":
+                signal.sigwait([signal.SIGTERM])
+            while not Path("ignores it").exists():
+                time.sleep(0.001)
+            sys.exit()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path("ignores it").touch()
+        say("ready")
+        while True:
+            signal.pause()
+        """)
+    launch = (
+        "from pathlib import Path; from unisono.launch import local, supervise; supervise.LATE_STOP_SECONDS = 0.1;"
+        "outcome = local.run(Path('script.py'), [], ranks=2, logs=Path('log'));"
+        "assert outcome == (1, None, True, False, False), outcome"
+    )
+    running = command.start_python("-c", launch)
+    command.wait_for("ready 0", "ready 1")
+    running.send_signal(signal.SIGTERM)
+    ended = command.end(running)
+    assert ended.status == 0, ended.err
+    assert ended.last == "Killed: rank 1, still there 0.1 seconds after the first one had left."
     command.wait_until_gone()
 
 
@@ -294,7 +326,8 @@ def test_a_second_signal_kills_at_once(command: Command, sign: signal.Signals) -
     running.send_signal(sign)
     ended = command.end(running)
     assert ended.status == 1
-    assert ended.last == "Killed before everything was saved; the newest complete checkpoint stays."
+    told = "Killed before anything was saved.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
+    assert ended.err.endswith(told)
     command.wait_until_gone()
 
 

@@ -289,6 +289,28 @@ def test_a_reader_that_leaves_does_not_end_a_training(command: Command) -> None:
     assert result(command, "piped")["steps"] == 24
 
 
+def test_a_stop_after_the_loop_does_not_say_that_nothing_was_done(command: Command) -> None:
+    command.script(SCRIPT + "\nsay('after')\nsignal.pause()\n")
+    running = command.start("run", "script.py", "--run-dir", "out")
+    command.wait_for("after 0")
+    running.send_signal(signal.SIGINT)
+    ended = command.end(running)
+    assert ended.status == 0
+    told = "Stopped outside its loop; step-00000024 is saved.\n  Next: unisono run script.py --run-dir out --resume\n"
+    assert ended.err.endswith(told)
+
+
+def test_plain_python_says_that_it_heard_ctrl_c(command: Command) -> None:
+    command.script(SCRIPT)
+    running = command.start_python("script.py", "--run-dir", "out", "--set", "pause=0.02")
+    command.wait_for("step 0 of 0")
+    running.send_signal(signal.SIGINT)
+    ended = command.end(running)
+    assert (ended.status, result(command, "out")["stopped"]) == (0, True)
+    assert ended.err == "Stopping; a step that is under way is finished and saved. A second Ctrl-C ends it at once.\n"
+    assert ended.out.endswith("Next: python script.py --set pause=0.02 --run-dir out --resume\n")
+
+
 BY = {"python": ["script.py"], "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py"]}
 CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 

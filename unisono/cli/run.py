@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.checkpoint import manifest
 from unisono.cli.request import WHERE, Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
@@ -48,6 +50,10 @@ def run(
         joined = _mark(run_dir) != before
     if ranks > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
         raise _never_joined(script, ranks, line)
+    if outcome.stopped and (outcome.early or outcome.exit_status):  # else the run itself has said how to go on
+        print("\n" * outcome.in_line, end="", flush=True)
+        print(_how_to_go_on(run_dir, line, killed=not outcome.early), file=sys.stderr)
+        outcome = outcome._replace(in_line=False)
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
@@ -60,6 +66,17 @@ def _mark(run_dir: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return about.st_ino, about.st_mtime_ns
+
+
+def _how_to_go_on(run_dir: Path, line: Line, *, killed: bool) -> str:
+    """A run was stopped that could not tell itself what is saved of it, and what to type."""
+    saved = manifest.checkpoints(run_dir)
+    if not saved:
+        what = "Killed before anything was saved." if killed else "Stopped before its first step: nothing to save."
+        return f"{what}\n  Next: {line}"
+    newest = saved[0][1].name
+    what = f"Killed before all was saved; {newest} is." if killed else f"Stopped outside its loop; {newest} is saved."
+    return f"{what}\n  Next: {line.flag('--run-dir', str(run_dir)).flag('--resume')}"
 
 
 def _never_joined(script: Path, ranks: int, line: Line) -> SettingsError:

@@ -7,12 +7,13 @@ checks everything, joins the other processes, finds the checkpoint of a resume, 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -251,6 +252,10 @@ def _signals(run: Run[Any]) -> Iterator[None]:
     def heard(number: int, frame: FrameType | None) -> None:
         for s, handler in before.items():
             signal.signal(s, handler)
+        if run.is_main and run.world.launcher != "unisono":  # which has said it
+            words = "Stopping; a step that is under way is finished and saved. A second Ctrl-C ends it at once.\n"
+            with suppress(OSError):  # not print: what it was called into may be printing itself
+                os.write(2, ("\n" * run.world.terminal + words).encode())
         run.leave()
 
     for s in (signal.SIGINT, signal.SIGTERM):

@@ -112,6 +112,7 @@ class Outcome(NamedTuple):
     exit_status: int
     failure: Failure | None = None
     stopped: bool = False  # somebody asked it to stop
+    early: bool = False  # ... while a process could not listen: before its loop, or after it
     in_line: bool = False  # the last line on the screen has no end yet
 
 
@@ -191,7 +192,7 @@ class _Supervisor:
         self.signals: list[int] = []
         self.stopped_at: float | None = None  # somebody asked us to stop
         self.impatient = False  # ... and then asked again
-        self.left_early = False  # a process was told to stop before it could listen
+        self.left_early = False  # a process was told to stop when it could not listen
         self.kill_at: float | None = None
         self.look_at = 0.0
         self.failing = False
@@ -229,9 +230,17 @@ class _Supervisor:
         if not self.failing and any(p.failed() or p.task.record.exists() for p in self.processes):
             self._end_the_others()
         if self.kill_at is not None and now >= self.kill_at:
-            self.impatient |= self.stopped_at is not None and not self.left_early
-            for process in self.processes:
-                process.kill()
+            self._lose_patience()
+
+    def _lose_patience(self) -> None:
+        """Who was to leave has not left in time."""
+        alive = [process for process in self.processes if process.alive and not process.killed]
+        if alive and self.stopped_at is not None and not (self.left_early or self.impatient or self.failing):
+            self.impatient = True
+            ranks = ", ".join(str(process.rank) for process in alive)
+            self._say(f"Killed: rank {ranks}, still there {LATE_STOP_SECONDS:g} seconds after the first one had left.")
+        for process in alive:
+            process.kill()
 
     def _gave_up(self) -> bool:
         """Somebody was killed and does not go: he waits in the kernel, for a disk or a device that does not answer."""
@@ -268,9 +277,11 @@ class _Supervisor:
         if self.stopped_at is None:
             self.stopped_at = now
             if not self.failing:
-                self._say("Stopping after the step under way; what is done is saved. A second Ctrl-C kills at once.")
+                self._say("Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.")
                 for process in self.processes:
                     process.tell(group=False)
+                if not all(process.alive for process in self.processes):
+                    self.kill_at = now + LATE_STOP_SECONDS
         elif number != signal.SIGHUP and now - self.stopped_at > SECOND_SIGNAL_SECONDS:
             self.impatient = True
             self.kill_at = now
@@ -332,12 +343,9 @@ class _Supervisor:
                 ):
                     log.write((failure.record.traceback or failure.record.message).rstrip("\n") + "\n")
         if self.impatient and not self.failing:
-            self._say("Killed before everything was saved; the newest complete checkpoint stays.")
             return Outcome(1, stopped=True)
-        if self.stopped_at is not None and self.left_early:
-            self._say("It was stopped before its loop began: nothing was computed, so nothing is lost.")
         if self.stopped_at is not None and (self.left_early or not failures):
-            return Outcome(0, stopped=True)
+            return Outcome(0, stopped=True, early=self.left_early)
         if not failures:
             return Outcome(0)
         # Who lost a peer did not fail first, whatever the clock says.
