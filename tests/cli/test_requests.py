@@ -158,6 +158,14 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
     ]
 
 
+def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
+    asked = ["unisono run trian.py", "--ranks 0", "--settings none.toml", "batch = 0", "--run-dir file"]
+    assert [problem.asked for problem in problems] == asked
+    assert len(ask("run", "trian.py", "--resume")) == 1
+
+
 def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("raise SystemExit('it was started')")
     (tmp_path / "some.toml").write_text("threads = 0\nwidth = 3\n")

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 it failed, 2 the request was wrong.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -100,8 +101,8 @@ def _obey(words: Sequence[str]) -> int:
     if command is run:
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:
-        asked = " ".join(["unisono", *words])
-        raise SettingsError(asked, "Only `unisono run` hands arguments on to a script.", " ".join(["unisono", *flags]))
+        asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
+        raise SettingsError(asked, "Only `unisono run` hands arguments on to a script.", do)
     return command(*bound.args, **bound.kwargs) or 0
 
 

@@ -92,13 +92,15 @@ def _checked(target: str, ranks: int, request: Request, line: Line) -> tuple[Pat
     if ranks < 1:
         do = str(line.flag("--ranks", "1"))
         problems.append(Problem(f"--ranks {ranks}", "A run needs at least one process.", do))
+    script, found = Path(target), True
     try:
         script = script_of(target, line)
-    except SettingsError as error:
-        raise SettingsError.of([*error.problems, *problems]) from None
+    except SettingsError as error:  # what else is wrong can be told all the same
+        problems[:0], found = error.problems, False
     threads, more = _check_settings(script, max(ranks, 1), request, line)
     problems += more
-    problems += problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
+    if found or request.run_dir is not None:  # runs/ has none of a script that is not there
+        problems += problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     if problems:
         raise SettingsError.of(problems)
     return script, threads
