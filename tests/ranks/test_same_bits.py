@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ranks.training import settings, train
+from unisono.settings import LoaderSettings
 from unisono.testing import run_ranks
 
 
@@ -45,8 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, case: str) -> None:
     changes: dict[str, Any] = dict(CASES[case])
     if "loader" in changes:
-        from unisono.settings import LoaderSettings
-
         changes["loader"] = LoaderSettings(**changes["loader"])
     config = settings(**changes)
     # 53 is prime: the last batch of an epoch is short, and some virtual ranks get nothing in it
@@ -78,8 +78,6 @@ def test_a_parameter_that_nobody_used_keeps_no_gradient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_new_placement_changes_who_computes_and_nothing_else(tmp_path: Path, workers: int) -> None:
-    from unisono.settings import LoaderSettings
-
     config = settings(steps=14, loader=LoaderSettings(workers=workers))
     deals = {2: ((0, 7), (7, 8), (8, 8)), 7: ((0, 1), (1, 2), (2, 8))}
     undisturbed = results(tmp_path, 1, "mlp", config)
@@ -103,6 +101,20 @@ def test_what_the_loop_draws_around_its_rounds_is_the_same_everywhere(tmp_path: 
         run_ranks(train_with, 1, "mlp", config, halves, {"noise": True, "stop_after": 3})
         resumed = run_ranks(train_with, sizes[-1], "mlp", config, halves, {"noise": True, "resume": True})
         assert resumed[0]["state"] == runs[0]["state"]
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 4])
+def test_tensors_are_read_at_once_with_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
+    """By loader workers too, and going on from a checkpoint, though nobody seeds for them with one virtual rank."""
+    config = settings(virtual_ranks=virtual_ranks)
+    runs = [run for size in {1, virtual_ranks} for run in results(tmp_path, size, "tensors", config)]
+    runs += results(tmp_path, 1, "tensors", replace(config, loader=LoaderSettings(workers=2)))
+    same(runs)
+    halves = str(tmp_path / "halves")
+    run_ranks(train_with, virtual_ranks, "tensors", config, halves, {"stop_after": 3})
+    (resumed,) = run_ranks(train_with, 1, "tensors", config, halves, {"resume": True})
+    assert resumed["state"] == runs[0]["state"]
+    assert runs[0]["state"] != results(tmp_path, 1, "tensors", replace(config, seed=1))[0]["state"]
 
 
 def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ class Points(torch.utils.data.Dataset):
         return self.x[i] + 0.01 * torch.randn(self.x.shape[1]), self.y[i]
 
 
+def tensors(length: int) -> torch.utils.data.TensorDataset:
+    """The same points without the noise, as torch's own data set."""
+    points = Points(length)
+    return torch.utils.data.TensorDataset(points.x, points.y)
+
+
 class Sentences(torch.utils.data.Dataset):
     """Sequences of 2 to 12 numbers, each a noisy function of the one before it."""
 
@@ -117,13 +123,13 @@ def train(
 def loop(
     run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None, noise: bool
 ) -> dict[str, Any]:
-    data: Any = Points(length) if kind == "mlp" else Sentences(length)
-    model = run.place(MLP if kind == "mlp" else TinyGPT)
+    data: Any = {"mlp": Points, "tensors": tensors, "gpt": Sentences}[kind](length)
+    model = run.place(TinyGPT if kind == "gpt" else MLP)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     run.track(model=model, optimizer=optimizer, schedule=schedule)
     losses, norms, rounds, held = [], [], 0, {}
-    for step in run.steps(data, collate_fn=None if kind == "mlp" else padded):
+    for step in run.steps(data, collate_fn=padded if kind == "gpt" else None):
         if step.number in deals:
             held[step.number] = run.deal(deals[step.number])
         louder = 1 + np.random.rand() * random.random() if noise else 1.0

@@ -1,10 +1,16 @@
-"""What torch raises when a loader worker is gone, and what is the data set's own."""
+"""What torch raises when a loader worker is gone, and what is the data set's own; batches that are read at once."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from unisono.data.loader import _tells_of_a_death
+from unisono.data.rows import are_rows, read_rows
 
 DEATHS = [
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
@@ -30,3 +36,39 @@ def test_a_worker_that_is_gone_is_told_from_an_error_of_the_data(error: Exceptio
 @pytest.mark.parametrize("error", OWN, ids=repr)
 def test_the_data_sets_own_errors_stay_its_own(error: Exception) -> None:
     assert not _tells_of_a_death(error)
+
+
+class Doubled(TensorDataset):
+    """Derived, so it may do anything."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+POINTS = TensorDataset(torch.randn(20, 3), torch.arange(20), torch.randn(20, 2, 4) > 0)
+PART = Subset(POINTS, [7, -1, 3, 11, 0, 19])
+
+
+@pytest.mark.parametrize(
+    ("data", "samples"),
+    [(POINTS, [4]), (POINTS, [0, 19, 7]), (PART, [5, 1, 0]), (Subset(PART, np.array([1, 4])), [1, 0])],
+)
+def test_a_batch_of_rows_is_what_collating_makes_of_them(data: Any, samples: list[int]) -> None:
+    assert are_rows(data, default_collate)
+    usual = default_collate([data[sample] for sample in samples])
+    batch = read_rows(data, samples)
+    assert type(batch) is type(usual) and len(batch) == len(usual)
+    for mine, theirs in zip(batch, usual, strict=True):
+        assert mine.equal(theirs) and mine.dtype == theirs.dtype and mine.stride() == theirs.stride()
+
+
+def test_only_tensors_that_lie_row_by_row_are_read_at_once() -> None:
+    images = torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)
+    for data in (Doubled(torch.ones(3)), TensorDataset(images), TensorDataset(torch.randn(3, 8).T), [torch.ones(3)]):
+        assert not are_rows(data, default_collate)
+    assert not are_rows(POINTS, lambda samples: default_collate(samples))
+
+
+def test_a_sample_that_is_not_there_is_the_same_error() -> None:
+    with pytest.raises(IndexError, match="out of bounds"):
+        read_rows(Subset(POINTS, [3, 20]), [0, 1])

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from unisono.data.rows import are_rows, read_rows
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
 from unisono.errors import DataError
 from unisono.score.keys import ROUND, mix, place_key
@@ -59,11 +60,15 @@ class Schedule:
 class Fetcher(Dataset[Any]):
     """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself."""
 
-    def __init__(self, data: Any, collate: Collate) -> None:
+    def __init__(self, data: Any, collate: Collate, *, keyed: bool = True) -> None:
         self.data, self.collate = data, collate
+        self.rows = are_rows(data, collate)
+        self.keyed = keyed or not self.rows
 
     def __getitem__(self, task: Task) -> Fetched:
         """For a worker: the batch, and where the generators stand if the fetch drew from them."""
+        if self.rows:
+            return read_rows(self.data, task.samples), None
         seed_everything(task.key)
         before = take_state()
         batch = self.fetch(task)
@@ -72,7 +77,10 @@ class Fetcher(Dataset[Any]):
 
     def fetch(self, task: Task) -> Any:
         """The batch; the generators, seeded from its key, stand where the fetch left them."""
-        seed_everything(task.key)
+        if self.keyed:
+            seed_everything(task.key)
+        if self.rows:
+            return read_rows(self.data, task.samples)
         threads = torch.get_num_threads()
         if threads == 1:
             return self._collated(task.samples)
@@ -89,7 +97,10 @@ class Fetcher(Dataset[Any]):
 
 
 class Loader:
-    """Yields (place, batch) for every micro-batch that is this process's, in order, from step `first` to `last` - 1."""
+    """Yields (place, batch) for every micro-batch that is this process's, in order, from step `first` to `last` - 1.
+
+    keyed  False: data that draws nothing leaves the generators alone, so they are one stream, as in plain torch
+    """
 
     def __init__(
         self,
@@ -104,6 +115,7 @@ class Loader:
         collate: Collate | None = None,
         workers: int = 0,
         prefetch: int = 2,
+        keyed: bool = True,
     ) -> None:
         self.order, self.schedule, self.rank = order, schedule, rank
         self.first, self.last, self.device = first, last, device
@@ -111,7 +123,7 @@ class Loader:
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
-        fetcher = Fetcher(data, collate or default_collate)
+        fetcher = Fetcher(data, collate or default_collate, keyed=keyed)
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
             self._batches: Iterable[Any] = map(fetcher.fetch, self.deal())
             return
@@ -125,14 +137,15 @@ class Loader:
             pin_memory=device.type != "cpu",
             generator=torch.Generator(),
         )
-        self._batches = self._from_workers(iter(batches))
+        self._batches = self._from_workers(iter(batches), fetcher.keyed)
         _deaths.listen()
 
-    def _from_workers(self, batches: Iterator[Fetched]) -> Iterator[Any]:
+    def _from_workers(self, batches: Iterator[Fetched], keyed: bool) -> Iterator[Any]:
         """The batches, each with this process's generators where the worker's stopped."""
         while (fetched := _deaths.told(batches)) is not None:
             batch, state = fetched
-            seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
+            if keyed:
+                seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
             if state is not None:
                 give_state(state)
             yield batch if self.device.type == "cpu" else to_device(batch, self.device)

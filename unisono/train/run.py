@@ -200,6 +200,7 @@ class Run(Generic[S]):
             collate=collate_fn,
             workers=settings.loader.workers,
             prefetch=settings.loader.prefetch,
+            keyed=settings.virtual_ranks > 1,
         )
         self._engine = Engine(
             settings,
