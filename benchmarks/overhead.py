@@ -1,14 +1,17 @@
 """One process: what the loop costs over the one that is written by hand, in microseconds a step.
 
-    python -m benchmarks.overhead            about a minute
+    python -m benchmarks.overhead            about two minutes
     python -m benchmarks.overhead --quick    a smoke test
 
 A network so small (two linear layers, 32-32-32, batch 8) that a step is nothing but Python and dispatch. Both loops
 take turns in blocks of steps, in one process with one torch thread; the figure is the median, over pairs of blocks, of
 what ours takes longer. By hand: DataLoader(shuffle=True), sum loss, backward, gradients divided by the weight, SGD.
-Ours does the same, and keeps its clock, timeline and progress line, knows its loss, seeds every micro-batch twice, and
-refuses gradients that are not finite. With lightning-fabric installed (pip install lightning-fabric lightning-utilities
---no-deps) its loop is a third arm, with the same sum loss and division.
+Ours does the same, and keeps its clock, timeline and progress line, knows its loss, and refuses gradients that are not
+finite. With lightning-fabric installed (pip install lightning-fabric lightning-utilities --no-deps) its loop is a third
+arm, with the same sum loss and division.
+
+It is measured twice, since data decides: with a TensorDataset, which ours reads a batch at a time, and with a data set
+of one's own, which is asked for every sample, and for which ours seeds torch, numpy and random in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import io
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.machine import parser, show, spread
 from unisono.env import World
@@ -39,11 +42,27 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
 
-def points() -> TensorDataset:
+class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A data set of one's own."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(BLOCK * BATCH, WIDTH), torch.randn(BLOCK * BATCH, WIDTH)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def tensors() -> TensorDataset:
     return TensorDataset(torch.randn(BLOCK * BATCH, WIDTH), torch.randn(BLOCK * BATCH, WIDTH))
 
 
-def by_hand(data: TensorDataset, fabric: Any = None) -> Iterator[None]:
+DATA: dict[str, Callable[[], Dataset[Any]]] = {"TensorDataset": tensors, "a data set of one's own": Points}
+
+
+def by_hand(data: Dataset[Any], fabric: Any = None) -> Iterator[None]:
     """The loop that one writes, or the same one with Fabric; advanced by one, it takes BLOCK steps."""
     model: Any = network()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -67,7 +86,7 @@ def by_hand(data: TensorDataset, fabric: Any = None) -> Iterator[None]:
         yield
 
 
-def ours(run: Run[Settings], data: TensorDataset) -> Iterator[None]:
+def ours(run: Run[Settings], data: Dataset[Any]) -> Iterator[None]:
     """The public loop; advanced by one, it takes BLOCK steps."""
     model = run.place(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -80,9 +99,7 @@ def ours(run: Run[Settings], data: TensorDataset) -> Iterator[None]:
             yield
 
 
-def measure(pairs: int) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    data = points()
+def measure(pairs: int, data: Dataset[Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, join(World()) as group:
         run: Run[Settings] = Run(
             Settings(epochs=pairs + 1, batch=BATCH, virtual_ranks=1),
@@ -125,15 +142,15 @@ def _fabric() -> Any:
     return fabric
 
 
-def table(found: dict[str, Any]) -> str:
+def table(name: str, found: dict[str, Any]) -> str:
     lines = [
-        f"microseconds a step, median (quartiles) of {found['pairs']} blocks of {BLOCK} steps",
+        f"{name}: microseconds a step, median (quartiles) of {found['pairs']} blocks of {BLOCK} steps",
         f"{'':9} {'a step':28} {'least':>7}  {'over the loop by hand':28} ratio",
     ]
-    for name, us in found["us"].items():
-        least, more, ratio = found["least_us"][name], found["more_us"][name], found["ratio"][name]
-        told = f"  {f'{more:.1f}':28} {ratio:.3f}" if name != "by hand" else ""
-        lines.append(f"{name:9} {f'{us:.1f}':28} {least:7.1f}{told}")
+    for arm, us in found["us"].items():
+        least, more, ratio = found["least_us"][arm], found["more_us"][arm], found["ratio"][arm]
+        told = f"  {f'{more:.1f}':28} {ratio:.3f}" if arm != "by hand" else ""
+        lines.append(f"{arm:9} {f'{us:.1f}':28} {least:7.1f}{told}")
     return "\n".join(lines)
 
 
@@ -141,8 +158,9 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=100, help="pairs of blocks (100)")
     asked = flags.parse_args()
-    found = measure(4 if asked.quick else asked.pairs)
-    show("overhead", found, lambda: table(found), as_json=asked.json)
+    torch.set_num_threads(1)
+    found = {name: measure(4 if asked.quick else asked.pairs, build()) for name, build in DATA.items()}
+    show("overhead", found, lambda: "\n".join(table(name, one) for name, one in found.items()), as_json=asked.json)
 
 
 if __name__ == "__main__":

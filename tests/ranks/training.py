@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ class Sentences(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> torch.Tensor:
         return self.rows[i]
+
+
+DATA: dict[str, Callable[[int], Any]] = {"mlp": Points, "tensors": tensors, "gpt": Sentences}
 
 
 def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +127,7 @@ def train(
 def loop(
     run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None, noise: bool
 ) -> dict[str, Any]:
-    data: Any = {"mlp": Points, "tensors": tensors, "gpt": Sentences}[kind](length)
+    data = DATA[kind](length)
     model = run.place(TinyGPT if kind == "gpt" else MLP)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
