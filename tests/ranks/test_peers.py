@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from unisono.env import World
-from unisono.errors import PeerLost
+from unisono.errors import PeerLost, WorldError
 from unisono.testing import run_ranks
 from unisono.world.collectives import peers
 from unisono.world.start import group as join
@@ -62,3 +63,35 @@ def test_what_travels_arrives(size: int) -> None:
         assert shared == "from 0"
         assert weights == [[0.0, 0.0]] * 3
         assert largest == size - 1
+
+
+def connects_late(world: World, failures: list[int]) -> tuple[int, float]:
+    """In attempt number n, the rank failures[n] is told by gloo that it could not connect, though the others could."""
+    connect, attempts = dist.init_process_group, 0
+
+    def fail_sometimes(*args: Any, **kwargs: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        connect(*args, **kwargs)
+        if failures[attempts - 1 : attempts] == [world.rank]:
+            raise RuntimeError("Gloo connectFullMesh failed: timed out")
+
+    dist.init_process_group = fail_sometimes
+    with join(world) as group:
+        return attempts, group.sum_(torch.ones(1)).item()
+
+
+def test_who_has_connected_tries_again_with_who_has_not() -> None:
+    assert run_ranks(connects_late, 3, [1, 0]) == [(3, 3.0)] * 3
+
+
+def connects_never(world: World) -> str:
+    with pytest.raises(WorldError) as caught:
+        connects_late(world, [1] * 5)
+    return str(caught.value)
+
+
+def test_who_never_connects_is_told_what_to_try() -> None:
+    told = run_ranks(connects_never, 2)
+    assert "They met, but 5 attempts to connect failed: Gloo connectFullMesh failed" in told[1]
+    assert "5 attempts to connect failed: another process could not" in told[0]

@@ -17,11 +17,12 @@ from unisono.world.collectives import Group
 TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
 
-CONNECT = timedelta(seconds=15)
+CONNECT = timedelta(seconds=4)
 """How long connecting may take once everybody is there (and a tenth of a second more for each process)."""
 
-ATTEMPTS = 4
-"""On a busy machine gloo now and then waits for a connection that was made (1 in some thousand groups, measured)."""
+ATTEMPTS = 5
+"""On a busy machine gloo now and then waits for a connection that was made (1 in some thousand groups, measured). Each
+attempt may take twice as long as the one before it: two minutes in all."""
 
 
 def choose_device(world: World) -> torch.device:
@@ -61,29 +62,40 @@ def group(world: World) -> Iterator[Group]:
 def _join(world: World, backend: str) -> None:
     """Wait until everybody is there, however long a host takes to start; then connect, and soon, or try again."""
     store = _store(world)
-    store.set(f"here-{world.rank}", "")
-    store.wait([f"here-{rank}" for rank in range(world.size)], TIMEOUT)
+    _count(store, world.size, "here")
     for attempt in range(1, ATTEMPTS + 1):
+        error: RuntimeError | None = None
         try:
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore(f"attempt-{attempt}", store),
                 rank=world.rank,
                 world_size=world.size,
-                timeout=CONNECT + world.size * timedelta(seconds=0.1),
+                timeout=2 ** (attempt - 1) * (CONNECT + world.size * timedelta(seconds=0.1)),
             )
-        except RuntimeError as error:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            if attempt == ATTEMPTS:
-                raise WorldError(
-                    f"Process {world.rank} was to connect to the other {world.size - 1}.",
-                    f"They met, but {ATTEMPTS} attempts to connect failed: {str(error).splitlines()[0]}",
-                    "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
-                ) from error
-        else:
+        except RuntimeError as caught:
+            error = caught
+        # who has connected to somebody who has not must try again as well
+        if _count(store, world.size, f"connected-{attempt}", error is None) == world.size:
             distributed_c10d._set_pg_timeout(TIMEOUT)
             return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    reason = str(error).splitlines()[0] if error else "another process could not."
+    raise WorldError(
+        f"Process {world.rank} was to connect to the other {world.size - 1}.",
+        f"They met, but {ATTEMPTS} attempts to connect failed: {reason}",
+        "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
+    ) from error
+
+
+def _count(store: dist.Store, size: int, what: str, mine: bool = True) -> int:
+    """How many of all processes say yes. Waits for everybody."""
+    store.add(f"{what}-yes", int(mine))
+    if store.add(f"{what}-said", 1) == size:  # the last one knows
+        store.set(what, str(store.add(f"{what}-yes", 0)))
+    store.wait([what], TIMEOUT)
+    return int(store.get(what))
 
 
 def _store(world: World) -> dist.Store:
