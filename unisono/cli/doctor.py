@@ -182,7 +182,7 @@ def _about_torch(torch: dict[str, Any]) -> Iterator[Finding]:
             do = "nvidia-smi (it shows the driver's version; a newer driver, or a torch for an older CUDA, is needed)"
             yield Finding("broken", "device", f"a GPU, but torch for CUDA {torch['cuda']} cannot use it", do)
         else:
-            do = "install the build of torch for CUDA instead of the one for CPU"
+            do = f"{sys.executable} -m pip install --force-reinstall torch (PyPI's build for Linux has CUDA)"
             yield Finding("note", "device", "cpu; there is a GPU, but this torch is built without CUDA", do)
 
 
@@ -200,9 +200,9 @@ def _sibling(name: str) -> Iterator[Finding]:
 
 def _room() -> Iterator[Finding]:
     for what, path, least, do in (
-        ("disk", Path.cwd(), DISK_BYTES, "free some, or choose --run-dir on another disk"),
+        ("disk", Path.cwd(), DISK_BYTES, "free some, or: unisono run text --run-dir /path/on/another/disk"),
         ("temporary", Path(tempfile.gettempdir()), 2**20, "free some: df -h " + tempfile.gettempdir()),
-        ("shared memory", Path("/dev/shm"), SHM_BYTES, "in a container: docker run --shm-size=1g; or loader.workers=0"),
+        ("shared memory", Path("/dev/shm"), SHM_BYTES, "docker run --shm-size=1g ...; or --set loader.workers=0"),
     ):
         if not path.exists():
             yield Finding("note", what, f"there is no {path}", do)
