@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, train, whole
 from tests.ranks.training import loop as training
@@ -268,6 +268,9 @@ def scheduled(run: Run[Any], how: str) -> Any:
     schedule: Any = CosineAnnealingLR(optimizer, run.total_steps)
     if how == "one cycle":
         schedule = OneCycleLR(optimizer, 0.1, total_steps=run.total_steps)
+    if how == "warm-up first":
+        warm, cool = LinearLR(optimizer, 0.5, total_iters=2), CosineAnnealingLR(optimizer, run.total_steps - 2)
+        schedule = SequentialLR(optimizer, [warm, cool], [2])
     run.track(schedule=schedule, model=model, optimizer=optimizer)  # the schedule first: the optimizer brings a rate
     rates = []
     for step in run.steps(Numbers()):
@@ -280,7 +283,7 @@ def scheduled(run: Run[Any], how: str) -> Any:
 
 def lengthen(world: World, folder: str) -> Any:
     told = {}
-    for how in ("cosine", "one cycle"):
+    for how in ("cosine", "one cycle", "warm-up first"):
         config = replace(SETTINGS, steps=3)
         loop: Loop = lambda run, how=how: scheduled(run, how)  # type: ignore[misc]  # noqa: E731
         whole_run = attempt(world, Path(folder, how, "whole"), loop, replace(config, steps=6))
@@ -292,10 +295,15 @@ def lengthen(world: World, folder: str) -> Any:
 
 def test_a_schedule_goes_on_when_the_run_is_made_longer(tmp_path: Path) -> None:
     told = run_ranks(lengthen, 2, str(tmp_path))[0]
-    for how, field in (("cosine", "T_max"), ("one cycle", "total_steps")):
+    for how, field in (
+        ("cosine", "T_max from 3"),
+        ("one cycle", "total_steps from 3"),
+        ("warm-up first", "1.T_max from 1"),
+    ):
         (rates, promise, _), short, (longer, later_promise, reason) = told[how]
         assert promise == short[1] == "exact"
         assert longer[1:] == pytest.approx(rates[4:])
         assert later_promise == "exact until step 3"
-        assert f"schedule.{field} from 3 to 6" in reason
-    assert told["cosine"][2][0] == pytest.approx(told["cosine"][0][0][3:])
+        assert f"schedule.{field} to {6 if how != 'warm-up first' else 4}" in reason
+    for how in ("cosine", "warm-up first"):
+        assert told[how][2][0] == pytest.approx(told[how][0][0][3:])

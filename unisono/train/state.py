@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ RANDOM = "random_numbers"
 """What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
 
 
-LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters")
+LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
 """What torch's schedules call the number of steps that they were made for."""
 
 
@@ -79,18 +80,22 @@ class State:
         """The state that was saved, for a schedule that is now longer: its length is the script's to say, as with
         `--resume --set steps=N`. Otherwise OneCycleLR would raise at its old end, and a cosine would climb again."""
         new = {k: vars(schedule)[k] for k in LENGTHS if k in state and vars(schedule).get(k, state[k]) != state[k]}
-        if new:
+        if new and schedule not in self.stretched:
             self.stretched.append(schedule)
-            self.changes += [(f"{name}.{k}", state[k], new[k]) for k in new if not k.startswith("_")]
+        self.changes += [(f"{name}.{k}", state[k], new[k]) for k in new if not k.startswith("_")]
+        if "_schedulers" in state:  # of a SequentialLR, or a ChainedScheduler
+            inner = zip(schedule._schedulers, state["_schedulers"], strict=False)
+            new["_schedulers"] = [self._with_its_length(f"{name}.{i}", *pair) for i, pair in enumerate(inner)]
         return {**state, **new}
 
     def begin(self) -> None:
         """Everything is loaded: schedules that became longer say their learning rates anew. torch's own step multiplies
         the last rate, and one that had ended at 0 would stay there."""
-        for schedule in self.stretched:
-            if hasattr(schedule, "_get_closed_form_lr"):
-                schedule._last_lr = schedule._get_closed_form_lr()
-                for group, lr in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        for thing in self.tracked.values():
+            voice = _voice(thing)
+            if voice in self.stretched and hasattr(voice, "_get_closed_form_lr"):
+                voice._last_lr = thing._last_lr = voice._get_closed_form_lr()
+                for group, lr in zip(voice.optimizer.param_groups, voice._last_lr, strict=True):
                     group["lr"] = lr
         self.stretched = []
 
@@ -136,6 +141,13 @@ class State:
     def fingerprint(self) -> str:
         """sha256 over the tracked models' weights and buffers."""
         return loading.fingerprint_of({name: model.state_dict() for name, model in self.models.items()})
+
+
+def _voice(schedule: Any) -> Any:
+    """The schedule that says the learning rate at this moment: within a SequentialLR, the one whose turn it is."""
+    while isinstance(schedule, torch.optim.lr_scheduler.SequentialLR):
+        schedule = schedule._schedulers[bisect_right(schedule._milestones, schedule.last_epoch)]
+    return schedule
 
 
 def _word(thing: Any) -> str:
