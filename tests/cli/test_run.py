@@ -139,6 +139,22 @@ def test_a_process_that_leaves_without_a_word_is_named(command: Command) -> None
     assert ended.last == "Its log is empty: out/log/rank-1.log"
 
 
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "os._exit(0)"])
+def test_a_process_that_leaves_in_peace_while_others_need_it_is_named(command: Command, leave: str) -> None:
+    command.script(f"""
+        def main(run):
+            if run.rank == 2:
+                {leave}
+            model = run.place(torch.nn.Linear(2, 2))
+
+        import sys, torch
+        unisono.main(main)
+        """)
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "steps=1")
+    assert ended.status == 1
+    assert "Rank 2 of 3 left with exit status 0 (sys.exit? os._exit?) while the others still needed it." in ended.err
+
+
 def test_a_wrong_request_is_told_once_and_without_a_traceback(command: Command) -> None:
     command.script("""
         raise unisono.SettingsError("9 processes", "8 virtual ranks: 1 to 8 processes.", "unisono run text --ranks 8")

@@ -358,3 +358,34 @@ def test_a_run_that_was_stopped_says_the_line_that_goes_on(command: Command) -> 
     assert last.startswith("This run was stopped before its end. Next: unisono run script.py")
     for words in ("--ranks 2", "--set pause=0.05", "--run-dir out", "--resume"):
         assert words in last
+
+
+def test_a_signal_after_the_script_has_returned_changes_nothing(command: Command) -> None:
+    """All is saved, and only the result is to be written: it is."""
+    command.script("""
+        import torch
+
+        class Net(torch.nn.Linear):
+            def state_dict(self, *args, **kwargs):
+                if over:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return super().state_dict(*args, **kwargs)
+
+        over = False
+
+        def main(run):
+            global over
+            model = run.place(lambda: Net(2, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.track(model=model, optimizer=optimizer)
+            for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 2))):
+                for (x,) in step:
+                    step.backward(model(x).sum(), weight=len(x))
+                step.update(optimizer)
+            over = True
+
+        unisono.main(main)
+        """)
+    ended = command.run("run", "script.py", "--run-dir", "out", "--set", "steps=2", "--set", "batch=8")
+    assert ended.status == 0, ended.err
+    assert result(command, "out")["stopped"] is False

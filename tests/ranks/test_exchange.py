@@ -174,6 +174,32 @@ def test_a_parameter_accumulated_twice_in_one_backward_is_waited_for() -> None:
         assert rank == one
 
 
+def deeper(world: World) -> str:
+    """The second virtual rank of a pair recomputes a layer four times, the first one once."""
+    with join(world) as group:
+        layer = nn.Linear(4, 4)
+        exchange = Tree(list(layer.parameters()), 2, group)
+        exchange.begin(((0, 2),), {0: 1, 1: 1})
+        for v, depth in ((0, 1), (1, 4)):
+            exchange.enter(v, last=v == 1)
+            x = torch.full((2, 4), float(v), requires_grad=True)
+            for _ in range(depth):
+                x = checkpoint(layer, x, use_reentrant=True)
+            x.sum().backward()
+            try:
+                exchange.leave()
+            except LoopError as error:
+                return str(error)
+        return "nothing was said"
+
+
+def test_a_pair_of_which_one_recomputes_more_often_is_refused() -> None:
+    """Its pieces went into the other's sum one by one: another sum than on two processes."""
+    (told,) = run_ranks(deeper, 1)
+    assert "accumulated 4 times in this backward, never more than 1 times before" in told
+    assert "use_reentrant=False" in told
+
+
 def test_a_gradient_that_comes_too_late_is_refused() -> None:
     layer = nn.Linear(2, 2)
     ready = Readiness(Layout(list(layer.parameters()), 1), lambda bucket: None)
@@ -186,7 +212,7 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
             ready.leave()
         else:
             layer(x).sum().backward()
-            with pytest.raises(LoopError, match="received another gradient after its sum had been sent"):
+            with pytest.raises(LoopError, match="received another gradient when its sum was under way"):
                 layer(x).sum().backward()
 
 

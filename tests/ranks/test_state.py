@@ -233,6 +233,85 @@ def test_a_state_that_does_not_fit_is_refused_by_every_process(misfits: list[dic
         assert word in one
 
 
+def in_bfloat16(run: Run[Any]) -> str:
+    """NAdam keeps a product in float32, whatever its parameters are."""
+    model = run.place(lambda: linear().bfloat16())
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x.bfloat16(), i)
+        step.update(optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return run._state.fingerprint() + str([value.dtype for value in states])
+
+
+def keep_dtypes(world: World, folder: str) -> list[str]:
+    undisturbed = attempt(world, Path(folder, "whole"), in_bfloat16, replace(SETTINGS, steps=6))
+    attempt(world, Path(folder, "halves"), in_bfloat16)
+    return [undisturbed, attempt(world, Path(folder, "halves"), in_bfloat16, replace(SETTINGS, steps=6), resume=True)]
+
+
+def test_what_an_optimizer_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    ((undisturbed, resumed),) = run_ranks(keep_dtypes, 1, str(tmp_path))
+    assert "torch.float32" in undisturbed
+    assert "torch.bfloat16" in undisturbed
+    assert resumed == undisturbed
+
+
+# -- a loop that was left with break
+
+AFTER_BREAK: dict[str, tuple[int, bool, bool, str]] = {
+    # virtual ranks, in the middle of a step, the weights are changed: the promise of a run that goes on from there
+    "nothing": (4, False, False, "exact"),
+    "nothing, one stream": (1, False, False, "exact"),
+    "in a step": (4, True, False, "exact"),
+    "in a step, one stream": (1, True, False, "exact until step 2"),
+    "weights": (4, False, True, "exact until step 2"),
+}
+
+
+def breaks(run: Run[Any], in_step: bool, change: bool, leave: bool) -> tuple[str, str]:
+    model = run.place(lambda: nn.Sequential(linear(), nn.Dropout(0.3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(
+        torch.utils.data.TensorDataset(torch.stack([Numbers()[i][0] for i in range(20)]), torch.arange(20))
+    ):
+        if leave and step.number == 2 and not in_step:
+            break
+        for x, i in step:
+            whole(step, model, x, i)
+        if leave and step.number == 2:
+            break
+        step.update(optimizer)
+    torch.rand(3)
+    with torch.no_grad():
+        for p in model.parameters() if leave and change else ():
+            p.mul_(2)
+    run.finish()
+    return run._state.fingerprint(), run.promise()[0]
+
+
+def leave_and_go_on(world: World, folder: str) -> dict[str, Any]:
+    told = {}
+    for what, (virtual_ranks, in_step, change, _) in AFTER_BREAK.items():
+        config = replace(SETTINGS, virtual_ranks=virtual_ranks, steps=5)
+        loop = lambda run, leave, a=in_step, b=change: breaks(run, a, b, leave)  # noqa: E731
+        undisturbed = attempt(world, Path(folder, what, "whole"), lambda run: loop(run, False), config)  # noqa: B023
+        attempt(world, Path(folder, what), lambda run: loop(run, True), config)  # noqa: B023
+        told[what] = undisturbed, attempt(world, Path(folder, what), lambda run: loop(run, False), config, resume=True)  # noqa: B023
+    return told
+
+
+def test_a_loop_that_was_left_with_break_goes_on_exactly_or_says_that_it_does_not(tmp_path: Path) -> None:
+    (told,) = run_ranks(leave_and_go_on, 1, str(tmp_path))
+    for what, (_, _, _, promise) in AFTER_BREAK.items():
+        (weights, _), (resumed, says) = told[what]
+        assert says == promise, what
+        assert (resumed == weights) == (promise == "exact"), what
+
+
 # -- a save that fails
 
 

@@ -43,8 +43,15 @@ class Generators:
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._loaded: dict[str, Any] | None = None
+        self._held: dict[str, Any] | None = None
+
+    def hold(self) -> None:
+        """Where they stand now is what a checkpoint gets, whoever draws from here on."""
+        self._held = self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
+        if self._held is not None:
+            return self._held
         of_torch, (_, keys, *of_numpy), (version, words, gauss) = take_state()
         return {
             "torch": of_torch,

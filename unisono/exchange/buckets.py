@@ -201,7 +201,7 @@ class Readiness:
             if not self.armed:
                 return
             if bucket < self.next:
-                self._late(number)
+                self.refuse_varying(number)
             if self.fired[number] == self.expected[number]:
                 self._missing[bucket] -= 1
                 while self.next < len(self._missing) and self._missing[self.next] == 0:
@@ -210,10 +210,11 @@ class Readiness:
 
         return fire
 
-    def _late(self, number: int) -> None:
+    def refuse_varying(self, number: int) -> None:
+        """A backward brought a gradient more often than any before it, when its sum was already on its way."""
         shape = tuple(self.layout.params[number].shape)
         raise LoopError(
-            f"A parameter of shape {shape} received another gradient after its sum had been sent.",
+            f"A parameter of shape {shape} received another gradient when its sum was under way.",
             f"It was accumulated {self.fired[number]} times in this backward, never more than "
             f"{self.expected[number]} times before: the same layer is recomputed a varying number of times.",
             "use torch.utils.checkpoint with use_reentrant=False, which accumulates each parameter once.",

@@ -71,6 +71,9 @@ class Tree:
         self._current[1].place(self.params)
 
     def leave(self) -> None:
+        if self._current is not None and self._current[0].hi - self._current[0].lo > 1 and max(self.ready.fired) > 1:
+            # it went straight into the first of its pair, piece by piece: (first + a) + b is not first + (a + b)
+            self.ready.refuse_varying(self.ready.fired.index(max(self.ready.fired)))
         self.ready.leave()
 
     def launch(self, *, again: bool = False) -> None:

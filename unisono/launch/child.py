@@ -48,6 +48,7 @@ def main() -> None:
             sys.exit(record.write(end).exit_status)
     except BaseException as error:
         sys.exit(record.write(error).exit_status)
+    record.leave()
 
 
 def _leave_with_launcher(folder: Path) -> None:

@@ -74,6 +74,20 @@ def write(error: BaseException) -> Record:
     return record
 
 
+def leave() -> None:
+    """Say that the script has come to its end in peace. Its process may be there a little longer."""
+    if _path is not None:
+        _path.with_suffix(".left").touch()
+
+
+def left_at(path: Path) -> float | None:
+    """When the script whose failure would be recorded at this path came to its end in peace, if it did."""
+    try:
+        return path.with_suffix(".left").stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
 def read(path: Path) -> Record | None:
     """The record at this path, None if there is none."""
     try:

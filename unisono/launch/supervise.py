@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from unisono.errors import WorldError
 from unisono.launch.log import Log, last_lines
-from unisono.launch.record import Record, read
+from unisono.launch.record import Record, left_at, read
 
 LOOK_SECONDS = 0.1
 """Between two looks at the records; exits and output wake us at once."""
@@ -85,6 +85,7 @@ class Failure(NamedTuple):
     signal: int  # that it died of, 0: none
     exit_status: int  # what the launcher should return
     log: Path
+    early: bool = False  # it said that all was well, when the others still needed it
 
     def __str__(self) -> str:
         """What is printed last on the screen."""
@@ -94,7 +95,9 @@ class Failure(NamedTuple):
         title = f"Rank {self.rank} of {self.size}"
         if record is not None:
             return f"{title} failed; its log is {self.log}\n\n{record.traceback or record.message}".rstrip("\n")
-        if self.signal:
+        if self.early:
+            said = f"{title} left with exit status 0 (sys.exit? os._exit?) while the others still needed it."
+        elif self.signal:
             meaning = MEANING.get(signal.Signals(self.signal), "")
             said = f"{title} died of signal {self.signal} ({signal.Signals(self.signal).name})"
             said += f": {meaning}." if meaning else "."
@@ -350,8 +353,22 @@ class _Supervisor:
             return Outcome(0)
         # Who lost a peer did not fail first, whatever the clock says.
         first = min(failures, key=lambda f: (f.record is not None and f.record.kind == "PeerLost", f.time))
+        first = self._left_before(first) or first
         self._say(str(first))
         return Outcome(first.exit_status, first)
+
+    def _left_before(self, failure: Failure) -> Failure | None:
+        """Who lost a peer lost perhaps one that had left in peace."""
+        if failure.record is None or failure.record.kind != "PeerLost":
+            return None
+        for process in self.processes:
+            left = left_at(process.task.record)
+            if left is None and process.popen.returncode == 0 and process.ended_at is not None:  # os._exit(0)
+                left = process.ended_at - HEAD_START_SECONDS
+            if left is not None and left < failure.time:
+                size, log = len(self.processes), process.task.log
+                return Failure(process.rank, size, left, None, 0, failure.exit_status, log, early=True)
+        return None
 
     def _failure_of(self, process: _Process) -> Failure | None:
         task, code, size = process.task, process.popen.returncode, len(self.processes)

@@ -83,6 +83,7 @@ class Run(Generic[S]):
         self._engine: Engine | None = None
         self._watcher = Watcher(run_dir, group.rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
+        self._over = False  # the script has returned, and all is saved
         self._last_step: Step | None = None
         self._done: Step | None = None  # the last one whose update was made
         self._began: float | None = None
@@ -230,7 +231,11 @@ class Run(Generic[S]):
             step = self._last_step = Step(engine, number)
             engine.asked["leave"] = self._leave
             engine.before_step(number)
-            yield step
+            try:
+                yield step
+            except GeneratorExit:  # the loop was left with break
+                self._state.seal(half_done=step.is_half_done)
+                raise
             step.finish()
             if checked != (checked := len(self._modules) + len(engine.steppers)):
                 self._state.check_whole(self._modules, engine.steppers)
@@ -257,7 +262,10 @@ class Run(Generic[S]):
                 self._done = self._last_step
                 self.steps_done = self._last_step.number + 1
             if self._state.saved_after != self.steps_done:
-                self._save()
+                touched = self._state.touched_since_break(one_stream=self.settings.virtual_ranks == 1)
+                now = {"step": self.steps_done, "field": "the state", "from": "the last step's", "to": touched}
+                self._save([now] if touched else [])
+        self._over = True
 
     @property
     def is_finished_before(self) -> bool:
@@ -270,7 +278,10 @@ class Run(Generic[S]):
             self._engine.asked["stop"] = True
 
     def leave(self) -> None:
-        """A signal came: save and leave after the step under way. After the last one there is nothing left to save."""
+        """A signal came: save and leave after the step under way. After the last one there is nothing left to save,
+        and when the script has returned, all that is left is to say how it ended."""
+        if self._over:
+            return
         self._leave = True
         if self._ended is not None and self.size == 1:
             raise Stopped
@@ -339,9 +350,9 @@ class Run(Generic[S]):
 
     # -- saving
 
-    def _save(self) -> None:
+    def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
         self._table.together("a checkpoint")
-        about = {"identity": self._identity, "changes": self.changes}
+        about = {"identity": self._identity, "changes": [*self.changes, *more_changes]}
         self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
 
     def _check_length(self, length: int) -> None:

@@ -32,6 +32,7 @@ class State:
         self.stretched: list[Any] = []
         self.changes: list[tuple[str, Any, Any]] = []
         """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
+        self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
         self.saved_after: int | None = resumed.steps if resumed else None
 
     @property
@@ -69,6 +70,8 @@ class State:
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
                 state = self._with_its_length(name, thing, state)
             thing.load_state_dict(state)
+            if isinstance(thing, torch.optim.Optimizer):
+                _keep_dtypes(thing, state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
@@ -123,6 +126,26 @@ class State:
                 f"run.track({words}) before the loop.",
             )
 
+    def seal(self, *, half_done: bool) -> None:
+        """The loop is being left with break; `half_done`: in the middle of a step. What the script does from here on is
+        no part of the training, but a checkpoint is written only when the script returns."""
+        self._sealed = (half_done, self._weights())
+        self.tracked[RANDOM].hold()
+
+    def touched_since_break(self, *, one_stream: bool) -> str:
+        """Why the state is not what the last step left behind, in words; "" if it is."""
+        if self._sealed is None:
+            return "something nobody saw: the loop was left behind"
+        half_done, weights = self._sealed
+        if half_done and one_stream:  # its random numbers are drawn
+            return "that of a step which was left half done"
+        if [(id(t), version) for t, version in weights] != [(id(t), version) for t, version in self._weights()]:
+            return "what the script made of the weights after its loop"
+        return ""
+
+    def _weights(self) -> list[tuple[torch.Tensor, int]]:
+        return [(t, t._version) for model in self.models.values() for t in [*model.parameters(), *model.buffers()]]
+
     def save(self, steps: int, about: dict[str, Any], keep: int) -> None:
         """Write a checkpoint after `steps` steps. Every process must call it; all raise if it cannot be written."""
         with phases.phase("checkpoint"):
@@ -141,6 +164,17 @@ class State:
     def fingerprint(self) -> str:
         """sha256 over the tracked models' weights and buffers."""
         return loading.fingerprint_of({name: model.state_dict() for name, model in self.models.items()})
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """torch loads an optimizer's floating-point state in the dtype of its parameter; what was saved in float32 beside a
+    parameter in bfloat16 (NAdam's mu_product, or a state of one's own) would lose bits."""
+    loaded = optimizer.state_dict()["state"]
+    for number, values in saved["state"].items():
+        for name, value in values.items():
+            now = loaded[number][name]
+            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                loaded[number][name] = value.to(now.device, copy=True)
 
 
 def _voice(schedule: Any) -> Any:

@@ -198,6 +198,11 @@ class Step:
         return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
 
     @property
+    def is_half_done(self) -> bool:
+        """Has it begun, without its update?"""
+        return self._state not in ("new", "updated")
+
+    @property
     def is_done(self) -> bool:
         """Has its update been made?"""
         return self._state == "updated"
