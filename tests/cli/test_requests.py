@@ -115,7 +115,7 @@ from unisono.errors import Problem, SettingsError
             "There is no verb xyzzy. There are run, copy, fingerprint, doctor.",
             "unisono --help",
         ),
-        ("copy txt", "unisono copy txt", "There is no such recipe. There are text.", "unisono copy text"),
+        ("copy txt", "unisono copy txt", "There is no such recipe. Recipes: text.", "unisono copy text"),
         (
             "fingerprint nowhere",
             "unisono fingerprint nowhere",

@@ -190,6 +190,8 @@ def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert result(command, name)["weights_sha256"] == result(command, "whole")["weights_sha256"]
+    again = json.loads((command.folder / "torchrun" / "environment.json").read_text())["command"]
+    assert again.startswith("unisono run plain.py --ranks 2 ")  # what a message says to type goes on with both
 
 
 def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command: Command) -> None:
@@ -307,7 +309,7 @@ def test_plain_python_says_that_it_heard_ctrl_c(command: Command) -> None:
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert (ended.status, result(command, "out")["stopped"]) == (0, True)
-    assert ended.err == "Stopping; a step that is under way is finished and saved. A second Ctrl-C ends it at once.\n"
+    assert ended.err == "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
     assert ended.out.endswith("Next: python script.py --set pause=0.02 --run-dir out --resume\n")
 
 

@@ -254,6 +254,13 @@ class Breach(NamedTuple):
     settings: Settings = SETTINGS
 
 
+def not_placed(run: Run[Any]) -> None:
+    model = linear()
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+
+
 ONE = replace(SETTINGS, virtual_ranks=1)
 MEAN = "a loss that is a mean.*use reduction=.*mean=True"
 BREACHES = {
@@ -263,6 +270,7 @@ BREACHES = {
     "a stream with a length": Breach(lambda run: train(run, data=LongStream()), "DataError: .* LongStream.*map-style"),
     "a generator": Breach(lambda run: train(run, data=iter([])), "DataError: .* list_iterator.*lacks __len__"),
     "nothing trains": Breach(lambda run: train(run, make=frozen), "none of their parameters needs a gradient"),
+    "nothing placed": Breach(not_placed, "No model was placed.*model = run.place"),
     "another's parameters": Breach(lambda run: train(run, make=another_s), r"1 of its .* shape \(7, 7\).*run\.place"),
     "a closure": Breach(lambda run: train(run, make=lbfgs), "LBFGS.*no closure"),
     "a plateau": Breach(ends(plateau), "ReduceLROnPlateau.*schedule.step"),

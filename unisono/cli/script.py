@@ -148,7 +148,9 @@ class Asked:
     def line(self) -> Line:
         """The command line that asked for this, whoever started the process."""
         if self.world.launcher != "unisono":
-            return self.request.line("python", str(self.script))
+            line = self.request.line("python", str(self.script))
+            all_here = 1 < self.world.size == self.world.local_size
+            return line.in_processes(self.world.size) if all_here else line
         ranks = ["--ranks", str(self.world.size)] if self.world.size > 1 else []
         target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
         return self.request.line("unisono", "run", target, *ranks)
@@ -253,7 +255,7 @@ def _signals(run: Run[Any]) -> Iterator[None]:
         for s, handler in before.items():
             signal.signal(s, handler)
         if run.is_main and run.world.launcher != "unisono":  # which has said it
-            words = "Stopping; a step that is under way is finished and saved. A second Ctrl-C ends it at once.\n"
+            words = "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
             with suppress(OSError):  # not print: what it was called into may be printing itself
                 os.write(2, ("\n" * run.world.terminal + words).encode())
         run.leave()

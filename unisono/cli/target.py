@@ -45,6 +45,6 @@ def recipe_of(name: str) -> Path:
     known = recipes()
     if name not in known:
         near = next(iter([*difflib.get_close_matches(name, known, 1, 0.6), *known]), "RECIPE")
-        true = f"There is no such recipe. There are {', '.join(known)}."
+        true = f"There is no such recipe. Recipes: {', '.join(known)}."
         raise SettingsError(f"unisono copy {name}", true, f"unisono copy {near}")
     return known[name]

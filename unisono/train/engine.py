@@ -144,12 +144,13 @@ class Engine:
             self._grew, self._counted = False, len(self.modules)
             self._look_again()
         signature = [p.requires_grad for p in self._everything]
-        if signature == self._signature:
+        if signature and signature == self._signature:
             return
         if not any(signature):
+            placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
             raise LoopError(
                 "run.steps was asked for a step.",
-                f"{len(self.modules)} models were placed, and none of their parameters needs a gradient.",
+                placed if self.modules else "No model was placed, so there is nothing to train.",
                 "place the model that trains: model = run.place(lambda: Net()).",
             )
         if self._signature:

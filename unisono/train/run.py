@@ -374,7 +374,7 @@ class Run(Generic[S]):
         if self.changes:
             what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in self.changes)
             first = min(c["step"] for c in self.changes)
-            return f"exact until step {first}", f"then accepted: {what}"
+            return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
         return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)

@@ -152,7 +152,7 @@ def closing(
         lines += where_the_time_went(phases, steps=result.get("steps"), color=color, ascii_only=ascii_only).split("\n")
         if found := bottleneck(phases, workers=_workers(run_dir)):
             lines += _wrapped(found)
-        if slow := straggler(exchange_shares(run_dir)):
+        if result.get("ranks") != 1 and (slow := straggler(exchange_shares(run_dir))):
             lines.append(
                 f"Rank {slow.rank} is the one they wait for: {slow.share:.0%} of its time in the exchange, "
                 f"the others {slow.others:.0%}."
