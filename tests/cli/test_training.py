@@ -191,7 +191,7 @@ def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
         assert done.returncode == 0, done.stderr
         assert result(command, name)["weights_sha256"] == result(command, "whole")["weights_sha256"]
     again = json.loads((command.folder / "torchrun" / "environment.json").read_text())["command"]
-    assert again.startswith("unisono run plain.py --ranks 2 ")  # what a message says to type goes on with both
+    assert again == "unisono run plain.py --set steps=6 --run-dir torchrun --ranks 2"  # what messages say to type
 
 
 def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command: Command) -> None:
