@@ -1,18 +1,15 @@
-"""The text recipe at toy size, as a user types it: real processes, the command, a run directory."""
+"""The text recipe at toy size."""
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.recipes.training import train_recipe
 
 TOY = {
     "steps": 6,
@@ -26,14 +23,7 @@ TOY = {
     "sample_bytes": 20,
 }
 
-
-def train(folder: Path, ranks: int, *words: str, sets: Mapping[str, Any] = TOY) -> tuple[dict[str, Any], str]:
-    """What result.json says, and what is on the screen."""
-    command = [sys.executable, "-m", "unisono.cli.main", "run", "text", "--ranks", str(ranks), "--run-dir", str(folder)]
-    command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return json.loads((folder / "result.json").read_text(encoding="utf-8")), done.stdout
+train = partial(train_recipe, "text", sets=TOY)
 
 
 @pytest.fixture(scope="module")

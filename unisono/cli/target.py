@@ -9,13 +9,11 @@ import unisono.recipes
 from unisono.errors import SettingsError
 from unisono.settings import Line
 
-NOT_RECIPES = {"__init__", "corpora"}
-
 
 def recipes() -> dict[str, Path]:
     """Every recipe's name and file."""
     folder = Path(unisono.recipes.__file__).parent
-    return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem not in NOT_RECIPES}
+    return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
 
 
 def script_of(target: str, line: Line) -> Path:

@@ -4,7 +4,7 @@
     unisono run text --ranks 2 --set model.depth=8 --set steps=1000
     unisono copy text mine.py                                     own it, change it: unisono run mine.py
 
-Data     the Python that runs brings it: about 11 MB, no download (corpora.py says it in one line)
+Data     the Python that runs brings it: about 11 MB, no download (the first line on the screen says which)
 Model    a GPT of 0.8 million parameters: rotary positions, squared ReLU, token weights tied to the output
 Result   about 2.4 bits a byte on files the model has not seen (8 is no idea at all, `gzip -9` needs 1.9)
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unisono
-from unisono.recipes.corpora import IGNORED, ByteWindows, python_source
+from unisono.recipes.corpora.python_source import IGNORED, ByteWindows, python_source
 
 
 @dataclass(frozen=True, kw_only=True)
