@@ -35,20 +35,6 @@ class LongStream(Stream):
         return 20
 
 
-class Counted(nn.Linear):
-    """A forward that puts another tensor into a buffer's place."""
-
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__(3, 2)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = self.seen + len(x)
-        return super().forward(x)
-
-
 class Renormed(nn.Module):
     """A forward that changes a parameter: torch renorms the rows it looks up."""
 
@@ -105,6 +91,10 @@ def sparse_adam(model: nn.Module) -> Any:
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def waiting() -> nn.Module:
+    return nn.SyncBatchNorm.convert_sync_batchnorm(normed())
 
 
 def rounds(body: Round, **more: Any) -> Loop:
@@ -307,8 +297,13 @@ BREACHES = {
     "backward after": Breach(ends(lambda s, o: s.backward(torch.ones(()), 1)), "backward outside of its rounds"),
     "add after": Breach(ends(lambda s, o: s.add("x", 1)), "Step 0 was asked to add 'x' outside of its rounds"),
     "add by a taken name": Breach(rounds(lambda s, *_: s.add("loss", 1)), "add 'loss'.*That name is taken"),
-    "a forward that counts": Breach(lambda run: train(run, build=normed), r"the buffer 1\.(running|num).*GroupNorm"),
-    "a forward that replaces": Breach(lambda run: train(run, build=Counted), r"the buffer seen of shape \(\)"),
+    "a batch norm over one sample": Breach(
+        lambda run: train(run, build=normed),
+        r"^unisono\.errors\.LoopError: 1, a batch norm, .*the last step of every epoch of 20 samples.*--set batch=10",
+    ),
+    "a batch norm that waits": Breach(
+        lambda run: train(run, build=waiting), r"Its 1 is a SyncBatchNorm.*nn\.BatchNorm"
+    ),
     "a forward that renorms": Breach(lambda run: train(run, build=Renormed), r"parameter rows\.weight of shape \(20"),
     "clipping in a round": Breach(rounds(clip_in_a_round), "changed between two micro-batches.*clip=1.0"),
     "a gradient replaced in a round": Breach(rounds(replace_in_a_round), "changed between two micro-batches"),

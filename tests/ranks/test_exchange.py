@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unisono.env import World
 from unisono.errors import LoopError
-from unisono.exchange.buckets import Layout, Readiness
+from unisono.exchange.buckets import Copy, Layout, Readiness
 from unisono.exchange.tree import Tree
 from unisono.score.placement import place_evenly
 from unisono.score.tree import Node, fold
@@ -202,10 +202,11 @@ def test_a_pair_of_which_one_recomputes_more_often_is_refused() -> None:
 
 def test_a_gradient_that_comes_too_late_is_refused() -> None:
     layer = nn.Linear(2, 2)
-    ready = Readiness(Layout(list(layer.parameters()), 1), lambda bucket: None)
+    layout = Layout(list(layer.parameters()), 1)
+    ready = Readiness(layout, lambda bucket: None)
     for repeats in (1, 2):
         ready.begin()
-        ready.enter(last=True)
+        ready.enter(Copy(layout), last=True)
         x = torch.ones(1, 2)
         if repeats == 1:
             layer(x).sum().backward()

@@ -158,5 +158,6 @@ def loop(
 
 def copies(run: Run[Settings]) -> int:
     assert run._engine is not None
-    pool = getattr(run._engine.exchange, "pool", None)
+    (gradient,) = run._engine._gradients.values()
+    pool = getattr(gradient.exchange, "pool", None)
     return pool.made if pool else 0

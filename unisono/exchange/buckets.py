@@ -193,9 +193,10 @@ class Readiness:
         bucket = self.layout.bucket_of[number]
 
         def fire(p: torch.Tensor) -> None:
-            if self.into is not None:
-                self.into.fill(number, p)
-                self._versions[bucket] += 1
+            if self.into is None:  # another exchange's turn: the parameter is in several
+                return
+            self.into.fill(number, p)
+            self._versions[bucket] += 1
             self.used[number] = True
             self.fired[number] += 1
             if not self.armed:
@@ -225,10 +226,10 @@ class Readiness:
         self.used = [False] * len(self.used)
         self.next = 0
 
-    def enter(self, into: Copy | None = None, *, last: bool) -> None:
+    def enter(self, into: Copy, *, last: bool) -> None:
         """A micro-batch of the copy `into` begins. With `last`, buckets are launched as they become complete."""
         self.into = into
-        self._versions = [flat._version for flat in into.flats] if into is not None else []
+        self._versions = [flat._version for flat in into.flats]
         self.fired = [0] * len(self.fired)
         self.armed = last and any(self.expected)
         if self.armed:
@@ -237,7 +238,7 @@ class Readiness:
     def leave(self) -> None:
         if self.into is not None:
             self._check_untouched(self.into)
-        self.armed = False
+        self.into, self.armed = None, False
         self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
 
     def _check_untouched(self, into: Copy) -> None:

@@ -81,6 +81,15 @@ class Order:
         cuts = _cuts(last - first, self.virtual_ranks, virtual_rank, self.micro_batch)
         return [(first + start, first + stop) for start, stop in cuts]
 
+    def sizes(self, step: int) -> list[int]:
+        """Samples in every micro-batch of `step`, over all virtual ranks."""
+        return [b - a for v in range(self.virtual_ranks) for a, b in self.micro_bounds(step, v)]
+
+    def smallest(self, steps: int) -> int:
+        """Samples in the smallest micro-batch of so many steps: of the first, or of an epoch's last, if that comes."""
+        tail = self.sizes(self.steps_per_epoch - 1) if steps >= self.steps_per_epoch else []
+        return min(self.sizes(0) + tail)
+
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         """The order of all samples in `epoch`, shape [length]. The last two epochs asked for are kept."""
         return _permutation(self.length, self.seed, epoch) if self.shuffle else _as_it_is(self.length)

@@ -83,7 +83,7 @@ class Settings:
     micro_batch: int | None = None
     virtual_ranks: int = 8
     seed: int = 0
-    precision: Literal["fp32"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip: float | None = None
     exchange: Literal["tree", "allreduce"] = "tree"
     threads: int = 1

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import Generators, seed_everything
 from unisono.errors import DataError, LoopError
-from unisono.exchange import Exchange, build_exchange
-from unisono.exchange.buckets import finite
-from unisono.score.keys import STEP, UPDATE, mix
+from unisono.parallel.precision import LossScale
+from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
+from unisono.train.buffers import watch_samples
+from unisono.train.gradient import Gradient, Written, written
+from unisono.train.models import Models
 from unisono.train.table import LOSS, Table
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 class Engine:
     """What a step needs from the run, in one place."""
 
-    exchange: Exchange
-
     def __init__(
         self,
         settings: Settings,
@@ -39,41 +37,27 @@ class Engine:
         order: Order,
         loader: Loader,
         schedule: Schedule,
-        modules: Sequence[torch.nn.Module],
-        names: dict[int, str],
+        models: Models,
         last: int,
         table: Table,
         generators: Generators,
+        scale: LossScale,
     ) -> None:
         self.settings, self.group, self.order = settings, group, order
-        self.schedule, self.modules, self.names, self.last = schedule, modules, names, last
-        self.table = table
-        self.generators = generators
+        self.schedule, self.models, self.last = schedule, models, last
+        self.table, self.generators, self.scale = table, generators, scale
         self.seen_backward = False
         self.asked = {"stop": False, "leave": False}
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
-        self.params: list[torch.nn.Parameter] = []
-        self._buffers: list[tuple[str, dict[str, torch.Tensor | None], str]] = []  # name, who holds it, as what
-        self._before: Written = []  # the buffers and parameters, when the step began
-        self._given: Written = []  # the gradients, when they were whole
-        self._finite = True  # were they?
+        self._before: Written = []  # the parameters, when the pass began
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
-        self._everything = _parameters(modules)
-        self._grew = True  # some module somewhere was given a parameter or another module since we looked
-        self._counted = len(modules)
-        self._notices = [
-            register_module_module_registration_hook(self._notice),
-            register_module_parameter_registration_hook(self._notice),
-        ]
-        self._signature: list[bool] = []
+        self._gradients: dict[tuple[int, ...], Gradient] = {}
         self._batches = iter(loader)
-        self._step_key = mix(order.seed, STEP)
-        self._update_key = mix(order.seed, UPDATE)
+        self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = group.device if group.device.type != "cpu" else None
-        self._token = torch.zeros(1, device=group.device)
 
     # -- a step
 
@@ -88,14 +72,56 @@ class Engine:
                 return
         seed_everything(mix(self._step_key, step), self._accelerator)
 
-    def micro_batches(self, step: int) -> Iterator[tuple[Place, Any, bool]]:
-        """(place, batch, is it this process's last of the step) for every micro-batch of this process in `step`."""
-        self._build_exchange()
+    def gradient_of(self, optimizers: Sequence[Any] | None) -> Gradient:
+        """The gradient of all parameters that train now, or of these optimizers' alone."""
+        if self.models.look():  # some were frozen or unfrozen, or are new
+            self.close()
+            self._refuse_hooks()
+        params = self.models.trained
+        if optimizers is not None:
+            asked = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+            params = [p for p in params if id(p) in asked]
+            if not params:
+                names = " and ".join(type(o).__name__ for o in optimizers) or "nothing"
+                raise LoopError(
+                    f"step.over was given {names}.",
+                    "It holds no parameter of a placed model that needs a gradient.",
+                    "pass the optimizers whose parameters this pass is for: step.over(optimizer).",
+                )
+        key = tuple(map(id, params))
+        if key not in self._gradients:
+            only = optimizers is not None
+            self._gradients[key] = Gradient(params, self.models.names, self.settings, self.group, only=only)
+        return self._gradients[key]
+
+    def micro_batches(
+        self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None
+    ) -> Iterator[tuple[Place, Any, bool]]:
+        """(place, batch, is it this process's last) for every micro-batch of this process in pass `number` of `step`.
+
+        The first pass fetches them, and leaves them in `kept` if there is such a list; the others find them there.
+        """
         spans = self.schedule.at(step)
         pieces = self._pieces(step, spans[self.group.rank])
-        self.exchange.begin(spans, pieces)
-        self._before = self._state_of_forward()
-        for left in range(sum(pieces.values()), 0, -1):
+        gradient.begin(spans, pieces)
+        buffers = self.models.buffers
+        if self.order.virtual_ranks > 1:
+            buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
+            self._before = written(self.models.params)
+        fetched = self._fetch(step, sum(pieces.values()), kept) if number == 0 else self._again(number, kept or [])
+        left = sum(pieces.values())
+        for place, batch in fetched:
+            left -= 1
+            buffers.enter(place.virtual_rank)
+            if self.seen_backward:
+                yield place, batch, left == 0
+            else:
+                with self._watched(place):
+                    yield place, batch, left == 0
+        buffers.leave()
+
+    def _fetch(self, step: int, count: int, kept: list[tuple[Place, Any]] | None) -> Iterator[tuple[Place, Any]]:
+        for _ in range(count):
             try:
                 place, batch = next(self._batches)
             except StopIteration:
@@ -103,7 +129,16 @@ class Engine:
                     f"Step {step} was asked for its micro-batches.", "The data set ended early.", "check its __len__."
                 ) from None
             assert place.step == step
-            yield place, batch, left == 1
+            if kept is not None:
+                kept.append((place, batch))
+            yield place, batch
+
+    def _again(self, number: int, kept: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
+        """What the first pass has fetched, under this pass's own keys."""
+        for place, batch in kept:
+            if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
+                seed_everything(mix(place_key(self._round_key, *place), number), self._accelerator)
+            yield place, batch
 
     def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
         """How many micro-batches each virtual rank of the span has in `step`: only the size of the batch decides."""
@@ -113,82 +148,30 @@ class Engine:
             self._known_pieces[size, span] = known
         return known
 
-    def meet(self, step: Step) -> dict[str, tuple[float, float]]:
-        """The step's sums over all processes; when it returns, p.grad is the mean gradient everywhere."""
-        exchange, several = self.exchange, self.group.size > 1
-        exchange.launch()
+    def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+        """The sums of the step's pass over all processes; afterwards p.grad is the mean gradient everywhere."""
+        gradient.exchange.launch()
         self._check_forward(step)
         self.seen_backward = True
-        totals = self.table.meet({**self.asked, "unused": not all(exchange.used)})
-        self.agreed = totals.flags
-        self._check_totals(step, *totals.sums.get(LOSS, (0.0, 0.0)), totals.losses)
-        finite = exchange.finish(totals.sums[LOSS][1])
-        if totals.flags["unused"]:
-            used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
-            for p, by_anyone in zip(self.params, self.group.max_(used).tolist(), strict=True):
-                if not by_anyone:
-                    p.grad = None  # as in plain torch
-        if several:  # nobody finishes this unless everybody holds the whole gradient
-            self._token.fill_(not finite)
-            finite = self.group.sum_(self._token).item() == 0.0
-        exchange.commit()
-        self._finite = finite
-        self._given = _written([p.grad for p in self.params])
-        if self.order.virtual_ranks > 1:  # what comes now (noise on p.grad, say) must not depend on who computed what
-            seed_everything(mix(self._update_key, step.number), self._accelerator)
+        buffers = self.models.buffers
+        totals = self.table.meet({**self.asked, "unused": not all(gradient.exchange.used), **buffers.flags})
+        self.agreed = agreed = totals.flags
+        loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
+        finite = self._check_totals(step, loss, weight, totals.losses)
+        gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
+        gradient.finite &= finite
+        if self.order.virtual_ranks > 1:
+            buffers.meet(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0, spans=self.schedule.at(step.number))
+            # what comes now (noise on p.grad, say) must not depend on who computed what
+            key = mix(self._update_key, step.number, *([number] if number else []))
+            seed_everything(key, self._accelerator)
         return totals.sums
 
-    def _build_exchange(self) -> None:
-        """The exchange over the parameters that train now; a new one when some were frozen or unfrozen, or are new."""
-        if self._grew or len(self.modules) != self._counted:
-            self._grew, self._counted = False, len(self.modules)
-            self._look_again()
-        signature = [p.requires_grad for p in self._everything]
-        if signature and signature == self._signature:
-            return
-        if not any(signature):
-            placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
-            raise LoopError(
-                "run.steps was asked for a step.",
-                placed if self.modules else "No model was placed, so there is nothing to train.",
-                "place the model that trains: model = run.place(lambda: Net()).",
-            )
-        if self._signature:
-            self.exchange.close()
-        self._signature = []
-        self.params = [p for p in self._everything if p.requires_grad]
-        self._refuse_hooks()
-        self.exchange = build_exchange(self.settings.exchange, self.params, self.order.virtual_ranks, self.group)
-        self._signature = signature
-
-    def _notice(self, *_: Any) -> None:
-        """torch calls this whenever a module, any module, is given a parameter or a module."""
-        self._grew = True
-
-    def _look_again(self) -> None:
-        """The modules may have grown between two steps: what is new is the main process's, as with run.place."""
-        known = {id(p) for p in self._everything}
-        self._everything = _parameters(self.modules)
-        new = [p for p in self._everything if id(p) not in known]
-        if new:
-            self.group.share_(new)
-            self._signature = [*self._signature, True]  # not what it was, so the exchange is built anew
-        self.names |= {id(p): name for m in self.modules for name, p in m.named_parameters()}
-        self._buffers = [
-            (f"{prefix}.{name}".lstrip("."), part._buffers, name)
-            for m in self.modules
-            for prefix, part in m.named_modules()
-            for name in part._buffers
-        ]
-
     def close(self) -> None:
-        """Let go of the parameters and of torch's hooks; closing twice changes nothing."""
-        notices, self._notices = self._notices, []
-        for notice in notices:
-            notice.remove()
-        if self._signature:
-            self._signature = []
-            self.exchange.close()
+        """Let go of the parameters; closing twice changes nothing."""
+        for gradient in self._gradients.values():
+            gradient.close()
+        self._gradients = {}
 
     # -- what does not fit
 
@@ -196,12 +179,13 @@ class Engine:
         """A hook that runs after accumulation sees whatever this process has added up so far."""
         if self.order.virtual_ranks == 1:
             return
-        for p in self.params:
+        for p in self.models.trained:
             if p._post_accumulate_grad_hooks:
+                name = self.models.names.get(id(p), "A parameter")
                 raise LoopError(
                     "run.steps was asked for a step.",
-                    f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} has a hook of its own that runs "
-                    "after its gradient is accumulated, and what has been accumulated then depends on the placement.",
+                    f"{name} of shape {tuple(p.shape)} has a hook of its own that runs after its gradient is "
+                    "accumulated, and what has been accumulated then depends on the placement.",
                     "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
                 )
 
@@ -228,7 +212,8 @@ class Engine:
                 'use reduction="sum" and weight=<how many it sums>, or say step.backward(loss, weight, mean=True).',
             )
 
-    def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> None:
+    def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> bool:
+        """Is the loss finite? Refuse what cannot be divided, and a loss that no smaller scale would mend."""
         if not weight > 0:
             raise LoopError(
                 f"Step {step.number} was to be divided by its total weight.",
@@ -236,7 +221,7 @@ class Engine:
                 + (", since no round called step.backward." if weight == 0 else "."),
                 "call step.backward(loss, weight) in `for batch in step:` with a weight above 0 in some round.",
             )
-        if not math.isfinite(loss):
+        if not math.isfinite(loss) and not self.scale.may_skip:
             bad = [v for v, row in enumerate(losses) if not math.isfinite(row)]
             raise LoopError(
                 f"Step {step.number} has a loss of {loss}.",
@@ -244,25 +229,11 @@ class Engine:
                 f" (samples {self._samples(step.number, bad[0])}).",
                 "look at these samples, lower the learning rate, or clip the gradient (--set clip=1.0).",
             )
+        return math.isfinite(loss)
 
     def _samples(self, step: int, virtual_rank: int) -> str:
         samples = [i for micro_batch in self.order.micro_batches(step, virtual_rank) for i in micro_batch]
         return ", ".join(map(str, samples[:8])) + (f", ... {len(samples)} in all" if len(samples) > 8 else "")
-
-    def check_finite(self, step: Step) -> None:
-        """Refuse a gradient that is not finite, naming the first parameter that has it."""
-        given, self._given = self._given, []
-        # the exchange knows what it has made, but not what the loop has put there since
-        if self._finite and _marks(given) == _marks(_written([p.grad for p in self.params])):
-            return
-        for p in self.params:
-            if p.grad is not None and not finite(p.grad):
-                raise LoopError(
-                    f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
-                    f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has "
-                    f"{int((~torch.isfinite(p.grad.to_dense())).sum())} such elements.",
-                    "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
-                )
 
     def know(self, optimizer: Any) -> None:
         """Look at an optimizer when it is first stepped: can it step here, and does it hold parameters of the run?"""
@@ -282,7 +253,7 @@ class Engine:
                 "It calls a closure several times a step, and a step here is one gradient.",
                 "use an optimizer that takes no closure.",
             )
-        ours = {id(p) for p in self.params}
+        ours = {id(p) for p in self.models.trained}
         strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in ours]
         if strange:
             raise LoopError(
@@ -308,54 +279,52 @@ class Engine:
             )
         self.steppers.append(schedule)
 
-    def _state_of_forward(self) -> Written:
-        """What forward reads and must not change; with one virtual rank it may, as in plain torch."""
-        if self.order.virtual_ranks == 1:
-            return []
-        return _written([*(held.get(key) for _, held, key in self._buffers), *self._everything])
-
     def _check_forward(self, step: Step) -> None:
-        """What forward changes is state outside the tree."""
-        if not self._before:
-            return
-        after = self._state_of_forward()
-        if _marks(self._before) == _marks(after):
-            return
-        changed = next(i for i, (a, b) in enumerate(zip(_marks(self._before), _marks(after), strict=True)) if a != b)
-        tensor = after[changed][0]
-        if changed < len(self._buffers):
-            what = f"buffer {self._buffers[changed][0]}"
-            true = "buffers that change (batch norm's running statistics) are not carried yet."
-            do = "use a norm without running statistics (GroupNorm, LayerNorm), or --set virtual_ranks=1."
-        else:
-            what = f"parameter {self.names.get(id(tensor), '')}"
-            true = "parameters may change between two steps only."
-            do = "do it after step.update (Embedding without max_norm, and a line that renorms), or "
-            do += "--set virtual_ranks=1."
-        shape = "None" if tensor is None else f"shape {tuple(tensor.shape)}"
-        raise LoopError(
-            f"The forward pass of step {step.number} changed the {what} of {shape}.",
-            f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; {true}",
-            do,
+        """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
+        after = written(self.models.params) if self._before else []
+        for (p, before), (_, now) in zip(self._before, after, strict=True):
+            if before != now:
+                shape = tuple(p.shape) if p is not None else ()
+                name = self.models.names.get(id(p), "")
+                raise LoopError(
+                    f"The forward pass of step {step.number} changed the parameter {name} of shape {shape}.",
+                    f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
+                    "parameters may change between two steps only.",
+                    "do it after step.update (Embedding without max_norm, and a line that renorms), or "
+                    "--set virtual_ranks=1.",
+                )
+
+    @contextmanager
+    def _watched(self, place: Place) -> Iterator[None]:
+        """In the first step it is seen whether a batch norm normalises over samples, and whether it always can."""
+        bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
+        hooks = []
+        if self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
+            hooks = watch_samples(self.models.buffers.norms, bounds[1] - bounds[0], self._alone)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _alone(self, name: str) -> LoopError:
+        order = self.order
+        where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
+        return LoopError(
+            f"{name}, a batch norm, was to normalise micro-batches of a batch of {order.batch}.",
+            f"In {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of one sample, whose "
+            "variance says nothing.",
+            self._better_batch(),
         )
 
-
-Written = list[tuple[torch.Tensor | None, int]]
-"""Some tensors, and how often each had been written to: what tells that one was changed, or replaced."""
-
-
-def _parameters(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Each once."""
-    return list({id(p): p for m in modules for p in m.parameters()}.values())
-
-
-def _written(tensors: Iterable[torch.Tensor | None]) -> Written:
-    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
-
-
-def _marks(written: Written) -> list[tuple[int, int]]:
-    """To compare by: which tensors (they are alive, so no two are at one address) and how often written to."""
-    return [(id(tensor), version) for tensor, version in written]
+    def _better_batch(self) -> str:
+        """The nearest batch without a micro-batch of one sample, as a line to type."""
+        order = self.order
+        known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
+        for batch in sorted(known, key=lambda b: abs(b - order.batch)):
+            if replace(order, batch=batch).smallest(self.last) > 1:
+                return f"--set batch={batch}, or fewer --set virtual_ranks, or GroupNorm."
+        return "use fewer --set virtual_ranks, a larger --set micro_batch, or GroupNorm."
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:

@@ -1,23 +1,24 @@
 """Evaluation: every sample once, on any number of processes, with the bits of one.
 
-The data set is cut into micro-batches whose shape depends on the settings alone. Each process computes a stretch of
-them and writes their sums into its rows of a table; everybody adds the rows up in order.
+The data is cut into micro-batches whose shape depends on the settings alone (data/walk.py). Each process computes some
+of them and writes their sums into its rows of a table; everybody adds the rows up in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
+from unisono.data.loader import Collate
 from unisono.data.seeding import give_state, take_state
+from unisono.data.walk import Walk
 from unisono.errors import LoopError
-from unisono.score.keys import EVALUATE, mix
-from unisono.score.order import Order, deal
 from unisono.score.tree import chain
 from unisono.settings import Settings
+from unisono.train.buffers import slots_of
 from unisono.world.collectives import Group
 
 Measure = Callable[..., Any]
@@ -36,42 +37,44 @@ def evaluate(
     hurry: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """See Run.evaluate. None, on every process, when some process was in a hurry to leave."""
-    length = length_of(data, "The data set of run.evaluate")
-    same_length(group, length, "The data set of run.evaluate")
-    size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
-    # one "step" per micro-batch, on one virtual rank: the order is the data's own
-    order = Order(length=length, batch=size, virtual_ranks=1, seed=mix(settings.seed, EVALUATE), shuffle=False)
-    first, last = deal(order.steps_per_epoch, group.size, group.rank)
-    loader = Loader(
-        data,
-        order,
-        Schedule(((0, 1),)),
-        rank=0,
-        first=first,
-        last=last,
-        device=group.device,
-        collate=collate,
-        workers=settings.loader.workers,
-        prefetch=settings.loader.prefetch,
-    )
+    walk = Walk(data, "The data set of run.evaluate", settings, group, collate)
     rows: dict[str, list[tuple[int, float, float]]] = {}
+    with at_rest(model):
+        for number, _, batch in walk:
+            if hurry():
+                break
+            output = (forward or call)(model, batch)
+            for name, (total, weight) in _named(measure, measure(output, *parts(batch))).items():
+                rows.setdefault(name, []).append((number, float(total), float(weight)))
+    if in_a_hurry(group, hurry):
+        return None
+    return _fold(rows, walk.finish(), group)
+
+
+@contextmanager
+def at_rest(model: torch.nn.Module) -> Iterator[None]:
+    """The model in eval mode, without gradients; afterwards its modes and buffers and the generators are as before, or
+    what the loop does next would depend on who evaluated what."""
     modes, generators = [(part, part.training) for part in model.modules()], take_state()
+    slots = slots_of(model)
+    for slot in slots:
+        slot.remember()
     model.eval()
     try:
         with torch.no_grad():
-            for place, batch in loader:
-                if hurry():
-                    break
-                output = (forward or call)(model, batch)
-                for name, (total, weight) in _named(measure, measure(output, *_parts(batch))).items():
-                    rows.setdefault(name, []).append((place.step, float(total), float(weight)))
+            yield
     finally:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good
             part.training = training
-        give_state(generators)  # or what the loop draws next would depend on who evaluated what
-    if group.max_(torch.tensor([hurry()], dtype=torch.uint8, device=group.device)).item():
-        return None
-    return _fold(rows, order.steps_per_epoch, group)
+        for slot in slots:
+            if slot.changed:
+                slot.put_back()
+        give_state(generators)
+
+
+def in_a_hurry(group: Group, hurry: Callable[[], bool]) -> bool:
+    """Is any process in a hurry to leave? Every process must ask."""
+    return bool(group.max_(torch.tensor([hurry()], dtype=torch.uint8, device=group.device)).item())
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
@@ -81,7 +84,8 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
     return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
 
 
-def _parts(batch: Any) -> tuple[Any, ...]:
+def parts(batch: Any) -> tuple[Any, ...]:
+    """A batch as arguments: a list or tuple gives its parts, anything else is one."""
     return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
 
 

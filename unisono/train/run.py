@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -17,13 +18,17 @@ from unisono.data.loader import Collate, Loader, Schedule, length_of, same_lengt
 from unisono.data.seeding import Generators, seed_everything
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import promise_of
+from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.order import Order
 from unisono.score.placement import Spans, place_evenly
 from unisono.settings import Settings
+from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine
 from unisono.train.evaluate import Forward, Measure, evaluate
-from unisono.train.state import RANDOM, State
+from unisono.train.models import Models
+from unisono.train.predict import predict
+from unisono.train.state import RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
 from unisono.watch.watcher import Watcher
@@ -76,9 +81,9 @@ class Run(Generic[S]):
         self._table = Table(settings.virtual_ranks, group)
         self._state = State(run_dir, group, resumed)
         self._generators = Generators(group.device)
-        self._state.track(**{RANDOM: self._generators})
-        self._modules: list[torch.nn.Module] = []
-        self._names: dict[int, str] = {}
+        self._scale = LossScale(settings.precision)
+        self._state.track(**{RANDOM: self._generators, SCALE: self._scale})
+        self._models = Models(group, settings.virtual_ranks)
         self._total_steps = settings.steps
         self._engine: Engine | None = None
         self._watcher = Watcher(run_dir, group.rank, output, live=world.terminal, columns=world.columns, color=color)
@@ -122,7 +127,8 @@ class Run(Generic[S]):
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
-                mix(self.settings.seed, INIT, len(self._modules)), None if self.device.type == "cpu" else self.device
+                mix(self.settings.seed, INIT, len(self._models.modules)),
+                None if self.device.type == "cpu" else self.device,
             )
             model = model()
         lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
@@ -132,12 +138,18 @@ class Run(Generic[S]):
                 f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}): there is nothing to share.",
                 "say in_features, or let a batch through it before: run.place(lambda: warmed_up(Net())).",
             )
+        if self.settings.virtual_ranks > 1:
+            refuse_sync(model)
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
-        self._group.share_([*placed.parameters(), *placed.buffers()])
-        self._names |= {id(p): name for name, p in placed.named_parameters()}
-        self._modules.append(placed)
+        self._models.add(placed)
+        apply_precision(placed, self.settings.precision, self.device)
         return placed
+
+    def precision(self) -> torch.autocast:
+        """A context in which torch computes with the setting `precision`. A placed model's own forward needs none: it
+        runs in it anyway, and returns floating-point tensors as float32. This is for what else the loop computes."""
+        return autocast(self.settings.precision, self.device)
 
     def track(self, **things: Any) -> None:
         """Name what a resume needs: models, optimizers, schedules, anything with state_dict and load_state_dict.
@@ -180,7 +192,7 @@ class Run(Generic[S]):
         same_length(self._group, length, "The training set")
         last = self.count_steps(data)
         self._identity["length"] = length
-        self._check_length(length)
+        self.changes += self._state.check_length(length, self._accepted)
         order = Order(
             length=length,
             batch=settings.batch,
@@ -209,12 +221,13 @@ class Run(Generic[S]):
             order,
             self._loader,
             schedule,
-            self._modules,
-            self._names,
+            self._models,
             last,
             self._table,
             self._generators,
+            self._scale,
         )
+        self._models.listen()
         return self._steps(self._engine)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
@@ -237,8 +250,8 @@ class Run(Generic[S]):
                 self._state.seal(half_done=step.is_half_done)
                 raise
             step.finish()
-            if checked != (checked := len(self._modules) + len(engine.steppers)):
-                self._state.check_whole(self._modules, engine.steppers)
+            if checked != (checked := len(self._models.modules) + len(engine.steppers)):
+                self._state.check_whole(self._models.modules, engine.steppers)
             self.steps_done = number + 1
             self._samples_here += step.samples
             self._done = step
@@ -327,21 +340,43 @@ class Run(Generic[S]):
     ) -> dict[str, float]:
         """The mean of a measure over a data set: every sample once, on any number of processes, with the same bits.
 
+        data     map-style, or any iterable of samples (then every process reads all of it, and computes its part)
         measure  measure(output, *batch) -> (sum, weight), named after the function; or a dict of such pairs
         forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
 
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
-        self._table.together("run.evaluate")
+        measured: dict[str, float]
+        measured = self._walk("run.evaluate", partial(evaluate, model, data, measure), forward, collate_fn)
+        return measured
+
+    def predict(
+        self,
+        model: torch.nn.Module,
+        data: Any,
+        *,
+        forward: Forward | None = None,
+        collate_fn: Collate | None = None,
+    ) -> Any:
+        """The model's output for every sample, in the data's order, on every process and with the same bits.
+
+        data     as for `evaluate`
+        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
+
+        The output is a tensor [micro-batch, ...], or tuples, lists and dicts of them; returned is the same with
+        [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises LoopError for an output without
+        one row for each sample, or with rows of several shapes, and DataError for data without samples.
+        """
+        return self._walk("run.predict", partial(predict, model, data), forward, collate_fn)
+
+    def _walk(self, verb: str, walk: Callable[..., Any], forward: Forward | None, collate: Collate | None) -> Any:
+        self._table.together(verb)
         with phases.phase("evaluate"):
-            result = evaluate(
-                model,
-                data,
-                measure,
+            result = walk(
                 settings=self.settings,
                 group=self._group,
                 forward=forward,
-                collate=collate_fn,
+                collate=collate,
                 hurry=lambda: self._leave and self._ended is not None,
             )
         if result is None:
@@ -354,20 +389,6 @@ class Run(Generic[S]):
         self._table.together("a checkpoint")
         about = {"identity": self._identity, "changes": [*self.changes, *more_changes]}
         self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
-
-    def _check_length(self, length: int) -> None:
-        resumed = self._state.resumed
-        before = resumed.about["identity"].get("length", length) if resumed else length
-        if before == length:
-            return
-        if "length" in self._accepted:
-            self.changes.append({"step": self.steps_done, "field": "length", "from": before, "to": length})
-        else:
-            raise SettingsError(
-                f"The run was to be resumed with {length} samples of training data.",
-                f"It was begun with {before}, and the order of all samples depends on it.",
-                "resume with the same data set, or add --accept-change length.",
-            )
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""
@@ -407,6 +428,7 @@ class Run(Generic[S]):
     def close(self) -> None:
         """Stop watching, and let go of the model."""
         self._watcher.close()
+        self._models.close()
         if self._engine is not None:
             self._engine.close()
 

@@ -12,12 +12,14 @@ import torch
 from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import save
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, SettingsError
 from unisono.world.collectives import Group
 
 RANDOM = "random_numbers"
 """What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
 
+SCALE = "loss_scale"
+"""The same of what fp16 scales losses by."""
 
 LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
 """What torch's schedules call the number of steps that they were made for."""
@@ -62,7 +64,7 @@ class State:
         if name not in checkpoint.states:
             raise CheckpointError(
                 f"{name!r} was to be resumed from {checkpoint.path}.",
-                f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM})) or 'nothing'}.",
+                f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM, SCALE})) or 'nothing'}.",
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         state = checkpoint.states[name]
@@ -125,6 +127,19 @@ class State:
                 "a resume would silently start that anew.",
                 f"run.track({words}) before the loop.",
             )
+
+    def check_length(self, length: int, accepted: Sequence[str]) -> list[dict[str, Any]]:
+        """The training data has so many samples now: what changes if that is another number than at the beginning."""
+        before = self.resumed.about["identity"].get("length", length) if self.resumed else length
+        if before == length:
+            return []
+        if "length" not in accepted:
+            raise SettingsError(
+                f"The run was to be resumed with {length} samples of training data.",
+                f"It was begun with {before}, and the order of all samples depends on it.",
+                "resume with the same data set, or add --accept-change length.",
+            )
+        return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
 
     def seal(self, *, half_done: bool) -> None:
         """The loop is being left with break; `half_done`: in the middle of a step. What the script does from here on is

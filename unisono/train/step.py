@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,21 +10,27 @@ import torch
 from unisono import phases
 from unisono.errors import LoopError
 from unisono.score.order import Place
+from unisono.train.evaluate import Forward, call, parts
 from unisono.train.table import LOSS
 from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
+    from unisono.train.gradient import Gradient
 
+LossFunction = Callable[..., tuple[torch.Tensor, "float | torch.Tensor"]]
+
+AGAIN = "for several walks a step, with an update after each: for batch in step.over(optimizer)."
 FROM_SETTINGS: Any = type("FromSettings", (), {"__repr__": lambda _: "the setting"})()
 
 
 class Step:
-    """One step: iterate over it once, call `backward` once in each round, then `update`.
+    """One step: iterate over it once, call `backward` once in each round, then `update`. Or the same with `over`.
 
     number   of the step, from 0
     epoch    that it belongs to, from 0
     samples  in its global batch, over all processes
+    skipped  was an update left out, because fp16's scale was too high for its gradient? The same on every process
     """
 
     def __init__(self, engine: Engine, number: int) -> None:
@@ -36,6 +42,10 @@ class Step:
         self._place: Place | None = None  # of the micro-batch whose round it is
         self._ready = False  # may `backward` be called?
         self._state = "new"  # -> "walking" -> "whole" -> "updated"; or "broken"
+        self._gradient: Gradient | None = None  # of the pass that was walked last
+        self._waiting: list[Gradient] = []  # whole, and no optimizer has used them
+        self._passes = 0
+        self._kept: list[tuple[Place, Any]] | None = None  # this process's micro-batches, for more than one pass
         self._sums: dict[str, tuple[float, float]] = {}
         self._grad_norm: float | None = None
 
@@ -44,16 +54,63 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """This process's micro-batches of the step. When it ends, the gradient is whole on every process."""
         if self._state != "new":
-            raise self._breach("was iterated over twice", "Each of its micro-batches is computed once.")
-        self._state = "walking"
-        return self._rounds()
+            raise self._breach("was iterated over twice", "Each of its micro-batches is computed once.", AGAIN)
+        return self._begin(self._engine.gradient_of(None))
 
-    def _rounds(self) -> Iterator[Any]:
-        engine = self._engine
+    def over(self, *optimizers: Any) -> Iterator[Any]:
+        """The step's micro-batches, for the parameters of these optimizers only: a pass. There may be several a step,
+        one after the other: generator and discriminator, or two models.
+
+        Each pass has its own gradient, exchange, loss, weights and randomness. What the loss depends on beside these
+        parameters gets no gradient. Call `update` with the optimizers after each pass, or once after all.
+        Raises LoopError inside another pass, or if an earlier one's gradient waits for its update.
+        """
+        if self._state not in ("new", "whole", "updated") or (self._passes and self._kept is None):
+            raise self._breach("began another pass inside of one", "A pass begins when the last one is whole.", AGAIN)
+        gradient = self._engine.gradient_of(optimizers)
+        ours = {id(p) for p in gradient.params}
+        if any(id(p) in ours for other in self._waiting for p in other.params):
+            raise self._breach(
+                "began a pass over the same parameters again",
+                "The gradient of an earlier pass is whole, and no optimizer used it.",
+                "call step.update(optimizer) after the pass, or add the losses up in one.",
+            )
+        if self._kept is None:
+            self._kept = []
+        return self._begin(gradient)
+
+    def run(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFunction,
+        *,
+        forward: Forward | None = None,
+        mean: bool = False,
+        over: Sequence[Any] = (),
+    ) -> None:
+        """The rounds as one call: forward, loss and backward of every micro-batch of this process.
+
+        loss_fn  loss_fn(output, *batch) -> (sum, weight), as `backward` takes them; a mapping is passed as one thing
+        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
+        mean     the loss is a mean over `weight` things
+        over     optimizers, if the pass is for their parameters only
+        """
+        for batch in self.over(*over) if over else self:
+            loss, weight = loss_fn((forward or call)(model, batch), *parts(batch))
+            self.backward(loss, weight, mean=mean)
+
+    def _begin(self, gradient: Gradient) -> Iterator[Any]:
+        self._gradient, self._grad_norm = gradient, None
+        self._state = "walking"
+        return self._rounds(gradient)
+
+    def _rounds(self, gradient: Gradient) -> Iterator[Any]:
+        engine, number = self._engine, self._passes
+        exchange = gradient.exchange
         phases.enter("data")
-        for place, batch, last in engine.micro_batches(self.number):
+        for place, batch, last in engine.micro_batches(self.number, number, gradient, self._kept):
             self._place, self._ready = place, True
-            engine.exchange.enter(place.virtual_rank, last=last)
+            exchange.enter(place.virtual_rank, last=last)
             phases.enter("forward")
             try:
                 yield batch
@@ -61,14 +118,17 @@ class Step:
                 self._state = "broken"
                 raise
             phases.enter("exchange" if last else "data")
-            engine.exchange.leave()
+            exchange.leave()
         self._ready = False
         phases.enter("exchange")
         if engine.group.size == 1:
-            self._sums = engine.meet(self)
+            sums = engine.meet(self, number, gradient)
         else:
             with peers(f"Step {self.number}'s exchange"):
-                self._sums = engine.meet(self)
+                sums = engine.meet(self, number, gradient)
+        self._sums = {**self._sums, **sums} if number else sums
+        self._passes += 1
+        self._waiting.append(gradient)
         self._state = "whole"
         phases.enter("other")
 
@@ -98,13 +158,16 @@ class Step:
             loss = loss * weight
         engine = self._engine
         engine.table.add(self._place.virtual_rank, LOSS, loss, weight)
+        if engine.scale.on:
+            loss = loss * engine.scale.value
         self._ready = False
         phases.enter("backward")
+        inputs = self._gradient.inputs if self._gradient else None
         if engine.group.size == 1:
-            loss.backward()
+            loss.backward(inputs=inputs)
         else:
             with peers(f"Step {self.number}'s exchange"):  # which begins in here
-                loss.backward()
+                loss.backward(inputs=inputs)
         phases.enter("other")
 
     def add(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
@@ -160,7 +223,8 @@ class Step:
                     "Without clipping it is only computed on demand, and the gradient is gone after update.",
                     "ask between the rounds and step.update(...), or clip.",
                 )
-            grads = [p.grad for p in self._engine.params if p.grad is not None]
+            assert self._gradient is not None
+            grads = [p.grad for p in self._gradient.params if p.grad is not None]
             self._grad_norm = float(torch.nn.utils.get_total_norm(grads))
         return self._grad_norm
 
@@ -171,27 +235,50 @@ class Step:
         clip      the gradient's largest 2-norm (torch.nn.utils.clip_grad_norm_); None: no clipping; left out: the
                   setting `clip`
 
+        After several passes it uses the gradients that these optimizers hold, and leaves the others for a later call.
+        With precision=fp16 a gradient that is not finite is the scale's fault at first: nothing is stepped then,
+        `skipped` is true, and the scale is halved.
+
         Raises LoopError before the rounds are done, when called twice, and if the gradient is not finite.
         """
         if self._state != "whole":
             self._refuse_update()
         phases.enter("update")
         engine = self._engine
-        engine.check_finite(self)
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
-        if limit is not None:
-            self._grad_norm = float(torch.nn.utils.clip_grad_norm_(engine.params, limit))
         optimizers = [s for s in steppers if hasattr(s, "zero_grad")]
+        ready = self._ready_for(optimizers)
+        if all(gradient.finite for gradient in ready) or not engine.scale.may_skip:
+            for gradient in ready:
+                gradient.check_finite(self.number, self.loss)
+            if limit is not None:
+                params = [p for gradient in ready for p in gradient.params]
+                self._grad_norm = float(torch.nn.utils.clip_grad_norm_(params, limit))
+            self._step(steppers, optimizers)
+        else:
+            self.skipped = True
+        engine.scale.tell(self.number, finite=not self.skipped)
+        for gradient in ready:
+            gradient.zero()
+            self._waiting.remove(gradient)
+        self._state = "whole" if self._waiting else "updated"
+        phases.enter("other")
+
+    def _ready_for(self, optimizers: Sequence[Any]) -> list[Gradient]:
+        """The gradients that these optimizers use: with one pass, the one there is."""
+        if self._kept is None or not optimizers:
+            return list(self._waiting)
+        held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        return [g for g in self._waiting if any(id(p) in held for p in g.params)]
+
+    def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
-            engine.know(optimizer)
+            self._engine.know(optimizer)
             optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:
-                engine.know_schedule(schedule)
+                self._engine.know_schedule(schedule)
                 schedule.step()
-        engine.exchange.zero()
-        self._state = "updated"
-        phases.enter("other")
 
     def every(self, n: int) -> bool:
         """Is this the n-th, 2n-th, ... step of the run (counting from 1), or the last one?"""

@@ -20,7 +20,7 @@ from unisono.errors import LoopError
 from unisono.score.tree import chain
 from unisono.world.collectives import Group, peers
 
-FLAGS = ("stop", "leave", "unused", "news")
+FLAGS = ("stop", "leave", "unused", "norms", "buffers", "news")
 STEP = "a step"
 VERBS = (
     STEP,
@@ -28,6 +28,7 @@ VERBS = (
     "run.first",
     "run.steps",
     "run.evaluate",
+    "run.predict",
     "run.deal",
     "a checkpoint",
     "the script's end",

@@ -114,14 +114,14 @@ class Group:
         """The main process's `value` (anything that JSON carries), on every process."""
         return self.gather(value if self.rank == 0 else None)[0]
 
-    def share_(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give every process the main process's content of these tensors, in place."""
+    def share_(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
+        """Give every process the content that these tensors have on one of them, in place."""
         if self.size == 1:
             return
         for tensor in tensors:
             dense = tensor.detach().contiguous()
             if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
-                dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+                dist.broadcast(dense.reshape(-1).view(torch.uint8), src=source)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 

@@ -1,0 +1,106 @@
+"""A walk over data without training: every sample once, on any number of processes, in micro-batches of one shape.
+
+Data that can be indexed is dealt in stretches: each process reads its own. Any other iterable is read by everybody from
+beginning to end, and the micro-batches are dealt in turn. How it is cut depends on the settings alone, and so does the
+randomness of each micro-batch: it is seeded before its samples are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length, to_device
+from unisono.data.seeding import seed_everything
+from unisono.errors import DataError
+from unisono.score.keys import EVALUATE, ROUND, mix, place_key
+from unisono.score.order import Order, deal
+from unisono.settings import Settings
+from unisono.world.collectives import Group
+
+
+class MicroBatch(NamedTuple):
+    """Its number, from 0 in the data's own order; how many samples it has; what they were collated into."""
+
+    number: int
+    samples: int
+    batch: Any
+
+
+class Walk:
+    """Iterate over it for this process's micro-batches; then `finish` says how many there are of all processes.
+
+    what  names the data in messages
+    """
+
+    def __init__(self, data: Any, what: str, settings: Settings, group: Group, collate: Collate | None) -> None:
+        self.data, self.what, self.settings, self.group, self.collate = data, what, settings, group, collate
+        self.size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
+        self.key = mix(settings.seed, EVALUATE)
+        self._count = self._samples = 0
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        if isinstance(self.data, DataLoader):
+            raise DataError(
+                f"{self.what} is a DataLoader.",
+                "Its batches are already made, and their shape would decide about bits.",
+                "pass what it loads: loader.dataset, with collate_fn=loader.collate_fn.",
+            )
+        sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
+        if sized and not isinstance(self.data, IterableDataset):
+            return self._indexed()
+        if not isinstance(self.data, Iterable):
+            length_of(self.data, self.what)  # says what it lacks
+        return self._read()
+
+    def finish(self) -> int:
+        """How many micro-batches there are. Raises DataError, on every process, if they have not all seen the same."""
+        same_length(self.group, self._samples, self.what)
+        if self._samples == 0:
+            raise DataError(
+                f"{self.what} is a {type(self.data).__name__}.",
+                "It ended before its first sample.",
+                "check the path or the filter that makes it; an iterator can be walked through only once.",
+            )
+        return self._count
+
+    def _indexed(self) -> Iterator[MicroBatch]:
+        length = length_of(self.data, self.what)
+        same_length(self.group, length, self.what)
+        # one "step" per micro-batch, on one virtual rank: the order is the data's own
+        order = Order(length=length, batch=self.size, virtual_ranks=1, seed=self.key, shuffle=False)
+        self._count, self._samples = order.steps_per_epoch, length
+        first, last = deal(self._count, self.group.size, self.group.rank)
+        loader = Loader(
+            self.data,
+            order,
+            Schedule(((0, 1),)),
+            rank=0,
+            first=first,
+            last=last,
+            device=self.group.device,
+            collate=self.collate,
+            workers=self.settings.loader.workers,
+            prefetch=self.settings.loader.prefetch,
+        )
+        for place, batch in loader:
+            yield MicroBatch(place.step, order.batch_size(place.step), batch)
+
+    def _read(self) -> Iterator[MicroBatch]:
+        key, collate = mix(self.key, ROUND), self.collate or default_collate
+        device = None if self.group.device.type == "cpu" else self.group.device
+        seed_everything(self.key)
+        samples = iter(self.data)
+        while True:
+            seed_everything(place_key(key, self._count, 0, 0), device)
+            some = list(islice(samples, self.size))
+            if not some:
+                return
+            number = self._count
+            self._count, self._samples = number + 1, self._samples + len(some)
+            if number % self.group.size == self.group.rank:
+                batch = collate(some)
+                yield MicroBatch(number, len(some), batch if device is None else to_device(batch, device))

@@ -1,0 +1,1 @@
+"""How a model lies over devices, and what it computes with."""

@@ -1,0 +1,95 @@
+"""Mixed precision: forward under autocast, float32 out; for fp16 a power of two that gradients are scaled by.
+
+See https://docs.pytorch.org/docs/stable/amp.html and Micikevicius et al., Mixed Precision Training, ICLR 2018.
+Parameters, gradients and optimizer state stay float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """The context in which torch computes with `precision`; with fp32 it changes nothing."""
+    return torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision in DTYPES)
+
+
+def apply_precision(model: torch.nn.Module, precision: str, device: torch.device) -> None:
+    """From now on the model's forward runs under autocast and returns its floating-point tensors as float32."""
+    if precision in DTYPES:
+        model.forward = Forward(model.forward, precision, device)
+
+
+class Forward:
+    """A forward under autocast. It holds the bound method, so a deep copy of the model holds its own."""
+
+    def __init__(self, forward: Callable[..., Any], precision: str, device: torch.device) -> None:
+        self.forward, self.precision, self.device = forward, precision, device
+        functools.update_wrapper(self, forward, updated=())  # inspect.signature sees the model's own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        return Forward(copy.deepcopy(self.forward, memo), self.precision, self.device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast(self.precision, self.device):
+            out = self.forward(*args, **kwargs)
+        return tree_map_only(torch.Tensor, _as_float32, out)
+
+
+def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in DTYPES.values() else tensor
+
+
+class LossScale:
+    """What losses are multiplied by before backward, so that small gradients do not vanish in fp16: torch's GradScaler
+    with its defaults, but one for all optimizers, decided by all processes, and saved with the run.
+
+    A power of two: scaling and unscaling changes no bit of what stays in range. It halves at a step whose gradient is
+    not finite, which is skipped, and doubles after 2,000 steps in a row without one.
+    """
+
+    FIRST, INTERVAL, LEAST = 2.0**16, 2000, 1.0
+
+    def __init__(self, precision: str) -> None:
+        self.on = precision == "fp16"
+        self.value = self.FIRST if self.on else 1.0
+        self.good = 0  # steps in a row whose gradients were finite
+        self._step = -1
+        self._before = self.value, self.good
+
+    @property
+    def may_skip(self) -> bool:
+        """Can a gradient that is not finite be the scale's fault?"""
+        return self.on and self.value > self.LEAST
+
+    def tell(self, step: int, *, finite: bool) -> None:
+        """A gradient of `step` has been looked at. Of several in one step the worst counts."""
+        if not self.on:
+            return
+        if step != self._step:
+            self._step, self._before = step, (self.value, self.good)
+        elif finite:
+            return
+        self.value, self.good = self._before
+        if not finite:
+            self.value, self.good = max(self.value / 2, self.LEAST), 0
+        elif self.good + 1 < self.INTERVAL:
+            self.good += 1
+        else:
+            self.value, self.good = (self.value * 2 if math.log2(self.value) < 127 else self.value), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good": self.good}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.on:  # the run may have been another precision's
+            self.value, self.good = max(state["value"], self.LEAST), state["good"]

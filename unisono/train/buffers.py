@@ -1,0 +1,322 @@
+"""Buffers that a forward pass changes: batch norm's running statistics, a spectral norm's vectors, a counter.
+
+With several virtual ranks each of them starts a pass from the buffers as they were at its start, whoever computed what
+before it in the same process. What they make of them meets when the pass ends:
+
+    batch norm     running <- a * running + c is affine, with a = (1 - momentum)^forwards: every virtual rank's (a, c)
+                   is one row of a table, and everybody folds the rows in the order of virtual ranks, in float64. It is
+                   what one process would have got that walks through all micro-batches one after the other.
+    anything else  takes the value that the first virtual rank with work made of it. A spectral norm's vectors depend
+                   on the weights alone, so every virtual rank has made the same of them; a counter counts its rounds.
+
+With one virtual rank buffers are the forward pass's own, as in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono.errors import LoopError
+from unisono.world.collectives import Group, all_gather
+
+Spans = Sequence[tuple[int, int]]
+Mark = tuple[int, int]
+"""Which tensor, and how often it had been written to."""
+
+
+@dataclass
+class Slot:
+    """A buffer: what it is called, who holds it under which key, and what it was when the pass began."""
+
+    name: str
+    holder: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor | None = None  # the buffer itself, as it was
+    value: torch.Tensor | None = None  # a copy of what was in it
+    mark: Mark = (0, -1)
+    secretly: bool = False  # is it written to without a word? (native batch norm does that)
+
+    def look(self) -> Mark:
+        now = self.holder.get(self.key)
+        return id(now), -1 if now is None else now._version
+
+    def remember(self) -> None:
+        self.tensor, self.mark = self.holder.get(self.key), self.look()
+        self.value = None if self.tensor is None else self.tensor.detach().clone()
+
+    @property
+    def changed(self) -> bool:
+        return self.secretly or self.look() != self.mark
+
+    def put_back(self) -> None:
+        self.holder[self.key] = self.tensor
+        if self.tensor is not None and self.value is not None:
+            with torch.no_grad():
+                self.tensor.copy_(self.value)
+        self.mark = self.look()
+
+
+def slots_of(model: torch.nn.Module) -> list[Slot]:
+    """All buffers of a model."""
+    return [
+        Slot(f"{prefix}.{key}".lstrip("."), part._buffers, key)
+        for prefix, part in model.named_modules()
+        for key in part._buffers
+    ]
+
+
+@dataclass
+class Norm:
+    """A batch norm with running statistics, and the slots of its counter, mean and variance."""
+
+    module: _BatchNorm
+    count: Slot
+    mean: Slot
+    var: Slot
+
+    def remember(self) -> None:
+        for slot in (self.count, self.mean, self.var):
+            slot.remember()
+
+    def kept(self, forwards: float) -> float:
+        """What is left of the running statistics after so many forwards more: the `a` above."""
+        if self.module.momentum is None:  # a plain average over all forwards there ever were
+            assert self.count.value is not None
+            before = float(self.count.value)
+            return before / (before + forwards) if forwards else 1.0
+        kept = 1.0
+        for _ in range(int(forwards)):
+            kept *= 1.0 - self.module.momentum
+        return kept
+
+
+Row = torch.Tensor
+"""What a virtual rank made of the norms, float64: forwards of each, then every mean's and variance's c, flat."""
+
+
+@dataclass
+class Buffers:
+    """The buffers of all placed models, through one pass after another."""
+
+    group: Group
+    virtual_ranks: int
+    slots: list[Slot] = field(default_factory=list)
+    norms: list[Norm] = field(default_factory=list)
+    others: list[Slot] = field(default_factory=list)
+    _now: int = -1  # the virtual rank whose micro-batches are computed
+    _first: int = 0  # the first one that has any, on whatever process
+    _first_look: bool = True
+    _rows: dict[int, Row] = field(default_factory=dict)
+    _made: list[tuple[int, torch.Tensor | None]] = field(
+        default_factory=list
+    )  # by the first: number among others, value
+    _others_changed: bool = False
+
+    def look_at(self, modules: Iterable[torch.nn.Module]) -> None:
+        """These are the models now. Nothing to do with one virtual rank."""
+        if self.virtual_ranks == 1:
+            return
+        self.slots, self.norms, self.others = [], [], []
+        for model in modules:
+            known = {(id(slot.holder), slot.key): slot for slot in slots_of(model)}
+            self.slots += known.values()
+            for part in model.modules():
+                if isinstance(part, _BatchNorm) and part.num_batches_tracked is not None:
+                    keys = ("num_batches_tracked", "running_mean", "running_var")
+                    self.norms.append(Norm(part, *(known.pop((id(part._buffers), key)) for key in keys)))
+            self.others += known.values()
+        self._first_look = True
+
+    def begin(self, first: int) -> None:
+        """A pass begins; `first` is the first virtual rank that has work in it, anywhere."""
+        self._first, self._now = first, -1
+        self._rows, self._made, self._others_changed = {}, [], False
+        for norm in self.norms:
+            if norm.count.changed:  # somebody ran it between two steps; its statistics do not tell
+                norm.remember()
+        for slot in self.slots:
+            if slot.changed:
+                slot.remember()
+
+    def enter(self, virtual_rank: int) -> None:
+        """A micro-batch of this virtual rank begins."""
+        if virtual_rank != self._now:
+            self.leave()
+            self._now = virtual_rank
+
+    def leave(self) -> None:
+        """The virtual rank is done: note what it made of the buffers, and put them back."""
+        if self._now < 0 or not self.slots:
+            return
+        if self._first_look:
+            self._find_secrets()
+        norms = [norm for norm in self.norms if norm.count.changed]
+        if norms:
+            self._rows[self._now] = self._row()
+        changed = [(number, slot) for number, slot in enumerate(self.others) if slot.changed]
+        self._others_changed |= bool(changed)
+        if self._now == self._first:
+            self._made = [(number, _copy(slot.holder.get(slot.key))) for number, slot in changed]
+        for slot in [slot for _, slot in changed] + [s for n in norms for s in (n.count, n.mean, n.var)]:
+            slot.put_back()
+        self._now = -1
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What is to be met about."""
+        if self.virtual_ranks == 1:
+            return {}
+        return {"norms": bool(self._rows), "buffers": self._others_changed}
+
+    def meet(self, *, norms: bool, buffers: bool, spans: Spans) -> None:
+        """Everybody calls this with the same flags: afterwards all buffers are the same everywhere."""
+        if norms:
+            self._fold(self._gather_rows(spans))
+        if buffers:
+            owner = next(rank for rank, (lo, hi) in enumerate(spans) if lo <= self._first < hi)
+            self._take_from(owner)
+
+    # -- batch norm
+
+    def _row(self) -> Row:
+        flat = self._flat([s.holder[s.key] for s in self._running()])
+        forwards = [float(n.count.look()[1] - n.count.mark[1]) for n in self.norms]  # the counter counts one by one
+        flat -= self._spread([n.kept(k) for n, k in zip(self.norms, forwards, strict=True)]) * self._before()
+        return torch.cat([torch.tensor(forwards, dtype=torch.float64, device=flat.device), flat])
+
+    def _fold(self, rows: Sequence[Row]) -> None:
+        """Row after row, in the order of virtual ranks."""
+        total, running = [0.0] * len(self.norms), self._before()
+        for row in rows:
+            forwards = row[: len(self.norms)].tolist()
+            if not any(forwards):
+                continue
+            keep, add = [], []
+            for norm, done, more in zip(self.norms, total, forwards, strict=True):
+                if norm.module.momentum is None:
+                    assert norm.count.value is not None
+                    start = float(norm.count.value)
+                    keep.append((start + done) / (start + done + more) if more else 1.0)
+                    add.append((start + more) / (start + done + more) if more else 0.0)
+                else:
+                    keep.append(norm.kept(more))
+                    add.append(1.0)
+            running = self._spread(keep) * running + self._spread(add) * row[len(self.norms) :]
+            total = [a + b for a, b in zip(total, forwards, strict=True)]
+        with torch.no_grad():
+            for slot, value in zip(self._running(), running.split(self._sizes()), strict=True):
+                assert slot.tensor is not None
+                slot.tensor.copy_(value.view_as(slot.tensor))
+            for norm, count in zip(self.norms, total, strict=True):
+                assert norm.count.tensor is not None
+                norm.count.tensor += int(count)
+            norm.remember()
+
+    def _gather_rows(self, spans: Spans) -> list[Row]:
+        """The rows of all virtual ranks, from whoever has them."""
+        width = len(self.norms) + sum(self._sizes())
+        empty = torch.zeros(width, dtype=torch.float64, device=self.group.device)
+        most = max(hi - lo for lo, hi in spans)
+        lo, _ = spans[self.group.rank]
+        mine = torch.stack([self._rows.get(v, empty) for v in range(lo, lo + most)])
+        if self.group.size == 1:
+            return list(mine)
+        everybody = torch.empty(self.group.size * most * width, dtype=torch.float64, device=self.group.device)
+        all_gather(everybody, mine.flatten()).wait()
+        table = everybody.view(self.group.size, most, width)
+        return [table[rank, i] for rank, (lo, hi) in enumerate(spans) for i in range(hi - lo)]
+
+    def _running(self) -> list[Slot]:
+        return [slot for norm in self.norms for slot in (norm.mean, norm.var)]
+
+    def _sizes(self) -> list[int]:
+        return [0 if slot.value is None else slot.value.numel() for slot in self._running()]
+
+    def _before(self) -> torch.Tensor:
+        return self._flat([slot.value for slot in self._running()])
+
+    def _flat(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return torch.cat([t.detach().flatten() for t in tensors if t is not None]).double()
+
+    def _spread(self, values: Sequence[float]) -> torch.Tensor:
+        """One number for each norm, as often as it has elements in the flat row."""
+        if len(set(values)) == 1:
+            return torch.tensor(values[0], dtype=torch.float64, device=self.group.device)
+        sizes = self._sizes()
+        each = torch.tensor([a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)], device=self.group.device)
+        return torch.tensor(values, dtype=torch.float64, device=self.group.device).repeat_interleave(each)
+
+    # -- anything else
+
+    def _take_from(self, owner: int) -> None:
+        """What the first virtual rank made of the other buffers, on every process."""
+        told = [[n, None if t is None else [list(t.shape), str(t.dtype)[6:]]] for n, t in self._made]
+        values: dict[int, torch.Tensor | None] = {}
+        for number, kind in self.group.gather(told if owner == self.group.rank else None)[owner]:
+            if kind is None:
+                values[number] = None
+            elif owner == self.group.rank:
+                values[number] = dict(self._made)[number]
+            else:
+                values[number] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
+        self.group.share_([t for t in values.values() if t is not None], source=owner)
+        for number, value in values.items():
+            slot = self.others[number]
+            same = slot.tensor is not None and value is not None
+            if same and slot.tensor.shape == value.shape and slot.tensor.dtype == value.dtype:  # type: ignore[union-attr]
+                with torch.no_grad():
+                    slot.tensor.copy_(value)  # type: ignore[union-attr, arg-type]
+            else:
+                slot.holder[slot.key] = value
+            slot.remember()
+
+    def _find_secrets(self) -> None:
+        """After the very first round: which buffers were written to, though their version says no? (torch's own
+        batch_norm does that to the running statistics it is given.)"""
+        self._first_look = False
+        for slot in self.others:
+            now = slot.holder.get(slot.key)
+            if now is slot.tensor and now is not None and slot.value is not None and not slot.changed:
+                slot.secretly = not torch.equal(now, slot.value)
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+# -- what batch norm cannot do
+
+
+def refuse_sync(model: torch.nn.Module) -> None:
+    """torch's SyncBatchNorm exchanges in the middle of a forward pass, which processes do not reach together here."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}.",
+                f"Its {name or 'self'} is a SyncBatchNorm, which waits for all processes in every forward pass; they "
+                "compute different numbers of micro-batches.",
+                "use nn.BatchNorm: each micro-batch is normalised by itself, on any number of processes.",
+            )
+
+
+def watch_samples(
+    norms: Iterable[Norm], samples: int, tell: Callable[[str], LoopError]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks for a micro-batch of so many samples: raise what `tell(name)` gives if a batch norm in training sees them
+    as its batch. (It may as well see tokens, or anything else that there are more of.)"""
+
+    def hook(name: str) -> Callable[..., None]:
+        def look(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if module.training and len(inputs[0]) == samples:
+                raise tell(name)
+
+        return look
+
+    return [
+        norm.module.register_forward_pre_hook(hook(norm.count.name.removesuffix(".num_batches_tracked")))
+        for norm in norms
+    ]

@@ -1,0 +1,95 @@
+"""The gradient of some parameters, from the first backward of a pass to the update that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.errors import LoopError
+from unisono.exchange import Exchange, Spans, build_exchange
+from unisono.exchange.buckets import finite
+from unisono.world.collectives import Group
+
+if TYPE_CHECKING:
+    from unisono.settings import Settings
+
+Written = list[tuple[torch.Tensor | None, int]]
+"""Some tensors, and how often each had been written to: what tells that one was changed, or replaced."""
+
+
+class Gradient:
+    """Its parameters, and the exchange that makes it whole.
+
+    only    None: all parameters that train. Otherwise these alone, whatever else the loss depends on
+    finite  is what the last pass made of it finite, on every process?
+    """
+
+    exchange: Exchange
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        names: Mapping[int, str],
+        settings: Settings,
+        group: Group,
+        *,
+        only: bool = False,
+    ) -> None:
+        self.params, self.names, self.group = params, names, group
+        self.inputs = list(params) if only else None
+        self.exchange = build_exchange(settings.exchange, params, settings.virtual_ranks, group)
+        self.finite = True
+        self._given: Written = []  # the gradients, when they were whole
+        self._token = torch.zeros(1, device=group.device)
+
+    def begin(self, spans: Spans, pieces: Mapping[int, int]) -> None:
+        self.exchange.begin(spans, pieces)
+
+    def finish(self, weight: float, *, unused: bool) -> None:
+        """p.grad becomes the sum over all processes, divided by `weight`; None, where nobody used the parameter."""
+        exchange = self.exchange
+        whole = exchange.finish(weight)
+        if unused:
+            used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
+            for p, by_anyone in zip(self.params, self.group.max_(used).tolist(), strict=True):
+                if not by_anyone:
+                    p.grad = None  # as in plain torch
+        if self.group.size > 1:  # nobody finishes this unless everybody holds the whole gradient
+            self._token.fill_(not whole)
+            whole = self.group.sum_(self._token).item() == 0.0
+        exchange.commit()
+        self.finite = whole
+        self._given = written([p.grad for p in self.params])
+
+    def check_finite(self, step: int, loss: float) -> None:
+        """Refuse a gradient that is not finite, naming the first parameter that has it."""
+        given, self._given = self._given, []
+        # the exchange knows what it has made, but not what the loop has put there since
+        if self.finite and marks(given) == marks(written([p.grad for p in self.params])):
+            return
+        for p in self.params:
+            if p.grad is not None and not finite(p.grad):
+                raise LoopError(
+                    f"Step {step} has a gradient that is not finite, with a loss of {loss:g}.",
+                    f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has "
+                    f"{int((~torch.isfinite(p.grad.to_dense())).sum())} such elements.",
+                    "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
+                )
+
+    def zero(self) -> None:
+        self.exchange.zero()
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+def written(tensors: Iterable[torch.Tensor | None]) -> Written:
+    """Note how often each has been written to."""
+    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
+
+
+def marks(noted: Written) -> list[tuple[int, int]]:
+    """To compare by: which tensors (they are alive, so no two are at one address) and how often written to."""
+    return [(id(tensor), version) for tensor, version in noted]

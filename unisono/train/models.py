@@ -1,0 +1,91 @@
+"""The models of a run: what was placed, what of it trains now, and whether it has grown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from unisono.errors import LoopError
+from unisono.train.buffers import Buffers
+from unisono.world.collectives import Group
+
+
+class Models:
+    """What run.place was given.
+
+    params   all parameters, each once
+    trained  those that need a gradient now
+    names    of parameters, by id
+    """
+
+    def __init__(self, group: Group, virtual_ranks: int) -> None:
+        self.group = group
+        self.modules: list[torch.nn.Module] = []
+        self.names: dict[int, str] = {}
+        self.params: list[torch.nn.Parameter] = []
+        self.trained: list[torch.nn.Parameter] = []
+        self.buffers = Buffers(group, virtual_ranks)
+        self._signature: list[bool] | None = None
+        self._grew = True  # some module somewhere was given a parameter or another module since we looked
+        self._notices: list[Any] = []
+
+    def add(self, model: torch.nn.Module) -> None:
+        """A model was placed: every process has the same content of it from here on."""
+        self.group.share_([*model.parameters(), *model.buffers()])
+        self.names |= {id(p): name for name, p in model.named_parameters()}
+        self.modules.append(model)
+        self.params += [p for p in model.parameters() if all(p is not known for known in self.params)]
+        self._grew = True
+
+    def listen(self) -> None:
+        """From now on it is noticed when a model grows."""
+        self._notices = [
+            register_module_module_registration_hook(self._notice),
+            register_module_parameter_registration_hook(self._notice),
+        ]
+
+    def look(self) -> bool:
+        """See what trains now. True if that has changed; raises LoopError if nothing does."""
+        new = False
+        if self._grew:
+            self._grew = False
+            new = self._look_again()
+        signature = [p.requires_grad for p in self.params]
+        if signature == self._signature and not new:
+            return False
+        if not any(signature):
+            placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
+            raise LoopError(
+                "run.steps was asked for a step.",
+                placed if self.modules else "No model was placed, so there is nothing to train.",
+                "place the model that trains: model = run.place(lambda: Net()).",
+            )
+        self._signature = signature
+        self.trained = [p for p in self.params if p.requires_grad]
+        return True
+
+    def _look_again(self) -> bool:
+        """The modules may have grown between two steps: what is new is the main process's, as with run.place."""
+        known = {id(p) for p in self.params}
+        self.params = list({id(p): p for model in self.modules for p in model.parameters()}.values())
+        new = [p for p in self.params if id(p) not in known]
+        if new:
+            self.group.share_(new)
+        self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
+        self.buffers.look_at(self.modules)
+        return bool(new) or len(self.params) != len(known)
+
+    def _notice(self, *_: Any) -> None:
+        """torch calls this whenever a module, any module, is given a parameter or a module."""
+        self._grew = True
+
+    def close(self) -> None:
+        """Let go of torch's hooks; closing twice changes nothing."""
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            notice.remove()

@@ -1,0 +1,99 @@
+"""Prediction: one row of output for every sample, in the data's order, on every process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from unisono.data.loader import Collate
+from unisono.data.walk import MicroBatch, Walk
+from unisono.errors import LoopError
+from unisono.settings import Settings
+from unisono.train.evaluate import Forward, at_rest, call, in_a_hurry
+from unisono.world.collectives import Group, all_gather
+
+
+def predict(
+    model: torch.nn.Module,
+    data: Any,
+    *,
+    settings: Settings,
+    group: Group,
+    forward: Forward | None = None,
+    collate: Collate | None = None,
+    hurry: Callable[[], bool] = lambda: False,
+) -> Any:
+    """See Run.predict. None, on every process, when some process was in a hurry to leave."""
+    walk = Walk(data, "The data set of run.predict", settings, group, collate)
+    spec: TreeSpec | None = None
+    numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
+    pieces: list[list[Tensor]] = []
+    with at_rest(model):
+        for micro_batch in walk:
+            if hurry():
+                break
+            leaves, spec = tree_flatten((forward or call)(model, micro_batch.batch))
+            pieces.append([_rows(leaf, micro_batch) for leaf in leaves])
+            numbers.append((micro_batch.number, micro_batch.samples))
+    if in_a_hurry(group, hurry):
+        return None
+    walk.finish()
+    columns = [list(column) for column in zip(*pieces, strict=True)]
+    kinds = [[str(c[0].dtype)[6:], sorted({tuple(piece.shape[1:]) for piece in c})] for c in columns]
+    mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else json.loads(treespec_dumps(spec))}
+    everybody = group.gather(mine)
+    told = next(other for other in everybody if other["spec"] is not None)
+    places = [[(number, rows) for number, rows in other["numbers"]] for other in everybody]
+    result = []
+    for leaf, (dtype, _) in enumerate(told["kinds"]):
+        shapes = {
+            tuple(shape) for other in everybody for _, found in other["kinds"][leaf : leaf + 1] for shape in found
+        }
+        _check_shapes(shapes)
+        like = torch.empty(0, *shapes.pop(), dtype=getattr(torch, dtype))
+        result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, group))
+    return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
+
+
+def _rows(leaf: Any, micro_batch: MicroBatch) -> Tensor:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != micro_batch.samples:
+        got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{type(leaf).__name__}"
+        raise LoopError(
+            f"run.predict asked for the rows of {micro_batch.samples} samples.",
+            f"The model returned {got}.",
+            "return tensors with one row for each sample: forward=lambda model, batch: model(batch[0]).logits, say.",
+        )
+    return leaf.detach().cpu()
+
+
+def _check_shapes(shapes: set[tuple[int, ...]]) -> None:
+    if len(shapes) > 1:
+        raise LoopError(
+            "run.predict was to put the rows of all micro-batches together.",
+            f"They differ in shape: {' and '.join(map(str, sorted(shapes)[:4]))}.",
+            "make them alike: forward=lambda model, batch: model(batch[0]).argmax(-1), or pad to one length.",
+        )
+
+
+def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: Group) -> Tensor:
+    """All rows, sorted by the numbers of their micro-batches; places[r] are the (number, rows) that process r has."""
+    counts = [sum(rows for _, rows in place) for place in places]
+    shape, dtype = mine.shape[1:], mine.dtype
+    row_bytes = shape.numel() * mine.element_size()
+    if group.size == 1 or row_bytes == 0:
+        return mine if group.size == 1 else mine.new_empty(sum(counts), *shape)
+    sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=group.device)
+    sent[: counts[group.rank] * row_bytes] = mine.contiguous().reshape(-1).view(torch.uint8).to(group.device)
+    everybody = torch.empty(group.size * len(sent), dtype=torch.uint8, device=group.device)
+    all_gather(everybody, sent).wait()
+    parts = []
+    for line, count, place in zip(everybody.cpu().view(group.size, -1), counts, places, strict=True):
+        rows = line[: count * row_bytes].view(dtype).view(count, *shape)
+        cut = rows.split([n for _, n in place])
+        parts += [(number, piece) for (number, _), piece in zip(place, cut, strict=True)]
+    return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])])
