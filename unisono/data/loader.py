@@ -57,6 +57,23 @@ class Schedule:
         self._changes = [(0, self.at(first_step - 1)), (first_step, spans)]
 
 
+class Numbers(Dataset[int]):
+    """No data: a step's batch is the next so many numbers. Fetching gives a micro-batch's as a range."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return self.batch
+
+    def __getitem__(self, sample: int) -> int:
+        return sample
+
+    def micro_batch(self, step: int, samples: Sequence[int]) -> range:
+        first = step * self.batch + samples[0]
+        return range(first, first + len(samples))
+
+
 class Fetcher(Dataset[Any]):
     """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself."""
 
@@ -81,6 +98,8 @@ class Fetcher(Dataset[Any]):
             seed_everything(task.key)
         if self.rows:
             return read_rows(self.data, task.samples)
+        if isinstance(self.data, Numbers):
+            return self.data.micro_batch(task.place.step, task.samples)
         threads = torch.get_num_threads()
         if threads == 1:
             return self._collated(task.samples)

@@ -14,7 +14,7 @@ import torch
 
 from unisono import phases
 from unisono.checkpoint.load import Checkpoint
-from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
+from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
 from unisono.data.seeding import Generators, seed_everything
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import promise_of
@@ -170,10 +170,12 @@ class Run(Generic[S]):
 
     # -- the loop
 
-    def steps(self, data: Any, *, shuffle: bool = True, collate_fn: Collate | None = None) -> Iterator[Step]:
+    def steps(self, data: Any = None, *, shuffle: bool = True, collate_fn: Collate | None = None) -> Iterator[Step]:
         """The steps of the run over a map-style data set, from where it stands to its end.
 
-        data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate
+        data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate.
+                    None: each micro-batch is a range of sample numbers, for what the loop makes itself (rollouts,
+                    synthetic data): they go on from step to step, and what the loop draws is seeded as always
         shuffle     False: every epoch walks the data in its own order
         collate_fn  a list of samples -> a batch
 
@@ -187,6 +189,14 @@ class Run(Generic[S]):
                 "give the number of epochs (--set epochs=3) instead of calling it once an epoch.",
             )
         settings = self.settings
+        if data is None:
+            data, shuffle = Numbers(settings.batch), False
+            if settings.steps is None:
+                raise SettingsError(
+                    "run.steps was called without data.",
+                    f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
+                    "--set steps=100 --set epochs=none",
+                )
         length = length_of(data, "The training set")
         self._table.together("run.steps")
         same_length(self._group, length, "The training set")
