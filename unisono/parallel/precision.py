@@ -63,8 +63,9 @@ class LossScale:
         self.on = precision == "fp16"
         self.value = self.FIRST if self.on else 1.0
         self.good = 0  # steps in a row whose gradients were finite
+        self.skipped = 0  # steps that were not
         self._step = -1
-        self._before = self.value, self.good
+        self._before = self.value, self.good, self.skipped
 
     @property
     def may_skip(self) -> bool:
@@ -76,11 +77,12 @@ class LossScale:
         if not self.on:
             return
         if step != self._step:
-            self._step, self._before = step, (self.value, self.good)
+            self._step, self._before = step, (self.value, self.good, self.skipped)
         elif finite:
             return
-        self.value, self.good = self._before
+        self.value, self.good, self.skipped = self._before
         if not finite:
+            self.skipped += 1
             self.value, self.good = max(self.value / 2, self.LEAST), 0
         elif self.good + 1 < self.INTERVAL:
             self.good += 1
@@ -88,8 +90,9 @@ class LossScale:
             self.value, self.good = (self.value * 2 if math.log2(self.value) < 127 else self.value), 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good": self.good}
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.on:  # the run may have been another precision's
             self.value, self.good = max(state["value"], self.LEAST), state["good"]
+            self.skipped = state["skipped"]

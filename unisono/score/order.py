@@ -81,6 +81,11 @@ class Order:
         cuts = _cuts(last - first, self.virtual_ranks, virtual_rank, self.micro_batch)
         return [(first + start, first + stop) for start, stop in cuts]
 
+    def samples(self, steps: int) -> int:
+        """Samples in the first `steps` steps."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * self.length + min(rest * self.batch, self.length)
+
     def sizes(self, step: int) -> list[int]:
         """Samples in every micro-batch of `step`, over all virtual ranks."""
         return [b - a for v in range(self.virtual_ranks) for a, b in self.micro_bounds(step, v)]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -245,7 +246,7 @@ class Run(Generic[S]):
         self.changes += [
             {"step": self.steps_done, "field": name, "from": a, "to": b} for name, a, b in self._state.changes
         ]
-        seen = _samples(engine.order, self.steps_done)
+        seen = engine.order.samples(self.steps_done)
         self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._state.resumed is not None)
         self._began = time.perf_counter()
         checked = 0  # how many models and optimizers: a new one may come later
@@ -416,9 +417,10 @@ class Run(Generic[S]):
         promise, reason = self.promise()
         order = self._engine.order if self._engine else None
         known = {
-            **({"loss": self._done.loss} if self._done is not None else {}),
+            **({"loss": self._done.loss if isfinite(self._done.loss) else None} if self._done is not None else {}),
+            **({"skipped": self._scale.skipped} if self._scale.on else {}),
             "steps": self.steps_done,
-            "samples": _samples(order, self.steps_done) if order else 0,
+            "samples": order.samples(self.steps_done) if order else 0,
             "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples_here / seconds, 2) if seconds else 0.0,
             "ranks": self.size,
@@ -441,9 +443,3 @@ class Run(Generic[S]):
         self._models.close()
         if self._engine is not None:
             self._engine.close()
-
-
-def _samples(order: Order, steps: int) -> int:
-    """Samples in the first `steps` steps of an order."""
-    epochs, rest = divmod(steps, order.steps_per_epoch)
-    return epochs * order.length + min(rest * order.batch, order.length)
