@@ -13,11 +13,12 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+PEERS := .venv-peers
 RANKS ?= 2
 WORKERS ?= 2
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with the pinned dependencies and the project in it
 
@@ -51,8 +52,18 @@ slow: setup  ## the slow tests
 bench: setup  ## measure: each file in benchmarks/ prints what it compares, and how
 	for bench in door overhead exchange; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
 
+correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/correctness.md
+	$(BIN)/python -m benchmarks.mistakes --peers $(PEERS)/bin/python
+
+# What others make of the same work, in an environment of their own: nothing of theirs is in ours.
+$(PEERS)/.ready: constraints.txt
+	$(PYTHON) -m venv $(PEERS) || { $(PYTHON) -m venv --clear --without-pip $(PEERS) \
+		&& $(PYTHON) -m pip --python $(PEERS)/bin/python install pip; }
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt torch numpy accelerate==1.15.0 lightning==2.6.6
+	@touch $@
+
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types slow bench clean
+.PHONY: help setup run test lint types slow bench correctness clean

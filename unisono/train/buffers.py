@@ -120,10 +120,13 @@ class Buffers:
         """These are the models now. Nothing to do with one virtual rank."""
         if self.virtual_ranks == 1:
             return
+        found = [(model, slots_of(model)) for model in modules]
+        if [(id(s.holder), s.key) for _, slots in found for s in slots] == [(id(s.holder), s.key) for s in self.slots]:
+            return
         self.slots, self.norms, self.others = [], [], []
-        for model in modules:
-            known = {(id(slot.holder), slot.key): slot for slot in slots_of(model)}
-            self.slots += known.values()
+        for model, slots in found:
+            known = {(id(slot.holder), slot.key): slot for slot in slots}
+            self.slots += slots
             for part in model.modules():
                 if isinstance(part, _BatchNorm) and part.num_batches_tracked is not None:
                     keys = ("num_batches_tracked", "running_mean", "running_var")
