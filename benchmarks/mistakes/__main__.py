@@ -1,0 +1,131 @@
+"""Plays every case and writes docs/correctness.md.
+
+    python -m benchmarks.mistakes --peers /path/to/venv/bin/python     about ten minutes
+    python -m benchmarks.mistakes                                      ours and DistributedDataParallel: half a minute
+
+The peers' Python needs torch, accelerate and lightning; what it lacks is told as not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unisono
+from benchmarks.mistakes.play import ROOT, play_ddp, play_ours, play_peer
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, MODULES, TRAINER, Case, case
+from unisono.env import inherited
+
+PAGE = ROOT / "docs" / "correctness.md"
+PACKAGES = {ACCELERATE: "accelerate", TRAINER: "lightning", FABRIC: "lightning"}
+
+HEAD = """# Mistakes that nobody tells you of
+
+Each row is a way in which distributed training goes wrong without a word: no error, a plausible loss, another model or
+another metric. Each figure is measured in real processes on CPUs (two, unless the cell says otherwise), with the
+defaults that a user gets who follows the documentation. **Bold** is right. A dash: the library leaves this to the
+script, so there is nothing to measure.
+
+"""
+
+FOOT = """
+How each is got right elsewhere, and what was measured beside the defaults:
+
+{notes}
+
+Looked for and not found: a layer that no sample used keeps `grad=None`, and AdamW leaves it alone, in all of them
+(`find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `fully_shard`; row *unused*).
+
+This page is written by `python -m benchmarks.mistakes --peers PYTHON` ([the code](../benchmarks/mistakes), a file a
+row); `tests/parity/test_silent_mistakes.py` holds our column. {versions}.
+"""
+
+
+def measure(name: str, player: str, python: str | None) -> list[Any] | None:
+    """The figure at each number of processes; None if the peer is not there."""
+    sizes = case(name).sizes
+    if player == "Unisono":
+        return [play_ours(name, size) for size in sizes]
+    if player == DDP:
+        return [play_ddp(name, size) for size in sizes]
+    return [play_peer(name, player, size, python) for size in sizes] if python else None
+
+
+def told(played: Case, figures: list[Any] | None) -> tuple[str, bool]:
+    """The figures in words, and are they right?"""
+    if figures is None:
+        return "not measured", False
+    words = [played.told(figure) for figure in figures]
+    if len(words) == 1:
+        text = words[0]
+    elif len(set(words)) == 1:
+        text = f"{words[0]} on {', '.join(map(str, played.sizes))}"
+    else:
+        text = "; ".join(f"{size}: {word}" for size, word in zip(played.sizes, words, strict=True))
+    return text, all(played.is_right(figure) for figure in figures)
+
+
+def versions(python: str | None) -> dict[str, str]:
+    """Of the peers that this Python has."""
+    program = (
+        "import json, importlib.metadata as m; have = {d.name.lower(): d.version for d in m.distributions()}; "
+        f"print(json.dumps({{k: have[k] for k in {sorted(set(PACKAGES.values()))!r} if k in have}}))"
+    )
+    if python is None:
+        return {}
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, env=inherited({}))
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def page(found: dict[str, dict[str, list[Any] | None]], have: dict[str, str]) -> str:
+    columns = ["Unisono", ACCELERATE, TRAINER, FABRIC, DDP]
+    titles = [f"{c} {have[PACKAGES[c]]}" if have.get(PACKAGES.get(c, "")) else c for c in columns]
+    lines = [f"| | what goes wrong | right | {' | '.join(titles)} |", "|---" * (3 + len(columns)) + "|"]
+    notes = []
+    for name, figures in found.items():
+        played = case(name)
+        cells = []
+        for column in columns:
+            text, right = told(played, figures[column]) if column in figures else ("–", False)
+            cells.append(f"**{text}**" if right else text)
+        lines.append(f"| {name} | {played.wrong} | {played.right} | {' | '.join(cells)} |")
+        beside = [f"{p}: {told(played, f)[0]}." for p, f in figures.items() if p not in columns]
+        if played.note or beside:
+            notes.append(f"- *{name}*: {' '.join([*beside, played.note]).strip()}")
+    names = [f"torch {torch.__version__}", f"unisono {unisono.__version__}"]
+    names += [f"{package} {version}" for package, version in have.items()]
+    return HEAD + "\n".join(lines) + "\n" + FOOT.format(notes="\n".join(notes), versions=", ".join(names))
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--peers", metavar="PYTHON", help="a python in which peers are installed")
+    flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/correctness.md)")
+    flags.add_argument("--only", nargs="*", default=list(MODULES), choices=list(MODULES), help="these cases")
+    flags.add_argument("--json", type=Path, help="keep the figures here; those that are there are not played again")
+    asked = flags.parse_args()
+    have = versions(asked.peers)
+    found: dict[str, dict[str, list[Any] | None]] = {}
+    if asked.json and asked.json.exists():
+        found = json.loads(asked.json.read_text(encoding="utf-8"))
+    for name in asked.only:
+        for player in ("Unisono", *case(name).peers):
+            row = found.setdefault(name, {})
+            if row.get(player) is None:
+                package = PACKAGES.get(player.partition(",")[0])
+                there = package is None or package in have
+                row[player] = measure(name, player, asked.peers) if there else None
+                print(f"{name:16} {player:20} {told(case(name), row[player])[0]}", flush=True)
+            if asked.json:
+                asked.json.write_text(json.dumps(found), encoding="utf-8")
+    asked.page.write_text(page({name: found[name] for name in MODULES if name in found}, have), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

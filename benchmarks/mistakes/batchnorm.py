@@ -1,0 +1,111 @@
+"""Batch norm's running statistics: each process has its own, and those of the first one are saved.
+
+Two processes, 50 steps over the same 8 samples, half of them 0 and half of them 2, in order: the running mean that
+would be saved. All samples together have a mean of 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place
+
+if TYPE_CHECKING:
+    from unisono import Run
+
+STEPS, BATCH = 50, 8
+
+
+def build() -> nn.Module:
+    return nn.BatchNorm1d(1)
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.tensor([0.0] * 4 + [2.0] * 4)[:, None])
+
+
+def loader(place: Place) -> DataLoader[Any]:
+    """Each process its half, as when the data is sorted, or comes from two sources."""
+    half = BATCH // place.size
+    return DataLoader(Subset(data(), range(place.rank * half, (place.rank + 1) * half)), batch_size=half)
+
+
+def saved(model: nn.Module) -> float:
+    """On the first process, which is the one that saves."""
+    return float(model.state_dict()["running_mean"].item())
+
+
+def ours(run: Run[Any], place: Place) -> float:
+    model = run.place(build)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data(), shuffle=False):
+        for (x,) in step:
+            step.backward(model(x).sum(), weight=len(x))
+        step.update(optimizer)
+    return saved(model)
+
+
+def accelerate(place: Place) -> float:
+    from accelerate import Accelerator
+
+    plain = build()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(plain)
+    for _ in range(STEPS):
+        for (x,) in loader(place):
+            accelerator.backward(model(x).sum())
+    return saved(plain)
+
+
+def fabric(place: Place) -> float:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=place.size, strategy="ddp")
+    fabric.launch()
+    plain = build()
+    model = fabric.setup(plain)
+    for _ in range(STEPS):
+        for (x,) in loader(place):
+            fabric.backward(model(x).sum())
+    return saved(plain)
+
+
+def trainer(place: Place) -> float:
+    from benchmarks.mistakes.lightning import Module, fit
+
+    class Net(Module):
+        def training_step(self, batch: Any) -> Any:
+            return self.model(batch[0]).sum()
+
+    net = Net(build())
+    fit(place, net, loader(place), max_steps=STEPS, max_epochs=-1, use_distributed_sampler=False)
+    return saved(net.model)
+
+
+def ddp(place: Place) -> float:
+    plain = build()
+    model = nn.parallel.DistributedDataParallel(plain)
+    for _ in range(STEPS):
+        for (x,) in loader(place):
+            model(x).sum().backward()
+    return saved(plain)
+
+
+CASES = {
+    "batch-norm": Case(
+        wrong="Batch norm's running mean is the first process's alone. Its data is 0, the other's 2, 50 steps",
+        right="1, to 0.15",
+        is_right=lambda mean: abs(mean - 1.0) <= 0.15,
+        told=lambda mean: f"{mean:.3f}",
+        peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
+        ours=ours,
+        settings={"steps": STEPS, "batch": BATCH, "virtual_ranks": 4},
+        note="Ours takes the virtual ranks' batches one after the other, so the later ones count a little more. Elsewhere, "
+        "on GPUs: SyncBatchNorm.",
+    )
+}

@@ -1,0 +1,116 @@
+"""Plays a case: ours and DistributedDataParallel in this Python, a peer in a Python where it is installed."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mistakes.stage import DDP, Place, case
+from unisono.checkpoint.load import load, newest
+from unisono.env import World, inherited
+from unisono.settings import CheckpointSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.world.start import group as join
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 120.0
+
+
+def play_ours(name: str, size: int) -> Any:
+    """Our figure on `size` processes. Raises AssertionError if they do not agree on it."""
+    return _agreed(_launched(_ours, name, size))
+
+
+def play_ddp(name: str, size: int) -> Any:
+    """The figure of the loop that one writes with DistributedDataParallel; the first process tells it."""
+    return _launched(_ddp, name, size)[0]
+
+
+def play_peer(name: str, player: str, size: int, python: str) -> Any:
+    """A peer's figure, from processes of `python` that torchrun starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        for launch in range(case(name).launches):
+            command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+            command += ["-m", "benchmarks.mistakes.stage", name, player, folder, str(launch)]
+            variables = inherited({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+            done = subprocess.run(
+                command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            )
+            figures = list(_figures(done.stdout))
+            if not figures:  # some peers abort at exit after all is done, so the status says nothing
+                raise RuntimeError(f"{player} told no figure for {name}:\n{done.stdout}\n{done.stderr}")
+    return figures[-1]
+
+
+def _figures(text: str) -> Iterator[Any]:
+    for line in text.splitlines():
+        if line.startswith("figure "):
+            yield json.loads(line.removeprefix("figure "))
+
+
+def _launched(function: Any, name: str, size: int) -> list[Any]:
+    """What the last launch returns on every process."""
+    figures: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for launch in range(case(name).launches):
+            figures = run_ranks(function, size, name, folder, launch, seconds=SECONDS)
+    return figures
+
+
+def _agreed(figures: list[Any]) -> Any:
+    assert all(figure == figures[0] for figure in figures), figures
+    return figures[0]
+
+
+def _ours(world: World, name: str, folder: str, launch: int) -> Any:
+    played, run_dir = case(name), Path(folder) / "run"
+    run_dir.mkdir(exist_ok=True)
+    with join(world) as group:
+        found = newest(run_dir, print) if launch else None
+        run: Run[Settings] = Run(
+            settings(played.settings),
+            world=world,
+            group=group,
+            run_dir=run_dir,
+            identity={},
+            resumed=load(found) if found else None,
+            output=io.StringIO(),
+        )
+        try:
+            return played.ours(run, Place(world.rank, world.size, Path(folder), launch))
+        finally:
+            run.close()
+
+
+def settings(given: Any) -> Settings:
+    own = {name: value for name, value in given.items() if "." not in name}
+    every = given.get("checkpoint.every", 0)
+    return Settings(**{"virtual_ranks": 8, **own}, checkpoint=CheckpointSettings(every=every))
+
+
+def _ddp(world: World, name: str, folder: str, launch: int) -> Any:
+    warnings.simplefilter("ignore")
+    with join(world):
+        return case(name).peers[DDP](Place(world.rank, world.size, Path(folder), launch))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        played = case(name)
+        for size in played.sizes:
+            try:
+                found = play_ours(name, size)
+                print(name, size, "ours", found, played.is_right(found))
+            except AssertionError as e:
+                print(name, size, "ours", str(e)[-1500:])
+            if DDP in played.peers:
+                found = play_ddp(name, size)
+                print(name, size, "ddp", found, played.is_right(found))

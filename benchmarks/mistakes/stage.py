@@ -1,0 +1,106 @@
+"""Where a case is played: the place of one process, what a case is, and the door for a process of a peer's.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.mistakes.stage schedule Accelerate FOLDER 0
+
+It prints one line, `figure {...}`, which the caller reads; peers print what they like around it. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from unisono import Run
+
+ACCELERATE, TRAINER, FABRIC, DDP = "Accelerate", "Lightning Trainer", "Lightning Fabric", "DDP by hand"
+"""The columns of the table beside ours."""
+
+MODULES = {
+    "schedule": "schedule",
+    "tokens": "tokens",
+    "tail": "tail",
+    "evaluation": "evaluation",
+    "stream": "evaluation",
+    "integers": "integers",
+    "resume": "resume",
+    "shuffle": "shuffle",
+    "clipping": "clipping",
+    "dropout": "dropout",
+    "dropout-resumed": "dropout",
+    "batch-norm": "batchnorm",
+    "unused": "unused",
+}
+"""The cases, in the order of the table, and the file of each."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process of a case that is played."""
+
+    rank: int
+    size: int
+    folder: Path
+    """The same for all processes and all launches of a case; empty at first."""
+    launch: int = 0
+    """A case with a resume is launched twice."""
+
+
+Player = Callable[[Place], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A silent mistake, and how it is measured."""
+
+    wrong: str  # what goes wrong, for the table
+    right: str  # the right figure, in words
+    is_right: Callable[[Any], bool]
+    told: Callable[[Any], str]  # a figure, in words
+    peers: Mapping[str, Player]
+    ours: Callable[[Run[Any], Place], Any]
+    settings: Mapping[str, Any]  # of our run
+    sizes: tuple[int, ...] = (2,)  # numbers of processes
+    launches: int = 1
+    note: str = ""  # how it is got right elsewhere
+
+
+def case(name: str) -> Case:
+    found: Case = import_module(f"benchmarks.mistakes.{MODULES[name]}").CASES[name]
+    return found
+
+
+def everyone(value: Any) -> list[Any]:
+    """[the value of rank 0, ...]"""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def main(name: str, player: str, folder: str, launch: str) -> None:
+    """One process of a peer's."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    environment = import_module("os").environ
+    place = Place(int(environment["RANK"]), int(environment["WORLD_SIZE"]), Path(folder), int(launch))
+    figure = case(name).peers[player](place)
+    if place.rank == 0:
+        print(f"\nfigure {json.dumps(figure)}", flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,121 @@
+"""Parameters that nobody used, and that the optimizer moves all the same.
+
+Two processes, find_unused_parameters, AdamW with weight decay, 3 steps: how far a layer moved that no sample used. In
+plain torch its gradient is None, and AdamW leaves it alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place
+
+if TYPE_CHECKING:
+    from unisono import Run
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1, bias=False)
+        nn.init.ones_(self.unused.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.ones(8 * STEPS, 3))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def moved(model: Net) -> float:
+    return float((model.unused.weight.detach() - 1).abs().max())
+
+
+def ours(run: Run[Any], place: Place) -> float:
+    model = run.place(Net)
+    optimizer = adamw(model)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data()):
+        for (x,) in step:
+            step.backward(model(x).sum(), weight=len(x))
+        step.update(optimizer)
+    return moved(model)
+
+
+def accelerate(place: Place) -> float:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    plain = Net()
+    loader = DataLoader(data(), batch_size=8 // place.size)
+    model, optimizer, loader = accelerator.prepare(plain, adamw(plain), loader)
+    for (x,) in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return moved(plain)
+
+
+def fabric(place: Place) -> float:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=place.size, strategy="ddp_find_unused_parameters_true")
+    fabric.launch()
+    plain = Net()
+    model, optimizer = fabric.setup(plain, adamw(plain))
+    for (x,) in fabric.setup_dataloaders(DataLoader(data(), batch_size=8 // place.size)):
+        fabric.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return moved(plain)
+
+
+def trainer(place: Place) -> float:
+    from benchmarks.mistakes.lightning import Module, fit
+
+    class Wrapped(Module):
+        def training_step(self, batch: Any) -> Any:
+            return self.model(batch[0]).mean()
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self)
+
+    net = Wrapped(Net())
+    loader = DataLoader(data(), batch_size=8 // place.size)
+    fit(place, net, loader, max_steps=STEPS, strategy="ddp_find_unused_parameters_true")
+    return moved(net.model)
+
+
+def ddp(place: Place) -> float:
+    plain = Net()
+    model, optimizer = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True), adamw(plain)
+    for _ in range(STEPS):
+        model(torch.ones(8 // place.size, 3)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return moved(plain)
+
+
+CASES = {
+    "unused": Case(
+        wrong="A layer that no sample used is moved by AdamW's decay all the same. How far, in 3 steps",
+        right="0",
+        is_right=lambda distance: distance == 0.0,
+        told=lambda distance: f"{distance:g}",
+        peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
+        ours=ours,
+        settings={"steps": STEPS, "batch": 8},
+    )
+}
