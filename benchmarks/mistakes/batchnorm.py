@@ -105,7 +105,7 @@ CASES = {
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": BATCH, "virtual_ranks": 4},
-        note="Ours takes the virtual ranks' batches one after the other, so the later ones count a little more. Elsewhere, "
-        "on GPUs: SyncBatchNorm.",
+        note="Ours takes the virtual ranks' batches one after the other, so the later ones count a little more. "
+        "Elsewhere, on GPUs: SyncBatchNorm.",
     )
 }

@@ -174,8 +174,8 @@ CASES = {
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": 2, "virtual_ranks": 2},
-        note="Accelerate: set_seed(seed, device_specific=True). By hand: torch.manual_seed(seed + rank), once the model is "
-        "made.",
+        note="Accelerate: set_seed(seed, device_specific=True). By hand: torch.manual_seed(seed + rank), once the "
+        "model is made.",
     ),
     "dropout-resumed": Case(
         wrong="A resume rolls other dice. Of two steps after a resume, those with the masks of a run that went through",
