@@ -67,7 +67,10 @@ def ours(run: Run[Any], place: Place) -> dict[str, int]:
 
 
 def accelerate(place: Place, seedable: bool = False) -> dict[str, int]:
-    """As in its guide to checkpointing: load_state, then skip_first_batches in the epoch that was under way."""
+    """As in its guide to checkpointing: load_state, then skip_first_batches in the epoch that was under way.
+
+    A seedable sampler must be told the epoch: without set_epoch it replays the first one.
+    """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
 
@@ -78,8 +81,10 @@ def accelerate(place: Place, seedable: bool = False) -> dict[str, int]:
     if place.launch == 1:
         accelerator.load_state(state)
     seen: list[list[float]] = []
-    for _ in range(place.launch, 2):
+    for epoch in range(place.launch, 2):
         active = accelerator.skip_first_batches(batches, SAVED - EPOCH) if place.launch == 1 else batches
+        if seedable:
+            active.set_epoch(epoch)
         for (x,) in active:
             seen.append(x.tolist())
             accelerator.backward(model(x[:, None]).mean())
@@ -119,7 +124,7 @@ CASES = {
         told=lambda found: f"{found['twice']} twice, {found['never']} never",
         peers={
             ACCELERATE: accelerate,
-            f"{ACCELERATE}, use_seedable_sampler=True": lambda place: accelerate(place, seedable=True),
+            f"{ACCELERATE}, use_seedable_sampler=True and set_epoch": lambda place: accelerate(place, seedable=True),
             TRAINER: trainer,
         },
         ours=ours,

@@ -1,7 +1,8 @@
 """What the papers show runs: every block of Python in README.md, CONTRIBUTING.md and docs/, however deep.
 
-A block that is a whole script is run, at toy size and in one process. Anything else must at least be Python. A script
-that needs smaller settings than STEPS says so behind the word python, where a reader does not see it:
+A block that is a whole script is run, at toy size and in one process; one of another library's is run as its users
+start it, where that is installed. Anything else must at least be Python. A script that needs smaller settings than STEPS
+says so behind the word python, where a reader does not see it:
 
     ```python --set model.width=16
 """
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,9 @@ from tests.house.sources import ROOT
 from unisono.env import inherited
 
 PAPERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PEERS = ("accelerate", "lightning")
+IMPORTS = re.compile(rf"^(?:from|import) ({'|'.join(PEERS)})\b", re.M)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 FENCE = re.compile(r"^(?P<indent> *)```python(?P<words>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.M | re.S)
 STEPS = ("--set", "steps=2", "--set", "epochs=none")
 
@@ -43,6 +48,12 @@ class Block:
     @property
     def is_ours(self) -> bool:
         return "unisono.main(" in self.code
+
+    @property
+    def peer(self) -> str | None:
+        """The other library that this script is written for."""
+        found = IMPORTS.search(self.code)
+        return found[1] if found and "__main__" in self.code else None
 
     @property
     def is_torchs(self) -> bool:
@@ -88,10 +99,23 @@ def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.is_torchs], ids=by_name)
 def test_scripts_for_torchrun_run(block: Block, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(block.code, encoding="utf-8")
-    run(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py")
+    run(tmp_path, *TORCHRUN, "script.py")
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.is_ours and not b.is_torchs], ids=by_name)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.peer], ids=by_name)
+def test_scripts_of_peers_run(block: Block, ranks: int, tmp_path: Path) -> None:
+    """On two processes as it stands, and on one."""
+    compile(block.code, block.name, "exec")
+    assert block.peer is not None
+    if find_spec(block.peer) is None:
+        pytest.skip(f"{block.peer} is not installed: pip install {block.peer}, with torch as it is, runs this script")
+    code = block.code.replace("devices=2", f"devices={ranks}")  # Fabric starts its processes itself
+    (tmp_path / "script.py").write_text(code, encoding="utf-8")
+    run(tmp_path, *(TORCHRUN if ranks > 1 and block.peer == "accelerate" else ()), "script.py")
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if not (b.is_ours or b.is_torchs or b.peer)], ids=by_name)
 def test_other_blocks_are_python(block: Block) -> None:
     ast.parse(block.code, block.name)
 
@@ -105,6 +129,7 @@ def test_blocks_are_found(tmp_path: Path) -> None:
     assert (first.line, first.words, first.code) == (3, (), "a = 1\n")
     assert (second.line, second.words, second.code) == (7, ("--set", "b=2"), "if a:\n    b\n")
     assert {block.paper.name for block in BLOCKS} >= {"README.md", "from-ddp.md"}
+    assert {block.peer for block in BLOCKS} == {None, *PEERS}
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda p: p.name)

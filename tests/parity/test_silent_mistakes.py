@@ -8,7 +8,7 @@ from benchmarks.mistakes.__main__ import page, told
 from benchmarks.mistakes.play import play_ddp, play_ours
 from benchmarks.mistakes.stage import DDP, MODULES, case
 
-PENDING = {
+PENDING: dict[str, str] = {
     "batch-norm": "buffers that a forward pass changes are not carried yet with several virtual ranks",
     "stream": "run.evaluate needs data with a length",
 }
