@@ -26,10 +26,10 @@ PACKAGES = {ACCELERATE: "accelerate", TRAINER: "lightning", FABRIC: "lightning"}
 
 HEAD = """# Mistakes that nobody tells you of
 
-Each row is a way in which distributed training goes wrong without a word: no error, a plausible loss, another model or
+Each row is a way in which distributed training goes wrong without an error: a plausible loss, and another model or
 another metric. Each figure is measured in real processes on CPUs (two, unless the cell says otherwise), with the
-defaults that a user gets who follows the documentation. **Bold** is right. A dash: the library leaves this to the
-script, so there is nothing to measure.
+defaults that a user gets who sets nothing. **Bold** is right. A dash: the library leaves this to the script, so there
+is nothing to measure.
 
 """
 
@@ -38,8 +38,8 @@ How each is got right elsewhere, and what was measured beside the defaults:
 
 {notes}
 
-Looked for and not found: a layer that no sample used keeps `grad=None`, and AdamW leaves it alone, in all of them
-(`find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`, `fully_shard`; row *unused*).
+Looked for and not found: the last row. A layer that no sample used keeps `grad=None` in all of them; by hand that was
+tried with `find_unused_parameters`, `static_graph`, both with `gradient_as_bucket_view`, and with `fully_shard`.
 
 This page is written by `python -m benchmarks.mistakes --peers PYTHON` ([the code](../benchmarks/mistakes), a file a
 row); `tests/parity/test_silent_mistakes.py` holds our column. {versions}.

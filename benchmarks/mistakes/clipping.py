@@ -122,6 +122,7 @@ CASES = {
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": 1, "batch": 8, "clip": 1.0},
-        note="By hand: clip_grad_norm_(..., error_if_nonfinite=True). Lightning: detect_anomaly, or a hook.",
+        note="By hand: clip_grad_norm_(..., error_if_nonfinite=True). Lightning: the same in "
+        "configure_gradient_clipping.",
     )
 }

@@ -136,8 +136,8 @@ CASES = {
         ours=lambda run, place: ours(Rows, run),
         settings={"steps": 1, "batch": 32},
         sizes=(2, 3, 4),
-        note="Accelerate: gather rows with gather_for_metrics, as here, never a batch's mean. Elsewhere: evaluate on "
-        "one process, or mask the rows that were added.",
+        note="Accelerate: gather rows with gather_for_metrics, as here, never a batch's mean. Lightning's Trainer "
+        "warns of it. Elsewhere: evaluate on one process, or mask the rows that were added.",
     ),
     "stream": Case(
         wrong="The same rows as a stream without a length",

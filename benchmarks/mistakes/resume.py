@@ -130,6 +130,7 @@ CASES = {
         ours=ours,
         settings={"epochs": 2, "batch": BATCH},
         launches=2,
-        note="Lightning: a loader that keeps its own state. With Fabric and by hand it is the script's.",
+        note="Lightning warns of it, and asks for a loader that keeps its own state. With Fabric, and by "
+        "hand, it is the script's.",
     )
 }

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, everyone
 
 if TYPE_CHECKING:
     from unisono import Run
@@ -40,7 +41,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def moved(model: Net) -> float:
-    return float((model.unused.weight.detach() - 1).abs().max())
+    """Of what this process holds."""
+    weight: Any = model.unused.weight.detach()
+    mine: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return float((mine - 1).abs().max()) if mine.numel() else 0.0
 
 
 def ours(run: Run[Any], place: Place) -> float:
@@ -99,13 +103,21 @@ def trainer(place: Place) -> float:
 
 
 def ddp(place: Place) -> float:
-    plain = Net()
-    model, optimizer = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True), adamw(plain)
-    for _ in range(STEPS):
-        model(torch.ones(8 // place.size, 3)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return moved(plain)
+    """The furthest of all its ways to deal with unused parameters, and of fully_shard's."""
+    options: list[dict[str, Any]] = [{name: True} for name in ("find_unused_parameters", "static_graph")]
+    options += [{**one, "gradient_as_bucket_view": True} for one in options]
+    distances = []
+    for option in [*options, None]:
+        plain = Net()
+        model: Any = fully_shard(plain) if option is None else nn.parallel.DistributedDataParallel(plain, **option)
+        optimizer = adamw(plain)
+        for _ in range(STEPS):
+            model(torch.ones(8 // place.size, 3)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        distances.append(moved(plain))
+        del model  # or its reducer outlives the group
+    return max(everyone(max(distances)))
 
 
 CASES = {

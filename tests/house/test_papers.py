@@ -1,8 +1,8 @@
 """What the papers show runs: every block of Python in README.md, CONTRIBUTING.md and docs/, however deep.
 
 A block that is a whole script is run, at toy size and in one process; one of another library's is run as its users
-start it, where that is installed. Anything else must at least be Python. A script that needs smaller settings than STEPS
-says so behind the word python, where a reader does not see it:
+start it, where that is installed. Anything else must at least be Python. A script that needs smaller settings than
+STEPS says so behind the word python, where a reader does not see it:
 
     ```python --set model.width=16
 """

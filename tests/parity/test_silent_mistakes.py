@@ -8,16 +8,7 @@ from benchmarks.mistakes.__main__ import page, told
 from benchmarks.mistakes.play import play_ddp, play_ours
 from benchmarks.mistakes.stage import DDP, MODULES, case
 
-PENDING: dict[str, str] = {
-    "batch-norm": "buffers that a forward pass changes are not carried yet with several virtual ranks",
-    "stream": "run.evaluate needs data with a length",
-}
-
-OURS = [
-    pytest.param(name, size, marks=[pytest.mark.xfail(reason=PENDING[name])] if name in PENDING else [])
-    for name in MODULES
-    for size in case(name).sizes
-]
+OURS = [(name, size) for name in MODULES for size in case(name).sizes]
 BY_HAND = [name for name in MODULES if DDP in case(name).peers and name != "unused"]
 
 
