@@ -1,0 +1,89 @@
+"""Every recipe, at toy size, in every precision, on 1, 2, 3 and 4 processes: one model, to the last bit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.loops import attempt
+from unisono.env import World
+from unisono.recipes import image, speech, text, topics
+from unisono.recipes.corpora import espeak
+from unisono.settings import LoaderSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32, and a loader worker": {"loader": LoaderSettings(workers=1)},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+}
+SETTINGS: dict[str, Settings] = {
+    "text": text.Settings(
+        steps=4, batch=10, validate_bytes=2000, sample_bytes=0, model=text.Model(16, 1, 2, 24, dropout=0.1)
+    ),
+    "image": image.Settings(
+        source="digits",
+        steps=4,
+        epochs=None,
+        batch=24,
+        train_images=88,  # the fourth step has 16: shares of 2
+        valid_images=30,
+        model=image.Model(width=4, stages=2),
+    ),
+    "speech": speech.Settings(
+        steps=4,
+        epochs=None,
+        batch=10,
+        voices=3,
+        draws=1,
+        source="spoken",
+        model=speech.Model(mels=12, width=8, depth=2),
+    ),
+    "topics": topics.Settings(steps=4, epochs=None, batch=43, width=8),
+}
+
+
+def trained(run: Run[Any], main: Callable[[Run[Any]], None]) -> dict[str, Any]:
+    main(run)
+    result = run.result()
+    return {name: result.get(name) for name in ("weights_sha256", "loss", "skipped", "accuracy", "bits_per_byte")}
+
+
+def train(world: World, folder: str, recipe: str) -> dict[str, Any]:
+    main = importlib.import_module(f"unisono.recipes.{recipe}").main
+    return {
+        case: attempt(
+            world, Path(folder) / case, partial(trained, main=main), replace(SETTINGS[recipe], **changes)
+        )
+        for case, changes in CASES.items()
+    }
+
+
+def lacking(recipe: str) -> str | None:
+    """What a recipe's data needs and this machine has not."""
+    if recipe == "image" and importlib.util.find_spec("sklearn") is None:
+        return "scikit-learn"
+    if recipe == "speech":
+        try:
+            espeak.variants()
+        except espeak.Silent as why:
+            return f"a synthesizer: {why}"
+    return None
+
+
+@pytest.mark.parametrize("recipe", SETTINGS)
+def test_one_model(tmp_path: Path, recipe: str) -> None:
+    if (lacks := lacking(recipe)) is not None:
+        pytest.skip(f"needs {lacks} (pip install 'unisono[recipes]')")
+    runs = [told for n in (1, 2, 3, 4) for told in run_ranks(train, n, str(tmp_path / str(n)), recipe)]
+    for case in CASES:
+        assert isinstance(runs[0][case], dict), runs[0][case]
+        assert [told[case] for told in runs] == [runs[0][case]] * len(runs), case
+    assert len({runs[0][case]["weights_sha256"] for case in CASES}) == len(CASES)
