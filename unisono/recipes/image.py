@@ -1,0 +1,184 @@
+"""Train a small residual network with batch norm to tell pictures of clothes apart.
+
+unisono run image --ranks 2                                                   two epochs of Fashion-MNIST
+unisono run image --ranks 2 --set source=digits --set epochs=30               1,797 digits, needs scikit-learn
+unisono run image --ranks 2 --set data=FOLDER                                 your own, a folder for every class
+unisono copy image mine.py                                                    own it: unisono run mine.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import unisono
+from unisono.recipes.corpora.pictures import Part, Pictures, Source, pictures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    width: int = 32  # channels of the first stage; every further one has twice as many, and a quarter of the pixels
+    stages: int = 3
+    depth: int = 1  # blocks in a stage, of two convolutions each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    source: Source = "auto"  # fashion, digits; auto: Fashion-MNIST, and the digits where it cannot be had
+    data: Path | None = None  # a folder of your own: four idx files, or a folder of pictures for every class
+    batch: int = 256
+    epochs: int | None = 2
+    lr: float = 0.01  # the highest; it warms up to there and goes back to nearly nothing
+    weight_decay: float = 0.01
+    augment: bool = True  # shift the pictures by a few pixels, and mirror half of them
+    mirror: bool | None = None  # none: only clothes, which stay what they are
+    train_images: int | None = None  # the first so many only; none: all
+    valid_images: int | None = None
+    model: Model = Model()
+
+
+def main(run: unisono.Run[Settings]) -> None:
+    settings = run.settings
+    with run.first():  # one process per host fetches, the others find it there
+        found = pictures(settings.source, settings.data)
+    run.print(found.line())
+    train_set, valid_set = build_sets(found, settings)
+
+    model = run.place(lambda: ResNet(found.train.images.shape[1], len(found.classes), settings.model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    total = run.count_steps(train_set)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=total)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+
+    for step in run.steps(train_set):
+        for images, labels in step:
+            loss = F.cross_entropy(model(images), labels, reduction="sum")
+            step.backward(loss, weight=len(labels))
+        step.update(optimizer, schedule, clip=settings.clip)
+        run.log(loss=step.loss)
+
+    result = run.evaluate(model, valid_set, measure)
+    run.log(result)
+    run.print(
+        f"validation: {result['accuracy']:.2%} right, loss {result['valid_loss']:.4f}, "
+        f"on {len(valid_set):,} pictures it has never seen"
+    )
+
+
+def measure(output: Tensor, images: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, int]]:
+    """How many of these pictures the model names right, and what they cost it in nats."""
+    right = (output.argmax(1) == labels).sum()
+    loss = F.cross_entropy(output, labels, reduction="sum")
+    return {"accuracy": (right, len(labels)), "valid_loss": (loss, len(labels))}
+
+
+def build_sets(found: Pictures, settings: Settings) -> tuple[PictureSet, PictureSet]:
+    """The pictures to train on, moved about if asked, and those to validate on, as they are."""
+    train, valid = found.train.first(settings.train_images), found.valid.first(settings.valid_images)
+    pixels = train.images.float()  # all of them: 0.2 s for Fashion-MNIST, and the same on every process
+    mean, std = pixels.mean().item(), max(pixels.std().item(), 1.0)
+    mirror = found.mirror if settings.mirror is None else settings.mirror
+    shift = max(1, min(train.images.shape[2:]) // 28)  # more would help a longer training
+    if not settings.augment:
+        return PictureSet(train, mean, std), PictureSet(valid, mean, std)
+    return PictureSet(train, mean, std, shift, mirror), PictureSet(valid, mean, std)
+
+
+class PictureSet(Dataset[tuple[Tensor, Tensor]]):
+    """(image, label): float [channels, height, width] with the training pictures' mean 0 and deviation 1, and int64.
+
+    shift   every picture is moved by up to so many pixels, in both directions; what comes in is black
+    mirror  left and right change places in every second picture
+
+    A whole micro-batch is read at once. It draws from torch's global generator, which was seeded for it: the same
+    pictures come out whoever fetches them.
+    """
+
+    def __init__(self, part: Part, mean: float, std: float, shift: int = 0, mirror: bool = False) -> None:
+        self.part, self.mean, self.std, self.shift, self.mirror = part, mean, std, shift, mirror
+
+    def __len__(self) -> int:
+        return len(self.part.labels)
+
+    def __getitem__(self, sample: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([sample])[0]
+
+    def __getitems__(self, samples: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        index = torch.tensor(samples)
+        images = self.part.images[index]
+        if self.shift:
+            images = shifted(images, self.shift)
+        if self.mirror:
+            images = torch.where(torch.rand(len(images), 1, 1, 1) < 0.5, images.flip(3), images)
+        return list(zip((images.float() - self.mean) / self.std, self.part.labels[index], strict=True))
+
+
+def shifted(images: Tensor, most: int) -> Tensor:
+    """Every picture moved by its own -most to most pixels, down and to the right; same shape [n, c, h, w]."""
+    count, channels, height, width = images.shape
+    down, right = torch.randint(2 * most + 1, (2, count, 1))
+    rows, columns = down + torch.arange(height), right + torch.arange(width)  # [n, h] and [n, w], of the padded picture
+    return F.pad(images, (most, most, most, most))[
+        torch.arange(count)[:, None, None, None],
+        torch.arange(channels)[None, :, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]
+
+
+class ResNet(nn.Module):
+    """A residual network (arXiv 1512.03385) for small pictures."""
+
+    def __init__(self, channels: int, classes: int, model: Model) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, model.width, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(model.width),
+            nn.ReLU(),
+        )
+        blocks: list[nn.Module] = []
+        inputs = model.width
+        for stage in range(model.stages):
+            for block in range(model.depth):
+                outputs = model.width * 2**stage
+                blocks.append(Block(inputs, outputs, stride=2 if stage and not block else 1))
+                inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(inputs, classes)
+        for part in self.modules():
+            if isinstance(part, nn.Conv2d):  # as CPUs and tensor cores like it: a pixel's channels side by side
+                part.weight.data = part.weight.data.contiguous(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images [batch, channels, height, width] to logits [batch, classes]."""
+        x = self.blocks(self.stem(images.contiguous(memory_format=torch.channels_last)))
+        return self.head(x.mean((2, 3)))
+
+
+class Block(nn.Module):
+    """Two convolutions, added to what came in. At the start they add nothing, which keeps the first steps calm."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        nn.init.zeros_(self.second_norm.weight)
+        self.past: nn.Module = nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.past = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.past(x) + self.second_norm(self.second(y)))
+
+
+if __name__ == "__main__":
+    unisono.main(main, Settings)
