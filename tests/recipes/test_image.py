@@ -1,0 +1,103 @@
+"""The image recipe at toy size, and at full size where its data is."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.training import train_recipe
+from unisono.recipes.corpora.pictures import FASHION, Part
+from unisono.recipes.image import PictureSet, shifted
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+
+TOY = {
+    "source": "digits",
+    "epochs": 2,
+    "batch": 44,  # not a multiple of 8: shares of 5 and 6 pictures
+    "train_images": 110,  # a tail of 22: shares of 2 and 3
+    "valid_images": 50,
+    "model.width": 4,
+    "model.stages": 2,
+}
+
+train = partial(train_recipe, "image", sets=TOY)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+
+
+def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Two processes, each with a worker that moves the pictures about: the same model."""
+    result, screen = train(tmp_path / "run", 2, sets={**TOY, "loader.workers": 1})
+    assert "scikit-learn's digits: 1,438 pictures to train on" in screen
+    assert f"validation: {result['accuracy']:.2%} right" in screen
+    assert "on 50 pictures" in screen
+    assert result["promise"] == "exact"
+    for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", "accuracy", "valid_loss"):
+        assert result[name] == alone[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_same_bits(tmp_path: Path, alone: dict[str, Any], ranks: int) -> None:
+    result, _ = train(tmp_path / "run", ranks)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["accuracy"] == alone["accuracy"]
+
+
+@pytest.mark.slow
+def test_it_goes_on_where_it_stopped(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """Saved after step 4 on two processes; the state at the end is removed, and three processes go on."""
+    run, sets = tmp_path / "run", {**TOY, "checkpoint.every": 4}
+    train(run, 2, sets=sets)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    result, _ = train(run, 3, "--resume", sets=sets)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_learns_digits(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", 2, sets={"source": "digits", "epochs": 30})[0]["accuracy"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not FASHION.folder.is_dir(), reason="dataset-fashion-mnist is not installed")
+def test_it_learns_clothes(tmp_path: Path) -> None:
+    """The recipe as it stands, on two processes."""
+    assert train(tmp_path / "run", 2, sets={"source": "fashion"})[0]["accuracy"] >= 0.88
+
+
+def test_pictures_are_moved_whole() -> None:
+    """One white pixel in the middle of each: it is somewhere else, never lost, and at most two pixels away."""
+    images = torch.zeros(400, 1, 7, 9, dtype=torch.uint8)
+    images[:, :, 3, 4] = 255
+    torch.manual_seed(1)
+    moved = shifted(images, 2)
+    assert moved.shape == images.shape
+    assert moved.flatten(1).sum(1, dtype=torch.int64).tolist() == [255] * 400
+    rows, columns = (moved[:, 0].nonzero()[:, dim] for dim in (1, 2))
+    assert set(rows.tolist()) == {1, 2, 3, 4, 5}
+    assert set(columns.tolist()) == {2, 3, 4, 5, 6}
+    assert len(set(zip(rows.tolist(), columns.tolist(), strict=True))) == 25
+
+
+def test_half_of_the_pictures_are_mirrored() -> None:
+    part = Part(torch.tensor([0, 100], dtype=torch.uint8).expand(300, 1, 1, 2).contiguous(), torch.arange(300))
+    torch.manual_seed(1)
+    samples = PictureSet(part, mean=50.0, std=50.0, mirror=True).__getitems__(range(300))
+    assert [int(label) for _, label in samples] == list(range(300))
+    seen = [tuple(image.flatten().tolist()) for image, _ in samples]
+    assert set(seen) == {(-1.0, 1.0), (1.0, -1.0)}
+    assert 100 < seen.count((1.0, -1.0)) < 200
+    assert torch.equal(PictureSet(part, 50.0, 50.0)[7][0], torch.tensor([[[-1.0, 1.0]]]))
