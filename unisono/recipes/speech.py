@@ -78,13 +78,10 @@ def main(run: unisono.Run[Settings]) -> None:
     run.print(f"validation: {result['accuracy']:.1%} of {len(valid_set)} clips right, {corpus.validation}")
     real = recorded_digits() if corpus.spoken else None
     if real is not None:
-        heard = run.evaluate(
-            model, Frames(real, corpus.rate, settings.model.mels), accuracy, forward=listen, collate_fn=padded
-        )
-        run.log(recorded_accuracy=heard["accuracy"])
-        run.print(
-            f"for information: {heard['accuracy'] * len(real):.0f} of {len(real)} digits recorded by a person right"
-        )
+        heard = Frames(real, corpus.rate, settings.model.mels)
+        share = run.evaluate(model, heard, accuracy, forward=listen, collate_fn=padded)["accuracy"]
+        run.log(recorded_accuracy=share)
+        run.print(f"for information: {share * len(real):.0f} of {len(real)} digits right that a person has recorded")
 
 
 def listen(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -121,11 +118,14 @@ class Frames(Dataset[tuple[Tensor, int]]):
             speed = 1 + 0.15 * self.augment * float(2 * torch.rand(()) - 1)
             length = max(1, round(len(sound) / speed))
             sound = F.interpolate(sound[None, None], length, mode="linear", align_corners=False)[0, 0]
+            quiet = [int(torch.randint(len(sound) // 4 + 1, ())) for _ in range(2)]  # before and after
+            sound = F.pad(sound, quiet)
             loudness = sound.std(correction=0) * 10 ** float(-2 * torch.rand(()))  # 0 to 40 dB below the voice
-            sound = sound + 0.5 * self.augment * loudness * torch.randn(length)
+            sound = sound + 0.5 * self.augment * loudness * torch.randn(len(sound))
         sound = F.pad(sound, (0, max(0, self.window - len(sound))))
         spectrum = torch.stft(sound, self.window, self.window // 2, window=self.shape, return_complex=True)
         frames = (spectrum.abs().square().T @ self.bank + 1e-6).log()
+        frames = frames.clamp(min=float(frames.max()) - 9)
         frames = frames - frames.mean(0)
         if self.augment:  # SpecAugment, arXiv 1904.08779: what is missing has the mean's value
             erase(frames, 0, 0.2 * self.augment)

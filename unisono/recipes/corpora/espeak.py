@@ -12,6 +12,7 @@ torch, so that it starts in a blink.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import struct
 import subprocess
@@ -75,8 +76,7 @@ def _ask(question: dict[str, Any]) -> bytes:
 
 def _library() -> tuple[Any, Path]:
     """eSpeak NG, ready to speak, and the folder of its data."""
-    import espeakng_loader
-
+    espeakng_loader = importlib.import_module("espeakng_loader")  # it has no types
     folder = Path(espeakng_loader.get_data_path())
     library = ctypes.CDLL(str(espeakng_loader.get_library_path()))
     rate = library.espeak_Initialize(_SYNCHRONOUS, 0, str(folder).encode(), _DONT_EXIT)

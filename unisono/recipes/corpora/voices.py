@@ -87,7 +87,7 @@ class Voices:
     spoken: bool
     """Are these the synthesizer's digits?"""
     digest: str
-    """The first 12 digits of a sha256: over all clips, or over the names and lengths of files. Equal data, equal digest."""
+    """The first 12 digits of a sha256 over all clips, or over the names and lengths of files."""
 
     def line(self) -> str:
         """What the data is, how much, under which licence, and what the validation means: one line."""
@@ -154,7 +154,7 @@ def _own(folder: Path) -> Voices:
         rate=rate,
         train=Clips(*zip(*train, strict=True)),
         valid=Clips(*zip(*valid, strict=True)),
-        validation=f"{len(held)} voices kept apart, by file names up to the first _"
+        validation=f"in {_voices(len(held))} kept apart, by file names up to the first _"
         if held
         else "other files; whether of other voices, their names do not say",
         spoken=False,
@@ -218,7 +218,7 @@ def _spoken(count: int, draws: int, seed: int) -> Voices:
         rate=RATE,
         train=Clips(clips[:cut], labels[:cut]),
         valid=Clips(clips[cut:], labels[cut:]),
-        validation=f"in {len(valid_voices)} voices kept apart, all synthetic",
+        validation=f"in {_voices(len(valid_voices))} kept apart, all synthetic",
         spoken=True,
         digest=_digest(clips),
     )
@@ -263,7 +263,7 @@ def _recorded(draws: int, seed: int) -> Voices:
     clips = []
     labels = []
     for _ in range(8 * draws):
-        for sound, label in digits:
+        for sound, label in (digits[i] for i in range(len(digits))):
             stretched = _resampled(sound.numpy() * 2**15 * dice.uniform(0.3, 1.0), int(dice.integers(80, 126)), 100)
             late = torch.zeros(int(dice.integers(RATE // 10)), dtype=torch.int16)
             clips.append(torch.cat((late, stretched)))
@@ -294,6 +294,10 @@ def _resampled(sound: np.ndarray, down: int, up: int) -> Tensor:
     spectrum = np.fft.rfft(sound.astype(np.float64), blocks * down)
     resampled = np.fft.irfft(spectrum[: blocks * up // 2 + 1], blocks * up) * (up / down)
     return torch.from_numpy(np.clip(np.rint(resampled), -(2**15), 2**15 - 1).astype(np.int16))
+
+
+def _voices(count: int) -> str:
+    return f"{count} voice{'s' * (count > 1)}"
 
 
 def _digest(clips: Sequence[Tensor]) -> str:

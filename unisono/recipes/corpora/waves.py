@@ -76,7 +76,7 @@ def _floats(sound: bytes, width: int) -> np.ndarray:
 
 
 def labelled_waves(folder: Path) -> dict[str, list[Path]]:
-    """The wave files of every folder in `folder`, by its name, all sorted; names that begin with . or _ are passed over.
+    """The wave files of every folder in `folder`, by its name, sorted; a name that begins with . or _ is passed over.
 
     Raises DataError if the folder lacks, has fewer than two classes, or one with fewer than two files: one to train on
     and one to validate on.

@@ -1,0 +1,91 @@
+"""The speech recipe at toy size, on words that are tones and on a few synthetic voices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.house.sources import ROOT
+from tests.recipes.tones import cut_short, write_words
+from tests.recipes.training import train_recipe
+from unisono.recipes.corpora import espeak
+
+TOY = {
+    "steps": 5,
+    "batch": 10,  # not a multiple of 8: shares of 1 and 2 clips, of unlike lengths
+    "voices": 6,
+    "draws": 1,
+    "model.mels": 12,
+    "model.width": 8,
+    "model.depth": 2,
+}
+
+train = partial(train_recipe, "speech", sets=TOY)
+
+
+def needs_synthesizer() -> None:
+    try:
+        espeak.variants()
+    except espeak.Silent as why:
+        pytest.skip(f"no synthesizer ({why}): pip install 'unisono[recipes]'")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    needs_synthesizer()
+    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+
+
+def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """With augmentation, which is drawn where the clip is fetched: here in a process that does nothing else."""
+    result, screen = train(tmp_path / "run", 2, sets={**TOY, "loader.workers": 1})
+    assert (
+        "digits spoken by eSpeak NG in 6 voices: 10 words at 8,000 Hz, 50 clips to train on, 10 to validate" in screen
+    )
+    assert f"validation: {result['accuracy']:.1%} of 10 clips right, in 1 voice kept apart" in screen
+    assert result["promise"] == "exact"
+    for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", "accuracy"):
+        assert result[name] == alone[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_same_bits(tmp_path: Path, alone: dict[str, Any], ranks: int) -> None:
+    result, _ = train(tmp_path / "run", ranks)
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["accuracy"] == alone["accuracy"]
+
+
+@pytest.mark.slow
+def test_words_of_ones_own(tmp_path: Path) -> None:
+    """Tones are learnt at once, with the same bits from one process and from two."""
+    sets = {**TOY, "steps": 60, "augment": 0.3, "data": write_words(tmp_path / "words")}
+    (one, screen), (two, _) = (train(tmp_path / f"run{ranks}", ranks, sets=sets) for ranks in (1, 2))
+    assert "3 words at 16,000 Hz" in screen
+    assert one["weights_sha256"] == two["weights_sha256"]
+    assert one["accuracy"] == 1
+
+
+def test_a_damaged_file_ends_every_process_with_its_name(tmp_path: Path) -> None:
+    folder = write_words(tmp_path / "words")
+    path = cut_short(folder / "word1" / "voice3_1.wav", 900)
+    command = [sys.executable, "-m", "unisono.cli.main", "run", "speech", "--ranks", "2", "--set", f"data={folder}"]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert f"Train on {path}." in done.stderr
+    assert "Its header tells of 3,360 samples, but it ends after 900 bytes." in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_it_learns(tmp_path: Path) -> None:
+    """The recipe as it stands, on two processes: voices it has never heard are understood."""
+    needs_synthesizer()
+    assert train(tmp_path / "run", 2, sets={})[0]["accuracy"] >= 0.9
