@@ -1,0 +1,46 @@
+"""The topics recipe at toy size."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.training import train_recipe
+
+TOY = {"steps": 6, "batch": 10, "width": 8}  # shares of 1 and 2 texts
+
+train = partial(train_recipe, "topics", sets=TOY)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+
+
+def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
+    result, screen = train(tmp_path / "run", 2)
+    assert "licence PSF" in screen
+    assert f"validation: {result['accuracy']:.1%} of" in screen
+    assert f"the commonest topic alone gets {result['majority']:.1%}" in screen
+    assert result["promise"] == "exact"
+    for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", "accuracy"):
+        assert result[name] == alone[name], name
+
+
+@pytest.mark.slow
+def test_the_same_bits(tmp_path: Path, alone: dict[str, Any]) -> None:
+    result, _ = train(tmp_path / "run", 3, sets={**TOY, "loader.workers": 1})
+    assert result["weights_sha256"] == alone["weights_sha256"]
+    assert result["accuracy"] == alone["accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_learns(tmp_path: Path) -> None:
+    """The recipe as it stands, on two processes: far better than always the commonest topic."""
+    result, _ = train(tmp_path / "run", 2, sets={})
+    assert result["accuracy"] > 0.5
+    assert result["accuracy"] > 1.8 * result["majority"]
