@@ -10,7 +10,7 @@ import pytest
 
 from tests.recipes.training import train_recipe
 
-TOY = {"steps": 6, "batch": 10, "width": 8}  # shares of 1 and 2 texts
+TOY = {"steps": 5, "batch": 43, "width": 8}  # shares of 5 and 6 texts
 
 train = partial(train_recipe, "topics", sets=TOY)
 

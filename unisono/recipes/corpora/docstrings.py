@@ -91,7 +91,8 @@ def docstrings(folder: Path | None = None) -> Docstrings:
         held = _held(texts, folder)
         for path in files[topic]:
             (valid if path in held else train).extend((text, label) for text in texts[path])
-            digest.update(f"{label} {path in held} {texts[path]}".encode(errors="backslashreplace"))
+            if texts[path]:
+                digest.update(f"{label} {path in held} {texts[path]}".encode(errors="backslashreplace"))
     if not train or not valid:
         raise DataError(
             f"The topics recipe was asked to train on the docstrings below {folder}.",
