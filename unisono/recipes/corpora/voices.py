@@ -106,7 +106,7 @@ def voices(
             there, in this order, because only many voices can show what a model makes of a new one
     data    a folder of folders of wave files, one for each word: it is taken, whatever the source
     count   of synthetic voices, at most: fewer are sooner said
-    draws   how often a voice says a word, or how many clips are drawn from a recording
+    draws   how often a voice says a word; of a recording eight times as many are drawn
     seed    of speed, pitch and accent
 
     Raises DataError where the data lacks, or is not what it should be.
@@ -262,7 +262,7 @@ def _recorded(draws: int, seed: int) -> Voices:
     dice = np.random.Generator(np.random.PCG64(seed))
     clips = []
     labels = []
-    for _ in range(8 * draws):
+    for _ in range(8 * draws):  # there is one voice, so more of it
         for sound, label in (digits[i] for i in range(len(digits))):
             stretched = _resampled(sound.numpy() * 2**15 * dice.uniform(0.3, 1.0), int(dice.integers(80, 126)), 100)
             late = torch.zeros(int(dice.integers(RATE // 10)), dtype=torch.int16)
