@@ -232,6 +232,12 @@ def test_a_family_of_voices_is_wholly_on_one_side() -> None:
         split_voices(["f1", "f2"], 2)
 
 
+@pytest.mark.parametrize(("count", "draws", "do"), [(0, 4, "--set voices=8"), (4, 0, "--set draws=8")])
+def test_nothing_to_say_is_told(count: int, draws: int, do: str) -> None:
+    with pytest.raises(DataError, match=do):
+        voices("spoken", count=count, draws=draws)
+
+
 # -- a person
 
 
@@ -240,7 +246,7 @@ def test_recorded_digits_say_what_their_validation_is_worth() -> None:
     corpus = voices("recorded", draws=1)
     assert "the SAME ten recordings" in corpus.line()
     assert "CC-BY-SA 3.0" in corpus.line()
-    assert (len(corpus.train), len(corpus.valid)) == (64, 16)
+    assert (len(corpus.train), len(corpus.valid)) == (256, 64)
     assert voices("recorded", draws=1).digest == corpus.digest
 
 

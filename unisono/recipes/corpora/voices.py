@@ -106,7 +106,7 @@ def voices(
             there, in this order, because only many voices can show what a model makes of a new one
     data    a folder of folders of wave files, one for each word: it is taken, whatever the source
     count   of synthetic voices, at most: fewer are sooner said
-    draws   how often a voice says a word; of a recording eight times as many are drawn
+    draws   how often a voice says a word; of a recording 32 times as many are drawn
     seed    of speed, pitch and accent
 
     Raises DataError where the data lacks, or is not what it should be.
@@ -115,9 +115,9 @@ def voices(
         return _own(data)
     if min(count, draws) < 1:
         raise DataError(
-            "Spoken digits were asked for.",
-            f"voices={count} and draws={draws}: there is nothing to hear.",
-            "Ask for 1.",
+            f"Digits were asked for, with voices={count} and draws={draws}.",
+            "Both are counts, and with less than 1 of them nothing is said.",
+            f"--set {'voices' if count < 1 else 'draws'}=8",
         )
     if source == "recorded" or (source == "auto" and not _can_speak() and RECORDED.is_dir()):
         return _recorded(draws, seed)
@@ -262,7 +262,7 @@ def _recorded(draws: int, seed: int) -> Voices:
     dice = np.random.Generator(np.random.PCG64(seed))
     clips = []
     labels = []
-    for _ in range(8 * draws):  # there is one voice, so more of it
+    for _ in range(32 * draws):  # there is one voice, so more of it
         for sound, label in (digits[i] for i in range(len(digits))):
             stretched = _resampled(sound.numpy() * 2**15 * dice.uniform(0.3, 1.0), int(dice.integers(80, 126)), 100)
             late = torch.zeros(int(dice.integers(RATE // 10)), dtype=torch.int16)
