@@ -1,6 +1,6 @@
 """Train a small network to recognise spoken words, and ask it about voices that it has never heard.
 
-    unisono run speech --ranks 2                                        ten digits, 104 voices: about two minutes
+    unisono run speech --ranks 2                                        ten digits, 104 voices: a minute on two cores
     unisono run speech --ranks 2 --set data=words                       words/yes/a.wav, words/no/b.wav, ...
     unisono copy speech mine.py                                         own it, change it: unisono run mine.py
 
