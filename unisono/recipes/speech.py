@@ -1,11 +1,11 @@
 """Train a small network to recognise spoken words, and ask it about voices that it has never heard.
 
-    unisono run speech --ranks 2                                        ten digits, 104 voices: a minute on two cores
+    unisono run speech --ranks 2 --set source=spoken                    ten digits, 104 voices: about a minute
     unisono run speech --ranks 2 --set data=words                       words/yes/a.wav, words/no/b.wav, ...
     unisono copy speech mine.py                                         own it, change it: unisono run mine.py
 
-Data     the first line on the screen says which: a folder of your own, or digits in synthetic voices (which need
-         `pip install 'unisono[recipes]'`), or draws of ten recorded ones (a Debian package)
+Data     the first line on the screen says which: a folder of your own, or draws of ten recorded digits (the Debian
+         package asterisk-core-sounds-en-wav), or digits in synthetic voices (`pip install 'unisono[recipes]'`)
 Model    a convolutional net of 0.3 million parameters over log-mel frames; each frame votes, the clip is the mean vote
 Result   about 95 % of the digits right in voices kept apart (10 % is no idea at all); a person's own recordings of the
          digits, where they are installed, are reported and are no bar: no person was in the training

@@ -102,8 +102,8 @@ def voices(
 ) -> Voices:
     """The words to learn; equal arguments give equal data, in every process.
 
-    source  spoken: digits of the synthesizer; recorded: digits of the Debian package; auto: the first of them that is
-            there, in this order, because only many voices can show what a model makes of a new one
+    source  recorded: digits of the Debian package; spoken: digits of the synthesizer; auto: the first of them that is
+            there, in this order. Only many voices can show what a model makes of a new one, so try both
     data    a folder of folders of wave files, one for each word: it is taken, whatever the source
     count   of synthetic voices, at most: fewer are sooner said
     draws   how often a voice says a word; of a recording 32 times as many are drawn
@@ -119,7 +119,7 @@ def voices(
             "Both are counts, and with less than 1 of them nothing is said.",
             f"--set {'voices' if count < 1 else 'draws'}=8",
         )
-    if source == "recorded" or (source == "auto" and not _can_speak() and RECORDED.is_dir()):
+    if source == "recorded" or (source == "auto" and RECORDED.is_dir()):
         return _recorded(draws, seed)
     return _spoken(count, draws, seed)
 
@@ -177,13 +177,6 @@ def _held_voices(files: dict[str, list[Path]]) -> set[str]:
 
 
 # -- digits of many synthetic voices
-
-
-def _can_speak() -> bool:
-    try:
-        return bool(variants())
-    except Silent:
-        return False
 
 
 def _spoken(count: int, draws: int, seed: int) -> Voices:
