@@ -20,13 +20,13 @@ from unisono.errors import Problem, SettingsError
         (
             "run txt",
             "unisono run txt",
-            "There is no such recipe and no such file. Recipes: image, text.",
+            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
             "unisono run text --json",
         ),
         (
             "run trian.py",
             "unisono run trian.py",
-            "There is no such recipe and no such file. Recipes: image, text.",
+            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
             "unisono run train.py --json",
         ),
         ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py --json"),
@@ -115,7 +115,12 @@ from unisono.errors import Problem, SettingsError
             "There is no verb xyzzy. There are run, copy, fingerprint, doctor.",
             "unisono --help",
         ),
-        ("copy txt", "unisono copy txt", "There is no such recipe. Recipes: image, text.", "unisono copy text"),
+        (
+            "copy txt",
+            "unisono copy txt",
+            "There is no such recipe. Recipes: image, speech, text, topics.",
+            "unisono copy text",
+        ),
         (
             "fingerprint nowhere",
             "unisono fingerprint nowhere",

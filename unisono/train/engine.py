@@ -55,7 +55,7 @@ class Engine:
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._gradients: dict[tuple[int, ...], Gradient] = {}
-        self._batches = iter(loader)
+        self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = group.device if group.device.type != "cpu" else None
 
@@ -75,7 +75,7 @@ class Engine:
     def gradient_of(self, optimizers: Sequence[Any] | None) -> Gradient:
         """The gradient of all parameters that train now, or of these optimizers' alone."""
         if self.models.look():  # some were frozen or unfrozen, or are new
-            self.close()
+            self._forget()
             self._refuse_hooks()
         params = self.models.trained
         if optimizers is not None:
@@ -167,8 +167,17 @@ class Engine:
             seed_everything(key, self._accelerator)
         return totals.sums
 
+    def end(self) -> None:
+        """The last step is done: loader workers may go."""
+        self._loader.close()
+        self._batches = iter(())
+
     def close(self) -> None:
-        """Let go of the parameters; closing twice changes nothing."""
+        """Let go of the data and of the parameters; closing twice changes nothing."""
+        self.end()
+        self._forget()
+
+    def _forget(self) -> None:
         for gradient in self._gradients.values():
             gradient.close()
         self._gradients = {}

@@ -277,6 +277,7 @@ class Run(Generic[S]):
         if self._state.saved_after != self.steps_done:
             self._save()
         self._ended = time.perf_counter()
+        engine.end()
 
     def finish(self) -> None:
         """The script has returned. If it left the loop with break, what its last step did is saved as well."""
