@@ -102,7 +102,7 @@ def test_typed_text_becomes_the_fields_type(request_: str, name: str, value: obj
         ("model.activation=gel", "model.activation takes one of relu, gelu.", "--set model.activation=gelu"),
         ("colour=blu", "colour takes one of red, blue.", "--set colour=blue"),
         ("shape=[1]", "shape takes a list of 2: [a whole number, a whole number].", "--set 'shape=[2, 3]'"),
-        ("precision=bf16", "precision takes fp32.", "--set precision=fp32"),
+        ("precision=bf8", "precision takes one of fp32, bf16, fp16.", "--set precision=fp32"),
         ("wdith=3", "There is no setting wdith; the nearest is model.width.", "--set model.width=3"),
         ("width=3", "There is no setting width; the nearest is model.width.", "--set model.width=3"),
         ("modle.width=3", "There is no setting modle.width; the nearest is model.width.", "--set model.width=3"),
