@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from unisono.data.loader import _tells_of_a_death
 from unisono.data.rows import are_rows, read_rows
+from unisono.data.workers import tells_of_a_death
 
 DEATHS = [
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
@@ -29,12 +29,12 @@ OWN = [
 
 @pytest.mark.parametrize("error", DEATHS, ids=repr)
 def test_a_worker_that_is_gone_is_told_from_an_error_of_the_data(error: Exception) -> None:
-    assert _tells_of_a_death(error)
+    assert tells_of_a_death(error)
 
 
 @pytest.mark.parametrize("error", OWN, ids=repr)
 def test_the_data_sets_own_errors_stay_its_own(error: Exception) -> None:
-    assert not _tells_of_a_death(error)
+    assert not tells_of_a_death(error)
 
 
 class Doubled(TensorDataset):

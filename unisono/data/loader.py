@@ -11,11 +11,8 @@ has dealt yet (`horizon`); until then the old one does, and nothing is fetched t
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from unisono.data.rows import are_rows, read_rows
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
+from unisono.data.workers import deaths, start, tells_of_a_death
 from unisono.errors import DataError
 from unisono.score.keys import ROUND, mix, place_key
 from unisono.score.order import Order, Place
@@ -146,22 +144,27 @@ class Loader:
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
             self._batches: Iterable[Any] = map(fetcher.fetch, self.deal())
             return
-        batches = DataLoader(
-            fetcher,
-            sampler=_Tasks(self),
-            batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            pin_memory=device.type != "cpu",
-            generator=torch.Generator(),
-        )
-        self._batches = self._from_workers(iter(batches), fetcher.keyed)
-        _deaths.listen()
+
+        def begin(arrived: Callable[[int], None]) -> Iterator[Fetched]:
+            self._dealt.clear()
+            batches = DataLoader(
+                fetcher,
+                sampler=_Tasks(self),
+                batch_size=None,
+                collate_fn=_as_it_is,
+                num_workers=workers,
+                prefetch_factor=prefetch if workers else None,
+                pin_memory=device.type != "cpu",
+                generator=torch.Generator(),
+                worker_init_fn=arrived,
+            )
+            return iter(batches)
+
+        self._batches = self._from_workers(start(begin, workers), fetcher.keyed)
 
     def _from_workers(self, batches: Iterator[Fetched], keyed: bool) -> Iterator[Any]:
         """The batches, each with this process's generators where the worker's stopped."""
-        while (fetched := _deaths.told(batches)) is not None:
+        while (fetched := deaths.told(batches)) is not None:
             batch, state = fetched
             if keyed:
                 seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
@@ -201,7 +204,7 @@ class Loader:
             return error
         (step, virtual_rank, _), _, samples = self._dealt[0]
         where = f"step {step}, virtual rank {virtual_rank}"
-        if self._workers and _tells_of_a_death(error):
+        if self._workers and tells_of_a_death(error):
             return DataError(
                 f"A loader worker was asked for micro-batches from {where} on.",
                 f"It died without a word. {(str(error) or type(error).__name__).splitlines()[0]}",
@@ -210,53 +213,6 @@ class Loader:
             )
         error.add_note(f"while fetching the samples {_some(samples)} of {where}")
         return error
-
-
-def _tells_of_a_death(error: Exception) -> bool:
-    """Is this how torch says that a worker is gone? What it had sent can then often not be opened any more."""
-    if isinstance(error, RuntimeError):
-        return str(error).startswith("DataLoader worker (pid")
-    sent_home = str(error).startswith("Caught ")  # the data set's own error, from a worker that lives
-    return isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not sent_home
-
-
-class _Deaths:
-    """Workers that died. torch tells of one by raising wherever the main thread happens to be: here it is told when
-    the next micro-batch is fetched, where its place is known."""
-
-    def __init__(self) -> None:
-        self._fetching = False
-        self._untold: RuntimeError | None = None
-        self._torchs: Any = None
-
-    def listen(self) -> None:
-        """Come between the signal and torch's handler, which is there once a DataLoader has workers."""
-        handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler != self._hear and threading.current_thread() is threading.main_thread():
-            self._torchs = handler
-            signal.signal(signal.SIGCHLD, self._hear)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        try:
-            self._torchs(number, frame)
-        except RuntimeError as error:
-            if self._fetching:
-                raise
-            self._untold = error
-
-    def told(self, batches: Iterator[Fetched]) -> Fetched | None:
-        """The next of what workers fetch, None at the end; raises RuntimeError if one of them has died."""
-        self._fetching = True
-        try:
-            if self._untold is not None:
-                untold, self._untold = self._untold, None
-                raise untold
-            return next(batches, None)
-        finally:
-            self._fetching = False
-
-
-_deaths = _Deaths()
 
 
 class _Tasks:

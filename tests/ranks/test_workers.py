@@ -1,0 +1,56 @@
+"""Loader workers that never begin: they are started again, and the bits are as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.loops import SETTINGS, Numbers, attempt, train
+from unisono.data import workers
+from unisono.env import World
+from unisono.settings import LoaderSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+
+def stuck(forks: int) -> None:
+    """From now on the children of the next so many forks hang, as CPython's do: before anything of theirs runs."""
+    parent, left = os.getpid(), [forks]
+
+    def count() -> None:
+        left[0] -= 1
+
+    def hang() -> None:
+        while left[0] >= 0 and os.getppid() == parent:
+            time.sleep(0.1)
+
+    os.register_at_fork(before=count, after_in_child=hang)
+
+
+def loop(run: Run[Any], forks: int) -> Any:
+    if forks:
+        workers.PATIENCE_SECONDS = 0.5
+        stuck(forks)
+    return train(run, data=Numbers(23))
+
+
+def losses(world: World, folder: str, forks: int) -> Any:
+    config = replace(SETTINGS, loader=LoaderSettings(workers=2 if forks else 0))
+    return attempt(world, Path(folder), partial(loop, forks=forks), config)
+
+
+def test_workers_that_hang_are_started_again(tmp_path: Path) -> None:
+    """Three of the first four: one begins, the others are killed; then both begin."""
+    plain = run_ranks(losses, 2, str(tmp_path / "plain"), 0)
+    assert run_ranks(losses, 2, str(tmp_path / "stuck"), 3) == plain
+    assert isinstance(plain[0], list)
+
+
+def test_workers_that_never_begin_are_told(tmp_path: Path) -> None:
+    for told in run_ranks(losses, 2, str(tmp_path), 100):
+        assert "2 loader workers were to begin" in told
+        assert "--set loader.workers=0" in told
