@@ -55,6 +55,7 @@ class Engine:
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._gradients: dict[tuple[int, ...], Gradient] = {}
+        self._whole: Gradient | None = None  # the one of all parameters
         self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = group.device if group.device.type != "cpu" else None
@@ -77,6 +78,8 @@ class Engine:
         if self.models.look():  # some were frozen or unfrozen, or are new
             self._forget()
             self._refuse_hooks()
+        if optimizers is None and self._whole is not None:
+            return self._whole
         params = self.models.trained
         if optimizers is not None:
             asked = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -92,6 +95,8 @@ class Engine:
         if key not in self._gradients:
             only = optimizers is not None
             self._gradients[key] = Gradient(params, self.models.names, self.settings, self.group, only=only)
+        if optimizers is None:
+            self._whole = self._gradients[key]
         return self._gradients[key]
 
     def micro_batches(
@@ -108,10 +113,9 @@ class Engine:
         if self.order.virtual_ranks > 1:
             buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
             self._before = written(self.models.params)
-        fetched = self._fetch(step, sum(pieces.values()), kept) if number == 0 else self._again(number, kept or [])
-        left = sum(pieces.values())
-        for place, batch in fetched:
-            left -= 1
+        for i in range(count := sum(pieces.values())):
+            place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
+            left = count - 1 - i
             buffers.enter(place.virtual_rank)
             if self.seen_backward:
                 yield place, batch, left == 0
@@ -120,25 +124,25 @@ class Engine:
                     yield place, batch, left == 0
         buffers.leave()
 
-    def _fetch(self, step: int, count: int, kept: list[tuple[Place, Any]] | None) -> Iterator[tuple[Place, Any]]:
-        for _ in range(count):
-            try:
-                place, batch = next(self._batches)
-            except StopIteration:
-                raise DataError(
-                    f"Step {step} was asked for its micro-batches.", "The data set ended early.", "check its __len__."
-                ) from None
-            assert place.step == step
-            if kept is not None:
-                kept.append((place, batch))
-            yield place, batch
+    def _fetch(self, step: int, kept: list[tuple[Place, Any]] | None) -> tuple[Place, Any]:
+        try:
+            fetched = next(self._batches)
+        except StopIteration:
+            raise DataError(
+                f"Step {step} was asked for its micro-batches.", "The data set ended early.", "check its __len__."
+            ) from None
+        assert fetched[0].step == step
+        if kept is not None:
+            kept.append(fetched)
+        return fetched
 
-    def _again(self, number: int, kept: list[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
-        """What the first pass has fetched, under this pass's own keys."""
-        for place, batch in kept:
-            if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
-                seed_everything(mix(place_key(self._round_key, *place), number), self._accelerator)
-            yield place, batch
+    def _again(self, number: int, kept: list[tuple[Place, Any]] | None, i: int) -> tuple[Place, Any]:
+        """What the first pass has fetched, under this pass's own key."""
+        assert kept is not None
+        place, batch = kept[i]
+        if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
+            seed_everything(mix(place_key(self._round_key, *place), number), self._accelerator)
+        return place, batch
 
     def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
         """How many micro-batches each virtual rank of the span has in `step`: only the size of the batch decides."""
@@ -151,7 +155,8 @@ class Engine:
     def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
         """The sums of the step's pass over all processes; afterwards p.grad is the mean gradient everywhere."""
         gradient.exchange.launch()
-        self._check_forward(step)
+        if self._before:
+            self._check_forward(step)
         self.seen_backward = True
         buffers = self.models.buffers
         totals = self.table.meet({**self.asked, "unused": not all(gradient.exchange.used), **buffers.flags})
@@ -180,7 +185,7 @@ class Engine:
     def _forget(self) -> None:
         for gradient in self._gradients.values():
             gradient.close()
-        self._gradients = {}
+        self._gradients, self._whole = {}, None
 
     # -- what does not fit
 
@@ -290,7 +295,7 @@ class Engine:
 
     def _check_forward(self, step: Step) -> None:
         """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
-        after = written(self.models.params) if self._before else []
+        after = written(self.models.params)
         for (p, before), (_, now) in zip(self._before, after, strict=True):
             if before != now:
                 shape = tuple(p.shape) if p is not None else ()

@@ -14,6 +14,7 @@ from unisono.world.collectives import Group
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.step import Step
 
 Written = list[tuple[torch.Tensor | None, int]]
 """Some tensors, and how often each had been written to: what tells that one was changed, or replaced."""
@@ -63,7 +64,7 @@ class Gradient:
         self.finite = whole
         self._given = written([p.grad for p in self.params])
 
-    def check_finite(self, step: int, loss: float) -> None:
+    def check_finite(self, step: Step) -> None:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
@@ -72,7 +73,7 @@ class Gradient:
         for p in self.params:
             if p.grad is not None and not finite(p.grad):
                 raise LoopError(
-                    f"Step {step} has a gradient that is not finite, with a loss of {loss:g}.",
+                    f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
                     f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has "
                     f"{int((~torch.isfinite(p.grad.to_dense())).sum())} such elements.",
                     "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",

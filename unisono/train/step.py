@@ -250,7 +250,7 @@ class Step:
         ready = self._ready_for(optimizers)
         if all(gradient.finite for gradient in ready) or not engine.scale.may_skip:
             for gradient in ready:
-                gradient.check_finite(self.number, self.loss)
+                gradient.check_finite(self)
             if limit is not None:
                 params = [p for gradient in ready for p in gradient.params]
                 self._grad_norm = float(torch.nn.utils.clip_grad_norm_(params, limit))
