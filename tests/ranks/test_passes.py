@@ -276,6 +276,12 @@ def forgotten(step: Step, a: Adversaries) -> None:
     step.update(a.of_d)
 
 
+def without_a_pass(step: Step, a: Adversaries) -> None:
+    for x, i in step.over(a.of_d):
+        step.backward(a.loss_d(x), weight=len(i))
+    step.update(a.of_d, a.of_g)
+
+
 def nothing(step: Step, a: Adversaries) -> None:
     for _ in step.over():
         pass
@@ -286,6 +292,7 @@ BREACHES: dict[str, tuple[Callable[[Step, Adversaries], None], str]] = {
     "inside": (inside, "began another pass inside of one"),
     "after all": (after_all, "began another pass inside of one"),
     "forgotten": (forgotten, "ended without an update"),
+    "without a pass": (without_a_pass, "No pass of this step has made a gradient"),
     "nothing": (nothing, "holds no parameter"),
 }
 

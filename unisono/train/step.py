@@ -268,8 +268,18 @@ class Step:
         """The gradients that these optimizers use: with one pass, the one there is."""
         if self._kept is None or not optimizers:
             return list(self._waiting)
-        held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        return [g for g in self._waiting if any(id(p) in held for p in g.params)]
+        ready = []
+        for optimizer in optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            found = [g for g in self._waiting if any(id(p) in held for p in g.params)]
+            if not found:
+                raise self._breach(
+                    f"was updated with {type(optimizer).__name__}",
+                    "No pass of this step has made a gradient for its parameters, or it is used already.",
+                    "walk over it first: for batch in step.over(optimizer).",
+                )
+            ready += [g for g in found if g not in ready]
+        return ready
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
