@@ -53,13 +53,16 @@ bench: setup  ## measure: each file in benchmarks/ prints what it compares, and 
 	for bench in door overhead exchange; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
 
 correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/correctness.md
+	$(PEERS)/bin/python -m pytest tests/house/test_papers.py
 	$(BIN)/python -m benchmarks.mistakes --peers $(PEERS)/bin/python
 
-# What others make of the same work, in an environment of their own: nothing of theirs is in ours.
-$(PEERS)/.ready: constraints.txt
+# Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
+$(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS) || { $(PYTHON) -m venv --clear --without-pip $(PEERS) \
 		&& $(PYTHON) -m pip --python $(PEERS)/bin/python install pip; }
-	$(PEERS)/bin/python -m pip install -q -c constraints.txt torch numpy accelerate==1.15.0 lightning==2.6.6
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt setuptools
+	$(PEERS)/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]' \
+		accelerate==1.15.0 lightning==2.6.6
 	@touch $@
 
 clean:  ## remove .venv, caches and builds; runs/ stays

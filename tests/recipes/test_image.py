@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.house.sources import ROOT
 from tests.recipes.training import train_recipe
 from unisono.recipes.corpora.pictures import FASHION, Part
 from unisono.recipes.image import PictureSet, shifted
@@ -76,6 +79,21 @@ def test_it_learns_digits(tmp_path: Path) -> None:
 def test_it_learns_clothes(tmp_path: Path) -> None:
     """The recipe as it stands, on two processes."""
     assert train(tmp_path / "run", 2, sets={"source": "fashion"})[0]["accuracy"] >= 0.88
+
+
+def test_a_damaged_picture_ends_every_process_with_its_name(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'unisono[recipes]'")
+    for label in ("cats", "dogs"):
+        (tmp_path / "pets" / label).mkdir(parents=True)
+        for i in range(4):
+            image.effect_noise((9, 9), 50).save(tmp_path / "pets" / label / f"{i}.png")
+    path = tmp_path / "pets" / "dogs" / "2.png"
+    path.write_bytes(path.read_bytes()[:70])
+    command = [sys.executable, "-m", "unisono.cli.main", "run", "image", "--ranks", "2"]
+    command += ["--set", f"data={tmp_path / 'pets'}", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"The picture {path} was to be read." in done.stderr
 
 
 def test_pictures_are_moved_whole() -> None:

@@ -338,7 +338,10 @@ class Engine:
         for batch in sorted(known, key=lambda b: abs(b - order.batch)):
             if replace(order, batch=batch).smallest(self.last) > 1:
                 return f"--set batch={batch}, or fewer --set virtual_ranks, or GroupNorm."
-        return "use fewer --set virtual_ranks, a larger --set micro_batch, or GroupNorm."
+        for fewer in range(order.virtual_ranks - 1, 0, -1):
+            if replace(order, virtual_ranks=fewer).smallest(self.last) > 1:
+                return f"--set virtual_ranks={fewer}, or GroupNorm."
+        return "use GroupNorm, or more data."
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:
