@@ -90,9 +90,9 @@ class LossScale:
             self.value, self.good = (self.value * 2 if math.log2(self.value) < 127 else self.value), 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+        return {"on": self.on, "value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.on:  # the run may have been another precision's
+        if self.on and state["on"]:  # the run may have been another precision's
             self.value, self.good = max(state["value"], self.LEAST), state["good"]
             self.skipped = state["skipped"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,6 +25,9 @@ from unisono.errors import LoopError
 from unisono.world.collectives import Group, all_gather
 
 Spans = Sequence[tuple[int, int]]
+QUICK = 2**20
+"""Elements of a buffer that are compared whenever it may have changed: 0.2 ms."""
+
 Mark = tuple[int, int]
 """Which tensor, and how often it had been written to."""
 
@@ -42,7 +46,7 @@ class Slot:
 
     def look(self) -> Mark:
         now = self.holder.get(self.key)
-        return id(now), -1 if now is None else now._version
+        return id(now), -1 if now is None else version(now)
 
     def remember(self) -> None:
         self.tensor, self.mark = self.holder.get(self.key), self.look()
@@ -50,11 +54,22 @@ class Slot:
 
     @property
     def changed(self) -> bool:
-        return self.secretly or self.look() != self.mark
+        return self.secretly or self.look() != self.mark or self.differs()
+
+    def differs(self, *, at_any_cost: bool = False) -> bool:
+        """Is something else in it, though its version may not say so? torch's batch_norm and writes through `.data` do
+        not count. Reading is quick for what buffers usually are; on an accelerator it would wait."""
+        now, value = self.holder.get(self.key), self.value
+        if now is None or value is None or now is value:
+            return now is not value
+        quick = now.is_cpu and now.numel() <= QUICK
+        return (quick or at_any_cost) and not (now.shape == value.shape and torch.equal(now, value))
 
     def put_back(self) -> None:
         self.holder[self.key] = self.tensor
-        if self.tensor is not None and self.value is not None:
+        if self.differs(at_any_cost=True):
+            assert self.tensor is not None
+            assert self.value is not None
             with torch.no_grad():
                 self.tensor.copy_(self.value)
         self.mark = self.look()
@@ -106,7 +121,7 @@ class Buffers:
     virtual_ranks: int
     slots: list[Slot] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
-    others: list[Slot] = field(default_factory=list)
+    _keys: dict[int, tuple[dict[str, Any], str]] = field(default_factory=dict)  # holders of buffers, and their names
     _now: int = -1  # the virtual rank whose micro-batches are computed
     _first: int = 0  # the first one that has any, on whatever process
     _first_look: bool = True
@@ -121,17 +136,22 @@ class Buffers:
         if self.virtual_ranks == 1:
             return
         found = [(model, slots_of(model)) for model in modules]
-        if [(id(s.holder), s.key) for _, slots in found for s in slots] == [(id(s.holder), s.key) for s in self.slots]:
+        if {(id(s.holder), s.key) for _, slots in found for s in slots} == {(id(s.holder), s.key) for s in self.slots}:
             return
-        self.slots, self.norms, self.others = [], [], []
-        for model, slots in found:
-            known = {(id(slot.holder), slot.key): slot for slot in slots}
-            self.slots += slots
-            for part in model.modules():
-                if isinstance(part, _BatchNorm) and part.num_batches_tracked is not None:
-                    keys = ("num_batches_tracked", "running_mean", "running_var")
-                    self.norms.append(Norm(part, *(known.pop((id(part._buffers), key)) for key in keys)))
-            self.others += known.values()
+        known = {(id(slot.holder), slot.key): slot for _, slots in found for slot in slots}
+        self.slots, self.norms = list(known.values()), []
+        batch_norms = {id(p): p for model, _ in found for p in model.modules() if isinstance(p, _BatchNorm)}
+        for part in batch_norms.values():
+            mine = [
+                known.get((id(part._buffers), key)) for key in ("num_batches_tracked", "running_mean", "running_var")
+            ]
+            count, mean, var = mine
+            if count and mean and var and all(slot.holder[slot.key] is not None for slot in (count, mean, var)):
+                self.norms.append(Norm(part, count, mean, var))
+        self._keys = {id(slot.holder): (slot.holder, slot.name.rpartition(".")[0]) for slot in self.slots}
+        for model, _ in found:
+            for name, part in model.named_modules():
+                self._keys.setdefault(id(part._buffers), (part._buffers, name))
         self._first_look = True
 
     def begin(self, first: int) -> None:
@@ -139,7 +159,7 @@ class Buffers:
         self._first, self._now = first, -1
         self._rows, self._made, self._others_changed = {}, [], False
         for norm in self.norms:
-            if norm.count.changed:  # somebody ran it between two steps; its statistics do not tell
+            if norm.count.changed:  # somebody ran it between two steps; on an accelerator its statistics do not tell
                 norm.remember()
         for slot in self.slots:
             if slot.changed:
@@ -157,16 +177,28 @@ class Buffers:
             return
         if self._first_look:
             self._find_secrets()
-        norms = [norm for norm in self.norms if norm.count.changed]
+        self._refuse_new()
+        norms = [slot for norm in self.norms if norm.count.changed for slot in (norm.count, norm.mean, norm.var)]
         if norms:
             self._rows[self._now] = self._row()
-        changed = [(number, slot) for number, slot in enumerate(self.others) if slot.changed]
+        counted = set(map(id, norms))
+        changed = [(i, slot) for i, slot in enumerate(self.slots) if id(slot) not in counted and slot.changed]
         self._others_changed |= bool(changed)
         if self._now == self._first:
             self._made = [(number, _copy(slot.holder.get(slot.key))) for number, slot in changed]
-        for slot in [slot for _, slot in changed] + [s for n in norms for s in (n.count, n.mean, n.var)]:
+        for slot in [slot for _, slot in changed] + norms:
             slot.put_back()
         self._now = -1
+
+    def _refuse_new(self) -> None:
+        for holder, name in self._keys.values():
+            known = {slot.key for slot in self.slots if slot.holder is holder} if len(holder) else set()
+            if new := holder.keys() - known:
+                raise LoopError(
+                    f"A forward pass registered the buffer {min(new)} in {name or 'the model'}.",
+                    f"With {self.virtual_ranks} virtual ranks each of them would have one of its own.",
+                    f"register it in __init__ (None is fine): self.register_buffer({min(new)!r}, None).",
+                )
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -187,8 +219,10 @@ class Buffers:
 
     def _row(self) -> Row:
         flat = self._flat([s.holder[s.key] for s in self._running()])
-        forwards = [float(n.count.look()[1] - n.count.mark[1]) for n in self.norms]  # the counter counts one by one
-        flat -= self._spread([n.kept(k) for n, k in zip(self.norms, forwards, strict=True)]) * self._before()
+        # the counter counts one by one; without it, the statistics are anything else's
+        forwards = [float(n.count.look()[1] - n.count.mark[1]) for n in self.norms]
+        flat = flat - self._spread([n.kept(k) for n, k in zip(self.norms, forwards, strict=True)]) * self._before()
+        flat = flat * self._spread([float(k > 0) for k in forwards])
         return torch.cat([torch.tensor(forwards, dtype=torch.float64, device=flat.device), flat])
 
     def _fold(self, rows: Sequence[Row]) -> None:
@@ -210,14 +244,15 @@ class Buffers:
                     add.append(1.0)
             running = self._spread(keep) * running + self._spread(add) * row[len(self.norms) :]
             total = [a + b for a, b in zip(total, forwards, strict=True)]
-        with torch.no_grad():
-            for slot, value in zip(self._running(), running.split(self._sizes()), strict=True):
-                assert slot.tensor is not None
-                slot.tensor.copy_(value.view_as(slot.tensor))
-            for norm, count in zip(self.norms, total, strict=True):
+        values = iter(running.split(self._sizes()))
+        for norm, count in zip(self.norms, total, strict=True):
+            mean, var = next(values), next(values)
+            if count:
+                _write(norm.mean, mean)
+                _write(norm.var, var)
                 assert norm.count.tensor is not None
                 norm.count.tensor += int(count)
-            norm.remember()
+                norm.remember()
 
     def _gather_rows(self, spans: Spans) -> list[Row]:
         """The rows of all virtual ranks, from whoever has them."""
@@ -268,7 +303,7 @@ class Buffers:
                 values[number] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
         self.group.share_([t for t in values.values() if t is not None], source=owner)
         for number, value in values.items():
-            slot = self.others[number]
+            slot = self.slots[number]
             same = slot.tensor is not None and value is not None
             if same and slot.tensor.shape == value.shape and slot.tensor.dtype == value.dtype:  # type: ignore[union-attr]
                 with torch.no_grad():
@@ -281,10 +316,21 @@ class Buffers:
         """After the very first round: which buffers were written to, though their version says no? (torch's own
         batch_norm does that to the running statistics it is given.)"""
         self._first_look = False
-        for slot in self.others:
-            now = slot.holder.get(slot.key)
-            if now is slot.tensor and now is not None and slot.value is not None and not slot.changed:
-                slot.secretly = not torch.equal(now, slot.value)
+        counted = {id(slot) for norm in self.norms for slot in (norm.mean, norm.var) if norm.count.changed}
+        for slot in self.slots:
+            if id(slot) not in counted and slot.look() == slot.mark:
+                slot.secretly = slot.differs(at_any_cost=True)
+
+
+def _write(slot: Slot, value: torch.Tensor) -> None:
+    assert slot.tensor is not None
+    with torch.no_grad():
+        slot.tensor.copy_(value.view_as(slot.tensor))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it was written to, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -307,7 +353,7 @@ def refuse_sync(model: torch.nn.Module) -> None:
 
 
 def watch_samples(
-    norms: Iterable[Norm], samples: int, tell: Callable[[str], LoopError]
+    norms: Iterable[tuple[str, _BatchNorm]], samples: int, tell: Callable[[str], LoopError]
 ) -> list[torch.utils.hooks.RemovableHandle]:
     """Hooks for a micro-batch of so many samples: raise what `tell(name)` gives if a batch norm in training sees them
     as its batch. (It may as well see tokens, or anything else that there are more of.)"""
@@ -319,7 +365,4 @@ def watch_samples(
 
         return look
 
-    return [
-        norm.module.register_forward_pre_hook(hook(norm.count.name.removesuffix(".num_batches_tracked")))
-        for norm in norms
-    ]
+    return [norm.register_forward_pre_hook(hook(name)) for name, norm in norms]

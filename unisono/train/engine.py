@@ -46,12 +46,12 @@ class Engine:
         self.settings, self.group, self.order = settings, group, order
         self.schedule, self.models, self.last = schedule, models, last
         self.table, self.generators, self.scale = table, generators, scale
-        self.seen_backward = False
         self.asked = {"stop": False, "leave": False}
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self._before: Written = []  # the parameters, when the pass began
+        self._copies: list[torch.Tensor] = []  # what was in them, at a first pass
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._gradients: dict[tuple[int, ...], Gradient] = {}
@@ -73,16 +73,23 @@ class Engine:
                 return
         seed_everything(mix(self._step_key, step), self._accelerator)
 
-    def gradient_of(self, optimizers: Sequence[Any] | None) -> Gradient:
-        """The gradient of all parameters that train now, or of these optimizers' alone."""
+    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
+        """The gradient of all parameters that train now, or of these optimizers' alone. `waiting`: is another, of the
+        same step, not used yet?"""
         if self.models.look():  # some were frozen or unfrozen, or are new
+            if waiting:
+                raise LoopError(
+                    "step.over was asked for another pass of a step.",
+                    "Parameters were frozen or unfrozen, or are new, while the gradient of an earlier pass waits.",
+                    "update first; a pass needs nothing frozen: only its optimizers' parameters get a gradient.",
+                )
             self._forget()
             self._refuse_hooks()
         if optimizers is None and self._whole is not None:
             return self._whole
         params = self.models.trained
         if optimizers is not None:
-            asked = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+            asked = {id(p) for o in optimizers for group in getattr(o, "param_groups", []) for p in group["params"]}
             params = [p for p in params if id(p) in asked]
             if not params:
                 names = " and ".join(type(o).__name__ for o in optimizers) or "nothing"
@@ -113,11 +120,13 @@ class Engine:
         if self.order.virtual_ranks > 1:
             buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
             self._before = written(self.models.params)
+            if not gradient.seen:
+                self._copies = [p.detach().clone() for p in self.models.params]
         for i in range(count := sum(pieces.values())):
             place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
             left = count - 1 - i
             buffers.enter(place.virtual_rank)
-            if self.seen_backward:
+            if gradient.seen:
                 yield place, batch, left == 0
             else:
                 with self._watched(place):
@@ -157,7 +166,7 @@ class Engine:
         gradient.exchange.launch()
         if self._before:
             self._check_forward(step)
-        self.seen_backward = True
+        gradient.seen = True
         buffers = self.models.buffers
         totals = self.table.meet({**self.asked, "unused": not all(gradient.exchange.used), **buffers.flags})
         self.agreed = agreed = totals.flags
@@ -165,6 +174,7 @@ class Engine:
         finite = self._check_totals(step, loss, weight, totals.losses)
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
         gradient.finite &= finite
+        gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:
             buffers.meet(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0, spans=self.schedule.at(step.number))
             # what comes now (noise on p.grad, say) must not depend on who computed what
@@ -296,8 +306,10 @@ class Engine:
     def _check_forward(self, step: Step) -> None:
         """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
         after = written(self.models.params)
-        for (p, before), (_, now) in zip(self._before, after, strict=True):
-            if before != now:
+        copies, self._copies = self._copies, []
+        secretly = [not torch.equal(p, copy) for p, copy in zip(self.models.params, copies, strict=False)]
+        for i, ((p, before), (_, now)) in enumerate(zip(self._before, after, strict=True)):
+            if before != now or secretly[i : i + 1] == [True]:
                 shape = tuple(p.shape) if p is not None else ()
                 name = self.models.names.get(id(p), "")
                 raise LoopError(
@@ -314,7 +326,7 @@ class Engine:
         bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
         hooks = []
         if self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
-            hooks = watch_samples(self.models.buffers.norms, bounds[1] - bounds[0], self._alone)
+            hooks = watch_samples(self.models.batch_norms(), bounds[1] - bounds[0], self._alone)
         try:
             yield
         finally:

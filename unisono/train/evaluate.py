@@ -6,7 +6,7 @@ of them and writes their sums into its rows of a table; everybody adds the rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +35,12 @@ def evaluate(
     forward: Forward | None = None,
     collate: Collate | None = None,
     hurry: Callable[[], bool] = lambda: False,
+    beside: Sequence[torch.nn.Module] = (),
 ) -> dict[str, float] | None:
     """See Run.evaluate. None, on every process, when some process was in a hurry to leave."""
     walk = Walk(data, "The data set of run.evaluate", settings, group, collate)
     rows: dict[str, list[tuple[int, float, float]]] = {}
-    with at_rest(model):
+    with at_rest([model, *beside], group.device):
         for number, _, batch in walk:
             if hurry():
                 break
@@ -52,14 +53,17 @@ def evaluate(
 
 
 @contextmanager
-def at_rest(model: torch.nn.Module) -> Iterator[None]:
-    """The model in eval mode, without gradients; afterwards its modes and buffers and the generators are as before, or
-    what the loop does next would depend on who evaluated what."""
-    modes, generators = [(part, part.training) for part in model.modules()], take_state()
-    slots = slots_of(model)
+def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """The models in eval mode, without gradients; afterwards their modes and buffers and the generators are as before,
+    or what the loop does next would depend on who evaluated what."""
+    modes = [(part, part.training) for model in models for part in model.modules()]
+    generators, accelerator = take_state(), None if device.type == "cpu" else torch.get_device_module(device)
+    of_device = accelerator.get_rng_state() if accelerator else None
+    slots = [slot for model in models for slot in slots_of(model)]
     for slot in slots:
         slot.remember()
-    model.eval()
+    for model in models:
+        model.eval()
     try:
         with torch.no_grad():
             yield
@@ -67,9 +71,10 @@ def at_rest(model: torch.nn.Module) -> Iterator[None]:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good
             part.training = training
         for slot in slots:
-            if slot.changed:
-                slot.put_back()
+            slot.put_back()
         give_state(generators)
+        if accelerator:
+            accelerator.set_rng_state(of_device)
 
 
 def in_a_hurry(group: Group, hurry: Callable[[], bool]) -> bool:

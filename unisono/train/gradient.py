@@ -10,6 +10,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, build_exchange
 from unisono.exchange.buckets import finite
+from unisono.train.buffers import version
 from unisono.world.collectives import Group
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Gradient:
         self.inputs = list(params) if only else None
         self.exchange = build_exchange(settings.exchange, params, settings.virtual_ranks, group)
         self.finite = True
+        self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
+        self.seen = False  # has a backward of it been looked at closely?
         self._given: Written = []  # the gradients, when they were whole
         self._token = torch.zeros(1, device=group.device)
 
@@ -88,7 +91,7 @@ class Gradient:
 
 def written(tensors: Iterable[torch.Tensor | None]) -> Written:
     """Note how often each has been written to."""
-    return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
+    return [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
 
 
 def marks(noted: Written) -> list[tuple[int, int]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -30,9 +33,12 @@ class Models:
         self.params: list[torch.nn.Parameter] = []
         self.trained: list[torch.nn.Parameter] = []
         self.buffers = Buffers(group, virtual_ranks)
+        self.tracked: list[torch.nn.Module] = []
+        """What has buffers and was tracked, placed or not."""
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def add(self, model: torch.nn.Module) -> None:
         """A model was placed: every process has the same content of it from here on."""
@@ -42,11 +48,22 @@ class Models:
         self.params += [p for p in model.parameters() if all(p is not known for known in self.params)]
         self._grew = True
 
+    def track(self, modules: Iterable[torch.nn.Module]) -> None:
+        """These were tracked: their buffers count too, whoever holds their parameters."""
+        self.tracked = list(modules)
+        self._grew = True
+
+    def batch_norms(self) -> list[tuple[str, _BatchNorm]]:
+        """Every batch norm, with its name."""
+        named = [pair for model in self.modules for pair in model.named_modules()]
+        return [(name or "the model", part) for name, part in named if isinstance(part, _BatchNorm)]
+
     def listen(self) -> None:
         """From now on it is noticed when a model grows."""
         self._notices = [
             register_module_module_registration_hook(self._notice),
             register_module_parameter_registration_hook(self._notice),
+            register_module_buffer_registration_hook(self._notice),
         ]
 
     def look(self) -> bool:
@@ -76,8 +93,11 @@ class Models:
         new = [p for p in self.params if id(p) not in known]
         if new:
             self.group.share_(new)
+        buffers = [b for model in self.modules for b in model.buffers()]
+        self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])
+        self._buffers = {id(b): b for b in buffers}
         self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
-        self.buffers.look_at(self.modules)
+        self.buffers.look_at([*self.modules, *self.tracked])
         return bool(new) or len(self.params) != len(known)
 
     def _notice(self, *_: Any) -> None:

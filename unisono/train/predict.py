@@ -27,13 +27,14 @@ def predict(
     forward: Forward | None = None,
     collate: Collate | None = None,
     hurry: Callable[[], bool] = lambda: False,
+    beside: Sequence[torch.nn.Module] = (),
 ) -> Any:
     """See Run.predict. None, on every process, when some process was in a hurry to leave."""
     walk = Walk(data, "The data set of run.predict", settings, group, collate)
     spec: TreeSpec | None = None
     numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
     pieces: list[list[Tensor]] = []
-    with at_rest(model):
+    with at_rest([model, *beside], group.device):
         for micro_batch in walk:
             if hurry():
                 break
@@ -68,7 +69,7 @@ def _rows(leaf: Any, micro_batch: MicroBatch) -> Tensor:
             f"The model returned {got}.",
             "return tensors with one row for each sample: forward=lambda model, batch: model(batch[0]).logits, say.",
         )
-    return leaf.detach().cpu()
+    return leaf.detach().to("cpu", copy=True)  # the model may write there again
 
 
 def _check_shapes(shapes: set[tuple[int, ...]]) -> None:

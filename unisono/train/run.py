@@ -33,6 +33,7 @@ from unisono.train.state import RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
 from unisono.watch.watcher import Watcher
+from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
     from unisono.env import World
@@ -158,6 +159,7 @@ class Run(Generic[S]):
         Call it before the loop. If the run is resumed, the state of the newest whole checkpoint is loaded here.
         """
         self._state.track(**things)
+        self._models.track(self._state.models.values())
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -382,14 +384,21 @@ class Run(Generic[S]):
         return self._walk("run.predict", partial(predict, model, data), forward, collate_fn)
 
     def _walk(self, verb: str, walk: Callable[..., Any], forward: Forward | None, collate: Collate | None) -> Any:
+        if self._last_step is not None and self._last_step.is_walking:
+            raise LoopError(
+                f"{verb} was called within a round of step {self._last_step.number}.",
+                "Processes have different numbers of rounds, and it is for all of them together.",
+                f"call {verb} between two steps, after step.update.",
+            )
         self._table.together(verb)
-        with phases.phase("evaluate"):
+        with phases.phase("evaluate"), peers(verb):
             result = walk(
                 settings=self.settings,
                 group=self._group,
                 forward=forward,
                 collate=collate,
                 hurry=lambda: self._leave and self._ended is not None,
+                beside=[*self._models.modules, *self._models.tracked],
             )
         if result is None:
             raise Stopped

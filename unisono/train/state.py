@@ -13,6 +13,7 @@ from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import save
 from unisono.errors import CheckpointError, SettingsError
+from unisono.train.buffers import version
 from unisono.world.collectives import Group
 
 RANDOM = "random_numbers"
@@ -106,8 +107,8 @@ class State:
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
         """After a step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
-        covered = {id(p) for model in self.models.values() for p in model.parameters()}
-        forgotten = [m for m in placed if any(id(p) not in covered for p in m.parameters())]
+        covered = {id(t) for model in self.models.values() for t in (*model.parameters(), *model.buffers())}
+        forgotten = [m for m in placed if any(id(t) not in covered for t in (*m.parameters(), *m.buffers()))]
         forgotten += [
             s for s in steppers if hasattr(s, "state_dict") and not any(s is t for t in self.tracked.values())
         ]
@@ -154,12 +155,12 @@ class State:
         half_done, weights = self._sealed
         if half_done and one_stream:  # its random numbers are drawn
             return "that of a step which was left half done"
-        if [(id(t), version) for t, version in weights] != [(id(t), version) for t, version in self._weights()]:
+        if [(id(t), seen) for t, seen in weights] != [(id(t), seen) for t, seen in self._weights()]:
             return "what the script made of the weights after its loop"
         return ""
 
     def _weights(self) -> list[tuple[torch.Tensor, int]]:
-        return [(t, t._version) for model in self.models.values() for t in [*model.parameters(), *model.buffers()]]
+        return [(t, version(t)) for model in self.models.values() for t in [*model.parameters(), *model.buffers()]]
 
     def save(self, steps: int, about: dict[str, Any], keep: int) -> None:
         """Write a checkpoint after `steps` steps. Every process must call it; all raise if it cannot be written."""

@@ -67,7 +67,7 @@ class Step:
         """
         if self._state not in ("new", "whole", "updated") or (self._passes and self._kept is None):
             raise self._breach("began another pass inside of one", "A pass begins when the last one is whole.", AGAIN)
-        gradient = self._engine.gradient_of(optimizers)
+        gradient = self._engine.gradient_of(optimizers, waiting=bool(self._waiting))
         ours = {id(p) for p in gradient.params}
         if any(id(p) in ours for other in self._waiting for p in other.params):
             raise self._breach(
@@ -151,9 +151,10 @@ class Step:
         """
         if not self._ready:
             self._refuse_backward()
-        if not self._engine.seen_backward:
-            self._engine.check_first_loss(loss, mean)
         assert self._place is not None
+        assert self._gradient is not None
+        if not self._gradient.seen:
+            self._engine.check_first_loss(loss, mean)
         if mean:
             loss = loss * weight
         engine = self._engine
@@ -162,7 +163,7 @@ class Step:
             loss = loss * engine.scale.value
         self._ready = False
         phases.enter("backward")
-        inputs = self._gradient.inputs if self._gradient else None
+        inputs = self._gradient.inputs
         if engine.group.size == 1:
             loss.backward(inputs=inputs)
         else:
@@ -246,9 +247,9 @@ class Step:
         phases.enter("update")
         engine = self._engine
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
-        optimizers = [s for s in steppers if hasattr(s, "zero_grad")]
+        optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
         ready = self._ready_for(optimizers)
-        if all(gradient.finite for gradient in ready) or not engine.scale.may_skip:
+        if not any(gradient.may_skip and not gradient.finite for gradient in ready):
             for gradient in ready:
                 gradient.check_finite(self)
             if limit is not None:
@@ -257,6 +258,7 @@ class Step:
             self._step(steppers, optimizers)
         else:
             self.skipped = True
+            self._grad_norm = float("inf")
         engine.scale.tell(self.number, finite=not self.skipped)
         for gradient in ready:
             gradient.zero()
@@ -266,7 +268,7 @@ class Step:
 
     def _ready_for(self, optimizers: Sequence[Any]) -> list[Gradient]:
         """The gradients that these optimizers use: with one pass, the one there is."""
-        if self._kept is None or not optimizers:
+        if self._kept is None:
             return list(self._waiting)
         ready = []
         for optimizer in optimizers:
@@ -293,6 +295,11 @@ class Step:
     def every(self, n: int) -> bool:
         """Is this the n-th, 2n-th, ... step of the run (counting from 1), or the last one?"""
         return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
+
+    @property
+    def is_walking(self) -> bool:
+        """Is one of its rounds under way?"""
+        return self._state == "walking"
 
     @property
     def is_half_done(self) -> bool:
