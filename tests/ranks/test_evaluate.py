@@ -117,7 +117,7 @@ WORDS = {
     "a loader": "loader.dataset, with collate_fn",
     "a number": "lacks __len__ or __getitem__",
     "no rows": "one row for each sample",
-    "other shapes": r"(1,) and (4,)",
+    "other shapes": r"float32 (1,) and float32 (4,)",
 }
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -43,17 +42,20 @@ class Slot:
     value: torch.Tensor | None = None  # a copy of what was in it
     mark: Mark = (0, -1)
     secretly: bool = False  # is it written to without a word? (native batch norm does that)
+    absent: bool = False  # was there no such buffer?
 
     def look(self) -> Mark:
         now = self.holder.get(self.key)
         return id(now), -1 if now is None else version(now)
 
     def remember(self) -> None:
-        self.tensor, self.mark = self.holder.get(self.key), self.look()
+        self.tensor, self.mark, self.absent = self.holder.get(self.key), self.look(), self.key not in self.holder
         self.value = None if self.tensor is None else self.tensor.detach().clone()
 
     @property
     def changed(self) -> bool:
+        if self.absent:
+            return self.key in self.holder
         return self.secretly or self.look() != self.mark or self.differs()
 
     def differs(self, *, at_any_cost: bool = False) -> bool:
@@ -66,6 +68,9 @@ class Slot:
         return (quick or at_any_cost) and not (now.shape == value.shape and torch.equal(now, value))
 
     def put_back(self) -> None:
+        if self.absent:
+            self.holder.pop(self.key, None)
+            return
         self.holder[self.key] = self.tensor
         if self.differs(at_any_cost=True):
             assert self.tensor is not None
@@ -75,10 +80,10 @@ class Slot:
         self.mark = self.look()
 
 
-def slots_of(model: torch.nn.Module) -> list[Slot]:
-    """All buffers of a model."""
+def slots_of(model: torch.nn.Module, before: str = "") -> list[Slot]:
+    """All buffers of a model. Their names begin with `before`."""
     return [
-        Slot(f"{prefix}.{key}".lstrip("."), part._buffers, key)
+        Slot(f"{before}{prefix}.{key}", part._buffers, key)
         for prefix, part in model.named_modules()
         for key in part._buffers
     ]
@@ -121,24 +126,22 @@ class Buffers:
     virtual_ranks: int
     slots: list[Slot] = field(default_factory=list)
     norms: list[Norm] = field(default_factory=list)
-    _keys: dict[int, tuple[dict[str, Any], str]] = field(default_factory=dict)  # holders of buffers, and their names
+    _holders: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # of every module's, by its name
     _now: int = -1  # the virtual rank whose micro-batches are computed
     _first: int = 0  # the first one that has any, on whatever process
     _first_look: bool = True
     _rows: dict[int, Row] = field(default_factory=dict)
-    _made: list[tuple[int, torch.Tensor | None]] = field(
-        default_factory=list
-    )  # by the first: number among others, value
+    _made: dict[str, torch.Tensor | None] = field(default_factory=dict)  # by the first virtual rank: name, value
     _others_changed: bool = False
 
     def look_at(self, modules: Iterable[torch.nn.Module]) -> None:
         """These are the models now. Nothing to do with one virtual rank."""
         if self.virtual_ranks == 1:
             return
-        found = [(model, slots_of(model)) for model in modules]
-        if {(id(s.holder), s.key) for _, slots in found for s in slots} == {(id(s.holder), s.key) for s in self.slots}:
+        found = [(model, slots_of(model, f"{i}/")) for i, model in enumerate(modules)]
+        if self._holders and {_key(s) for _, slots in found for s in slots} == set(map(_key, self.slots)):
             return
-        known = {(id(slot.holder), slot.key): slot for _, slots in found for slot in slots}
+        known = {_key(slot): slot for _, slots in found for slot in slots}
         self.slots, self.norms = list(known.values()), []
         batch_norms = {id(p): p for model, _ in found for p in model.modules() if isinstance(p, _BatchNorm)}
         for part in batch_norms.values():
@@ -148,16 +151,15 @@ class Buffers:
             count, mean, var = mine
             if count and mean and var and all(slot.holder[slot.key] is not None for slot in (count, mean, var)):
                 self.norms.append(Norm(part, count, mean, var))
-        self._keys = {id(slot.holder): (slot.holder, slot.name.rpartition(".")[0]) for slot in self.slots}
-        for model, _ in found:
-            for name, part in model.named_modules():
-                self._keys.setdefault(id(part._buffers), (part._buffers, name))
+        self._holders = {
+            f"{i}/{name}": part._buffers for i, (model, _) in enumerate(found) for name, part in model.named_modules()
+        }
         self._first_look = True
 
     def begin(self, first: int) -> None:
         """A pass begins; `first` is the first virtual rank that has work in it, anywhere."""
         self._first, self._now = first, -1
-        self._rows, self._made, self._others_changed = {}, [], False
+        self._rows, self._made, self._others_changed = {}, {}, False
         for norm in self.norms:
             if norm.count.changed:  # somebody ran it between two steps; on an accelerator its statistics do not tell
                 norm.remember()
@@ -173,32 +175,34 @@ class Buffers:
 
     def leave(self) -> None:
         """The virtual rank is done: note what it made of the buffers, and put them back."""
-        if self._now < 0 or not self.slots:
+        if self._now < 0 or not self._holders:
             return
         if self._first_look:
             self._find_secrets()
-        self._refuse_new()
+        self._find_new()
         norms = [slot for norm in self.norms if norm.count.changed for slot in (norm.count, norm.mean, norm.var)]
         if norms:
             self._rows[self._now] = self._row()
         counted = set(map(id, norms))
-        changed = [(i, slot) for i, slot in enumerate(self.slots) if id(slot) not in counted and slot.changed]
+        changed = [slot for slot in self.slots if id(slot) not in counted and slot.changed]
         self._others_changed |= bool(changed)
         if self._now == self._first:
-            self._made = [(number, _copy(slot.holder.get(slot.key))) for number, slot in changed]
-        for slot in [slot for _, slot in changed] + norms:
+            self._made = {slot.name: _copy(slot.holder.get(slot.key)) for slot in changed}
+        for slot in changed + norms:
             slot.put_back()
         self._now = -1
 
-    def _refuse_new(self) -> None:
-        for holder, name in self._keys.values():
-            known = {slot.key for slot in self.slots if slot.holder is holder} if len(holder) else set()
-            if new := holder.keys() - known:
-                raise LoopError(
-                    f"A forward pass registered the buffer {min(new)} in {name or 'the model'}.",
-                    f"With {self.virtual_ranks} virtual ranks each of them would have one of its own.",
-                    f"register it in __init__ (None is fine): self.register_buffer({min(new)!r}, None).",
-                )
+    def _find_new(self) -> None:
+        """A forward may have registered a buffer: it was not there before, so it is changed."""
+        if sum(map(len, self._holders.values())) <= len(self.slots):
+            return
+        known = set(map(_key, self.slots))
+        for name, holder in self._holders.items():
+            for key in holder:
+                slot = Slot(f"{name}.{key}", holder, key, absent=True)
+                if _key(slot) not in known:
+                    known.add(_key(slot))
+                    self.slots.append(slot)
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -292,24 +296,29 @@ class Buffers:
 
     def _take_from(self, owner: int) -> None:
         """What the first virtual rank made of the other buffers, on every process."""
-        told = [[n, None if t is None else [list(t.shape), str(t.dtype)[6:]]] for n, t in self._made]
-        values: dict[int, torch.Tensor | None] = {}
-        for number, kind in self.group.gather(told if owner == self.group.rank else None)[owner]:
+        told = {name: None if t is None else [list(t.shape), str(t.dtype)[6:]] for name, t in self._made.items()}
+        values: dict[str, torch.Tensor | None] = {}
+        for name, kind in self.group.gather(told if owner == self.group.rank else None)[owner].items():
             if kind is None:
-                values[number] = None
+                values[name] = None
             elif owner == self.group.rank:
-                values[number] = dict(self._made)[number]
+                values[name] = self._made[name]
             else:
-                values[number] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
+                values[name] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
         self.group.share_([t for t in values.values() if t is not None], source=owner)
-        for number, value in values.items():
-            slot = self.slots[number]
-            same = slot.tensor is not None and value is not None
-            if same and slot.tensor.shape == value.shape and slot.tensor.dtype == value.dtype:  # type: ignore[union-attr]
+        slots = {slot.name: slot for slot in self.slots}
+        for name, value in values.items():
+            holder, _, key = name.rpartition(".")
+            slot = slots.get(name) or Slot(name, self._holders[holder], key, absent=True)
+            if name not in slots:
+                self.slots.append(slot)
+            was = slot.tensor
+            if was is not None and value is not None and was.shape == value.shape and was.dtype == value.dtype:
+                slot.holder[key] = was
                 with torch.no_grad():
-                    slot.tensor.copy_(value)  # type: ignore[union-attr, arg-type]
+                    was.copy_(value)
             else:
-                slot.holder[slot.key] = value
+                slot.holder[key] = value
             slot.remember()
 
     def _find_secrets(self) -> None:
@@ -320,6 +329,11 @@ class Buffers:
         for slot in self.slots:
             if id(slot) not in counted and slot.look() == slot.mark:
                 slot.secretly = slot.differs(at_any_cost=True)
+
+
+def _key(slot: Slot) -> tuple[int, str]:
+    """Which buffer it is, whatever it is called: modules can be reached by several names."""
+    return id(slot.holder), slot.key
 
 
 def _write(slot: Slot, value: torch.Tensor) -> None:

@@ -38,25 +38,26 @@ def predict(
         for micro_batch in walk:
             if hurry():
                 break
-            leaves, spec = tree_flatten((forward or call)(model, micro_batch.batch))
+            leaves, found = tree_flatten((forward or call)(model, micro_batch.batch))
+            spec = _same_structure(spec, found)
             pieces.append([_rows(leaf, micro_batch) for leaf in leaves])
             numbers.append((micro_batch.number, micro_batch.samples))
     if in_a_hurry(group, hurry):
         return None
     walk.finish()
     columns = [list(column) for column in zip(*pieces, strict=True)]
-    kinds = [[str(c[0].dtype)[6:], sorted({tuple(piece.shape[1:]) for piece in c})] for c in columns]
-    mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else json.loads(treespec_dumps(spec))}
+    kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
+    mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
     everybody = group.gather(mine)
     told = next(other for other in everybody if other["spec"] is not None)
+    for other in everybody:
+        _same_structure(told["spec"], told["spec"] if other["spec"] is None else other["spec"])
     places = [[(number, rows) for number, rows in other["numbers"]] for other in everybody]
     result = []
-    for leaf, (dtype, _) in enumerate(told["kinds"]):
-        shapes = {
-            tuple(shape) for other in everybody for _, found in other["kinds"][leaf : leaf + 1] for shape in found
-        }
-        _check_shapes(shapes)
-        like = torch.empty(0, *shapes.pop(), dtype=getattr(torch, dtype))
+    for leaf in range(len(told["kinds"])):
+        kinds_of = {(d, tuple(shape)) for other in everybody for f in other["kinds"][leaf : leaf + 1] for d, shape in f}
+        dtype, shape = _only(kinds_of)
+        like = torch.empty(0, *shape, dtype=getattr(torch, dtype))
         result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, group))
     return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
 
@@ -72,13 +73,37 @@ def _rows(leaf: Any, micro_batch: MicroBatch) -> Tensor:
     return leaf.detach().to("cpu", copy=True)  # the model may write there again
 
 
-def _check_shapes(shapes: set[tuple[int, ...]]) -> None:
-    if len(shapes) > 1:
+def _only(kinds: set[tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
+    if len(kinds) > 1:
+        words = [f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:4]]
         raise LoopError(
             "run.predict was to put the rows of all micro-batches together.",
-            f"They differ in shape: {' and '.join(map(str, sorted(shapes)[:4]))}.",
+            f"They differ in kind or shape: {' and '.join(words)}.",
             "make them alike: forward=lambda model, batch: model(batch[0]).argmax(-1), or pad to one length.",
         )
+    return kinds.pop()
+
+
+def _same_structure(before: Any, now: Any) -> Any:
+    if before is not None and before != now:
+        raise LoopError(
+            "run.predict was to put the rows of all micro-batches together.",
+            f"The model returns outputs of unlike structure: {str(before)[:150]} and {str(now)[:150]}.",
+            "return the same tuple or dict of tensors for every batch.",
+        )
+    return now
+
+
+def _told(spec: TreeSpec) -> Any:
+    """The structure as others can read it."""
+    try:
+        return json.loads(treespec_dumps(spec))
+    except NotImplementedError as error:
+        raise LoopError(
+            "run.predict was to tell the other processes what the model returns.",
+            f"It is of a class that torch cannot name: {str(error).splitlines()[0]}",
+            "return tensors, or tuples, lists and dicts of them: forward=lambda model, batch: tuple(model(batch[0])).",
+        ) from None
 
 
 def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: Group) -> Tensor:

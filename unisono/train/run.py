@@ -384,12 +384,8 @@ class Run(Generic[S]):
         return self._walk("run.predict", partial(predict, model, data), forward, collate_fn)
 
     def _walk(self, verb: str, walk: Callable[..., Any], forward: Forward | None, collate: Collate | None) -> Any:
-        if self._last_step is not None and self._last_step.is_walking:
-            raise LoopError(
-                f"{verb} was called within a round of step {self._last_step.number}.",
-                "Processes have different numbers of rounds, and it is for all of them together.",
-                f"call {verb} between two steps, after step.update.",
-            )
+        if self._last_step is not None:
+            self._last_step.refuse_within(verb)
         self._table.together(verb)
         with phases.phase("evaluate"), peers(verb):
             result = walk(

@@ -297,11 +297,6 @@ class Step:
         return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
 
     @property
-    def is_walking(self) -> bool:
-        """Is one of its rounds under way?"""
-        return self._state == "walking"
-
-    @property
     def is_half_done(self) -> bool:
         """Has it begun, without its update?"""
         return self._state not in ("new", "updated")
@@ -328,6 +323,15 @@ class Step:
                 "ended without an update",
                 "Its gradient is whole, and no optimizer used it.",
                 "call step.update(optimizer).",
+            )
+
+    def refuse_within(self, verb: str) -> None:
+        """Raise LoopError if a round is under way: this verb is for all processes together."""
+        if self._state == "walking":
+            raise LoopError(
+                f"{verb} was called within a round of step {self.number}.",
+                "Processes have different numbers of rounds, and it is for all of them together.",
+                f"call {verb} between two steps, after step.update.",
             )
 
     def _broken(self) -> LoopError:
