@@ -149,8 +149,7 @@ class Run(Generic[S]):
         return placed
 
     def precision(self) -> torch.autocast:
-        """A context in which torch computes with the setting `precision`. A placed model's own forward needs none: it
-        runs in it anyway, and returns floating-point tensors as float32. This is for what else the loop computes."""
+        """A context in which torch computes with the setting `precision`, for what no placed model's forward does."""
         return autocast(self.settings.precision, self.device)
 
     def track(self, **things: Any) -> None:
@@ -177,8 +176,8 @@ class Run(Generic[S]):
         """The steps of the run over a map-style data set, from where it stands to its end.
 
         data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate.
-                    None: each micro-batch is a range of sample numbers, for what the loop makes itself (rollouts,
-                    synthetic data): they go on from step to step, and what the loop draws is seeded as always
+                    None: each micro-batch is a range of sample numbers, which go on from step to step: for what the
+                    loop makes itself (rollouts, synthetic data)
         shuffle     False: every epoch walks the data in its own order
         collate_fn  a list of samples -> a batch
 
