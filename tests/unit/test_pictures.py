@@ -96,6 +96,7 @@ def test_an_idx_file_has_its_own_shape(tmp_path: Path) -> None:
         (gzip.compress(idx(40))[:-12], "cannot be unpacked"),
         (b"\x1f\x8bnot at all", "cannot be unpacked"),
     ],
+    ids=["empty", "png", "floats", "dimensionless", "half-header", "less", "more", "overflow", "half-gzip", "no-gzip"],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, told: str) -> None:
     path = tmp_path / "broken-idx1-ubyte"
@@ -133,6 +134,7 @@ def test_four_files_are_a_set(four: Path) -> None:
         ("t10k-images-idx3-ubyte", idx(3, 4, 5), "Its pictures are 4x5, those to train on 5x4"),
         ("t10k-labels-idx1-ubyte", None, "No such file"),
     ],
+    ids=["other pictures", "none at all", "a label less", "one class", "two shapes", "no labels"],
 )
 def test_what_does_not_fit_together_is_named(four: Path, name: str, content: bytes | None, told: str) -> None:
     (four / f"{name}.gz").unlink(missing_ok=True)
@@ -164,7 +166,9 @@ def test_it_is_fetched_once(collection: Collection, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"<html>please pay</html>", gzip.compress(idx(3, first=9)), gzip.compress(b"")[:9]]
+    "content",
+    [b"<html>please pay</html>", gzip.compress(idx(3, first=9)), gzip.compress(b"")[:9]],
+    ids=["a page", "other digits", "half a gzip"],
 )
 def test_what_came_damaged_is_not_kept(collection: Collection, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "site" / "t10k-labels-idx1-ubyte.gz").write_bytes(content)

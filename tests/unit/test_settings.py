@@ -128,7 +128,9 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     assert Problem(f'lr = "3e-4" in {file}', "lr takes a number.", f"Write in {file}: lr = 0.0003") in problems
 
 
-@pytest.mark.parametrize("content", [None, b"a = = 1", b"\xff\xfe", "folder"])
+@pytest.mark.parametrize(
+    "content", [None, b"a = = 1", b"\xff\xfe", "folder"], ids=["missing", "no toml", "no text", "a folder"]
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | str | None) -> None:
     file = tmp_path / "settings.toml"
     if isinstance(content, bytes):

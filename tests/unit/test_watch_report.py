@@ -160,7 +160,9 @@ def test_work_that_was_done_again_counts_as_time(crashed: Path) -> None:
     assert report.steps_done(crashed) == 6
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[1]", "\x00"])
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[1]", "\x00"], ids=["missing", "empty", "half", "a list", "a zero"]
+)
 def test_a_result_that_cannot_be_read_is_no_result(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "result.json").write_text(content)
