@@ -67,3 +67,7 @@ class CheckpointError(UnisonoError):
 
 class PeerLost(WorldError):
     """Another process of this run died, or its host is gone."""
+
+
+class Stopped(BaseException):
+    """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""

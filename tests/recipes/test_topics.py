@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.training import train_recipe
+from tests.recipes.training import same_run, train_recipe
 
 TOY = {"steps": 5, "batch": 43, "width": 8}  # shares of 5 and 6 texts
 
@@ -25,16 +25,7 @@ def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
     assert "licence PSF" in screen
     assert f"validation: {result['accuracy']:.1%} of" in screen
     assert f"the commonest topic alone gets {result['majority']:.1%}" in screen
-    assert result["promise"] == "exact"
-    for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", "accuracy"):
-        assert result[name] == alone[name], name
-
-
-@pytest.mark.slow
-def test_the_same_bits(tmp_path: Path, alone: dict[str, Any]) -> None:
-    result, _ = train(tmp_path / "run", 3, sets={**TOY, "loader.workers": 1})
-    assert result["weights_sha256"] == alone["weights_sha256"]
-    assert result["accuracy"] == alone["accuracy"]
+    same_run(result, alone, "accuracy")
 
 
 @pytest.mark.slow

@@ -22,3 +22,10 @@ def train_recipe(
     done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads((folder / "result.json").read_text(encoding="utf-8")), done.stdout
+
+
+def same_run(result: Mapping[str, Any], other: Mapping[str, Any], *measured: str) -> None:
+    """Both promise exactness and keep it, in what was trained and in what was measured of it."""
+    assert result["promise"] == other["promise"] == "exact"
+    for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", *measured):
+        assert result[name] == other[name], name

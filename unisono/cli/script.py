@@ -28,12 +28,12 @@ from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run
 from unisono.cli.target import recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
-from unisono.errors import Problem, SettingsError, UnisonoError
+from unisono.errors import Problem, SettingsError, Stopped, UnisonoError
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.check import examine
 from unisono.train.identity import agree, compare, environment
-from unisono.train.run import Run, Stopped
+from unisono.train.run import Run
 from unisono.watch import log, report
 from unisono.world.collectives import Group
 from unisono.world.start import group as join

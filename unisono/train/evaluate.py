@@ -6,92 +6,26 @@ of them and writes their sums into its rows of a table; everybody adds the rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from unisono.data.loader import Collate
-from unisono.data.seeding import give_state, take_state
-from unisono.data.walk import Walk
 from unisono.errors import LoopError
 from unisono.score.tree import chain
-from unisono.settings import Settings
-from unisono.train.buffers import slots_of
+from unisono.train.outputs import Outputs, parts
 from unisono.world.collectives import Group
 
 Measure = Callable[..., Any]
-Forward = Callable[[torch.nn.Module, Any], Any]
 
 
-def evaluate(
-    model: torch.nn.Module,
-    data: Any,
-    measure: Measure,
-    *,
-    settings: Settings,
-    group: Group,
-    forward: Forward | None = None,
-    collate: Collate | None = None,
-    hurry: Callable[[], bool] = lambda: False,
-    beside: Sequence[torch.nn.Module] = (),
-) -> dict[str, float] | None:
-    """See Run.evaluate. None, on every process, when some process was in a hurry to leave."""
-    walk = Walk(data, "The data set of run.evaluate", settings, group, collate)
+def evaluate(outputs: Outputs, measure: Measure) -> dict[str, float]:
+    """See Run.evaluate."""
     rows: dict[str, list[tuple[int, float, float]]] = {}
-    with at_rest([model, *beside], group.device):
-        for number, _, batch in walk:
-            if hurry():
-                break
-            output = (forward or call)(model, batch)
-            for name, (total, weight) in _named(measure, measure(output, *parts(batch))).items():
-                rows.setdefault(name, []).append((number, float(total), float(weight)))
-    if in_a_hurry(group, hurry):
-        return None
-    return _fold(rows, walk.finish(), group)
-
-
-@contextmanager
-def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """The models in eval mode, without gradients; afterwards their modes and buffers and the generators are as before,
-    or what the loop does next would depend on who evaluated what."""
-    modes = [(part, part.training) for model in models for part in model.modules()]
-    generators, accelerator = take_state(), None if device.type == "cpu" else torch.get_device_module(device)
-    of_device = accelerator.get_rng_state() if accelerator else None
-    slots = [slot for model in models for slot in slots_of(model)]
-    for slot in slots:
-        slot.remember()
-    for model in models:
-        model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for part, training in modes:  # not model.train(): a part may be in eval mode for good
-            part.training = training
-        for slot in slots:
-            slot.put_back()
-        give_state(generators)
-        if accelerator:
-            accelerator.set_rng_state(of_device)
-
-
-def in_a_hurry(group: Group, hurry: Callable[[], bool]) -> bool:
-    """Is any process in a hurry to leave? Every process must ask."""
-    return bool(group.max_(torch.tensor([hurry()], dtype=torch.uint8, device=group.device)).item())
-
-
-def call(model: torch.nn.Module, batch: Any) -> Any:
-    """How a batch goes into a model unless the user says otherwise: its first part, or a mapping by name."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
-
-
-def parts(batch: Any) -> tuple[Any, ...]:
-    """A batch as arguments: a list or tuple gives its parts, anything else is one."""
-    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+    for (number, _, batch), output in outputs:
+        for name, (total, weight) in _named(measure, measure(output, *parts(batch))).items():
+            rows.setdefault(name, []).append((number, float(total), float(weight)))
+    return _fold(rows, outputs.count, outputs.group)
 
 
 def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:

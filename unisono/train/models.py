@@ -45,7 +45,7 @@ class Models:
         self.group.share_([*model.parameters(), *model.buffers()])
         self.names |= {id(p): name for name, p in model.named_parameters()}
         self.modules.append(model)
-        self.params += [p for p in model.parameters() if all(p is not known for known in self.params)]
+        self.params = list({id(p): p for p in [*self.params, *model.parameters()]}.values())
         self._grew = True
 
     def track(self, modules: Iterable[torch.nn.Module]) -> None:

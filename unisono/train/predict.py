@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from unisono.data.loader import Collate
-from unisono.data.walk import MicroBatch, Walk
+from unisono.data.walk import MicroBatch
 from unisono.errors import LoopError
-from unisono.settings import Settings
-from unisono.train.evaluate import Forward, at_rest, call, in_a_hurry
+from unisono.train.outputs import Outputs
 from unisono.world.collectives import Group, all_gather
 
 
-def predict(
-    model: torch.nn.Module,
-    data: Any,
-    *,
-    settings: Settings,
-    group: Group,
-    forward: Forward | None = None,
-    collate: Collate | None = None,
-    hurry: Callable[[], bool] = lambda: False,
-    beside: Sequence[torch.nn.Module] = (),
-) -> Any:
-    """See Run.predict. None, on every process, when some process was in a hurry to leave."""
-    walk = Walk(data, "The data set of run.predict", settings, group, collate)
+def predict(outputs: Outputs) -> Any:
+    """See Run.predict."""
     spec: TreeSpec | None = None
     numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
     pieces: list[list[Tensor]] = []
-    with at_rest([model, *beside], group.device):
-        for micro_batch in walk:
-            if hurry():
-                break
-            leaves, found = tree_flatten((forward or call)(model, micro_batch.batch))
-            spec = _same_structure(spec, found)
-            pieces.append([_rows(leaf, micro_batch) for leaf in leaves])
-            numbers.append((micro_batch.number, micro_batch.samples))
-    if in_a_hurry(group, hurry):
-        return None
-    walk.finish()
+    for micro_batch, output in outputs:
+        leaves, found = tree_flatten(output)
+        spec = _same_structure(spec, found)
+        pieces.append([_rows(leaf, micro_batch) for leaf in leaves])
+        numbers.append((micro_batch.number, micro_batch.samples))
     columns = [list(column) for column in zip(*pieces, strict=True)]
     kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
     mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
-    everybody = group.gather(mine)
+    everybody = outputs.group.gather(mine)
     told = next(other for other in everybody if other["spec"] is not None)
     for other in everybody:
         _same_structure(told["spec"], told["spec"] if other["spec"] is None else other["spec"])
@@ -58,7 +39,7 @@ def predict(
         kinds_of = {(d, tuple(shape)) for other in everybody for f in other["kinds"][leaf : leaf + 1] for d, shape in f}
         dtype, shape = _only(kinds_of)
         like = torch.empty(0, *shape, dtype=getattr(torch, dtype))
-        result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, group))
+        result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, outputs.group))
     return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
 
 

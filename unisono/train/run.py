@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
@@ -17,7 +16,8 @@ from unisono import phases
 from unisono.checkpoint.load import Checkpoint
 from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
 from unisono.data.seeding import Generators, seed_everything
-from unisono.errors import LoopError, SettingsError
+from unisono.data.walk import Walk
+from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
@@ -26,8 +26,9 @@ from unisono.score.placement import Spans, place_evenly
 from unisono.settings import Settings
 from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine
-from unisono.train.evaluate import Forward, Measure, evaluate
+from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
+from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
 from unisono.train.state import RANDOM, SCALE, State
 from unisono.train.step import Step
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
-
-
-class Stopped(BaseException):
-    """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
 
 
 class Run(Generic[S]):
@@ -359,9 +356,8 @@ class Run(Generic[S]):
 
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
-        measured: dict[str, float]
-        measured = self._walk("run.evaluate", partial(evaluate, model, data, measure), forward, collate_fn)
-        return measured
+        with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
+            return evaluate(outputs, measure)
 
     def predict(
         self,
@@ -380,24 +376,20 @@ class Run(Generic[S]):
         [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises LoopError for an output without
         one row for each sample, or with rows of several shapes, and DataError for data without samples.
         """
-        return self._walk("run.predict", partial(predict, model, data), forward, collate_fn)
+        with self._outputs("run.predict", model, data, forward, collate_fn) as outputs:
+            return predict(outputs)
 
-    def _walk(self, verb: str, walk: Callable[..., Any], forward: Forward | None, collate: Collate | None) -> Any:
+    @contextmanager
+    def _outputs(
+        self, verb: str, model: torch.nn.Module, data: Any, forward: Forward | None, collate: Collate | None
+    ) -> Iterator[Outputs]:
         if self._last_step is not None:
             self._last_step.refuse_within(verb)
         self._table.together(verb)
-        with phases.phase("evaluate"), peers(verb):
-            result = walk(
-                settings=self.settings,
-                group=self._group,
-                forward=forward,
-                collate=collate,
-                hurry=lambda: self._leave and self._ended is not None,
-                beside=[*self._models.modules, *self._models.tracked],
-            )
-        if result is None:
-            raise Stopped
-        return result
+        walk = Walk(data, f"The data set of {verb}", self.settings, self._group, collate)
+        models = [model, *self._models.modules, *self._models.tracked]
+        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
+            yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
 
     # -- saving
 

@@ -10,7 +10,7 @@ import torch
 from unisono import phases
 from unisono.errors import LoopError
 from unisono.score.order import Place
-from unisono.train.evaluate import Forward, call, parts
+from unisono.train.outputs import Forward, call, parts
 from unisono.train.table import LOSS
 from unisono.world.collectives import peers
 

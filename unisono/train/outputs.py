@@ -1,0 +1,81 @@
+"""What a model makes of a data set: its output for every micro-batch, in eval mode, leaving nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from unisono.data.seeding import give_state, take_state
+from unisono.data.walk import MicroBatch, Walk
+from unisono.errors import Stopped
+from unisono.train.buffers import slots_of
+
+Forward = Callable[[torch.nn.Module, Any], Any]
+
+
+class Outputs:
+    """Iterate over it for (micro-batch, output) of this process's share of a walk.
+
+    At its end all processes meet, and `count` is how many micro-batches they had together. If one of them was in a
+    hurry to leave, it raises Stopped on all of them.
+
+    forward  forward(model, batch) -> output
+    hurry    does this process want to leave?
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, walk: Walk, *, forward: Forward | None, hurry: Callable[[], bool]
+    ) -> None:
+        self.model, self.walk, self.group = model, walk, walk.group
+        self.forward, self.hurry = forward or call, hurry
+        self.count = 0
+
+    def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
+        for micro_batch in self.walk:
+            if self.hurry():
+                break
+            yield micro_batch, self.forward(self.model, micro_batch.batch)
+        leaves = torch.tensor([self.hurry()], dtype=torch.uint8, device=self.group.device)
+        if self.group.max_(leaves).item():
+            raise Stopped
+        self.count = self.walk.finish()
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """How a batch goes into a model unless the user says otherwise: its first part, or a mapping by name."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+def parts(batch: Any) -> tuple[Any, ...]:
+    """A batch as arguments: a list or tuple gives its parts, anything else is one."""
+    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+
+
+@contextmanager
+def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """The models in eval mode, without gradients; afterwards their modes and buffers and the generators are as before,
+    or what the loop does next would depend on who evaluated what."""
+    modes = [(part, part.training) for model in models for part in model.modules()]
+    generators, accelerator = take_state(), None if device.type == "cpu" else torch.get_device_module(device)
+    of_device = accelerator.get_rng_state() if accelerator else None
+    slots = [slot for model in models for slot in slots_of(model)]
+    for slot in slots:
+        slot.remember()
+    for model in models:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:  # not model.train(): a part may be in eval mode for good
+            part.training = training
+        for slot in slots:
+            slot.put_back()
+        give_state(generators)
+        if accelerator:
+            accelerator.set_rng_state(of_device)
