@@ -61,6 +61,8 @@ def test_a_mistake_is_told_last_and_ends_everybody(command: Command, mistake: st
     assert ended.status == 1
     assert words in ended.err
     assert ended.last.lstrip().startswith("Next: ")
+    files = {line.split('"')[1] for line in ended.err.splitlines() if line.startswith('  File "')}
+    assert files == {"script.py"} or "worker" in mistake, "only lines that the user can change"
 
 
 def test_without_a_mistake_it_runs(command: Command) -> None:

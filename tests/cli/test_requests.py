@@ -29,6 +29,12 @@ from unisono.errors import Problem, SettingsError
             "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
             "unisono run train.py --json",
         ),
+        (
+            "run nope.py",
+            "unisono run nope.py",
+            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "unisono run --help",
+        ),
         ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py --json"),
         (
             "run train.py --ranks 0",
@@ -76,8 +82,8 @@ from unisono.errors import Problem, SettingsError
         (
             "run train.py --xyzzy",
             "unisono run train.py --xyzzy --json",
-            "There is no flag --xyzzy.",
-            "unisono run --help",
+            "There is no flag --xyzzy; what is for the script itself comes after --.",
+            "unisono run train.py --json -- --xyzzy",
         ),
         (
             "run train.py --ranks two",
@@ -203,7 +209,11 @@ def test_a_scripts_own_command_line_refuses_what_it_does_not_know() -> None:
     with pytest.raises(SettingsError) as caught:
         Request.parse(["--learning-rate", "3"], unisono.Settings, "train.py")
     assert caught.value.problems == (
-        Problem("python train.py --learning-rate 3", "There is no flag --learning-rate.", "python train.py --help"),
+        Problem(
+            "python train.py --learning-rate 3",
+            "There is no flag --learning-rate; what is for the script itself comes after --.",
+            "python train.py -- --learning-rate 3",
+        ),
     )
     with pytest.raises(SettingsError) as caught:
         Request.parse(["--batch", "3"], unisono.Settings, "train.py")
@@ -222,6 +232,29 @@ def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.Captur
     assert "A small script." in told
     assert "--set KEY=VALUE" in told
     assert "  lr               0.0003 a number\n" in told
+
+
+def test_the_help_of_run_shows_the_settings_of_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("lr: float = 3e-4", "lr: float = 3e-4  # the highest"))
+    for words in (["train.py", "--help"], ["--ranks", "2", "train.py", "-h"]):
+        assert main(["run", *words]) == 0
+        told = capsys.readouterr().out
+        assert "Train a recipe or a script." in told
+        assert "  lr               0.0003 the highest\n" in told
+    assert main(["run", "image", "--help"]) == 0
+    assert "a folder of your own: four idx files" in capsys.readouterr().out
+    assert main(["run", "--help"]) == 0
+    assert "Settings, their defaults" not in capsys.readouterr().out
+
+
+def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:
+    problems = ask("run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1")
+    assert [problem.asked for problem in problems] == ["--set batch=big", "--set stepz=4", "--set zzzzzz=1"]
+    line = "unisono run train.py --set batch=32 --set lr=2 --set steps=4 --json"
+    assert [problem.do for problem in problems] == [line, line, f"{line} (without it)"]
 
 
 def test_a_recipe_is_copied_to_own(

@@ -41,6 +41,17 @@ def test_every_rank_runs_the_script_as_python_would(command: Command) -> None:
     assert command.log(1) == "1 2 1 2 unisono False\nto stderr\n"
 
 
+def test_a_script_sees_its_own_arguments_only(command: Command) -> None:
+    """An argparse of its own would not know ours; whoever starts it."""
+    command.script("unisono.main(lambda run: print(sys.argv[1:]))\nprint(sys.argv[-1])")
+    for start in (["run", "script.py", "--ranks", "2"], None):
+        more = ["--set", "steps=1", "--", "--mine", "3"]
+        ended = command.run(*start, *more) if start else command.end(command.start_python("script.py", *more))
+        assert ended.status == 0, ended.err
+        assert "['--mine', '3']" in ended.out
+        assert ended.out.splitlines()[-1] == "3"
+
+
 def test_live_lines_reach_the_screen_and_not_the_log(command: Command) -> None:
     command.script(r"""
         out = sys.stdout.buffer

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
 from unisono.env import World
@@ -255,9 +255,12 @@ ONE = replace(SETTINGS, virtual_ranks=1)
 MEAN = "a loss that is a mean.*use reduction=.*mean=True"
 BREACHES = {
     # what the run is given
-    "no samples": Breach(lambda run: train(run, data=[]), "DataError: The training set is a list.*length 0"),
-    "a stream": Breach(lambda run: train(run, data=Stream()), "DataError: The training set is a Stream.*map-style"),
+    "no samples": Breach(lambda run: train(run, data=[]), "DataError: The training set is of class list.*length 0"),
+    "a stream": Breach(
+        lambda run: train(run, data=Stream()), "DataError: The training set is of class Stream.*map-style"
+    ),
     "a stream with a length": Breach(lambda run: train(run, data=LongStream()), "DataError: .* LongStream.*map-style"),
+    "a loader": Breach(lambda run: train(run, data=DataLoader(Stream())), "a DataLoader.*loader.dataset.*--set batch"),
     "a generator": Breach(lambda run: train(run, data=iter([])), "DataError: .* list_iterator.*lacks __len__"),
     "nothing trains": Breach(lambda run: train(run, make=frozen), "none of their parameters needs a gradient"),
     "nothing placed": Breach(not_placed, "No model was placed.*model = run.place"),
@@ -299,7 +302,7 @@ BREACHES = {
     "add by a taken name": Breach(rounds(lambda s, *_: s.add("loss", 1)), "add 'loss'.*That name is taken"),
     "a batch norm over one sample": Breach(
         lambda run: train(run, build=normed),
-        r"^unisono\.errors\.LoopError: 1, a batch norm, .*the last step of every epoch of 20 samples.*--set batch=10",
+        r"^unisono\.errors\.LoopError: The batch norm 1 of Sequential .*the last step of every epoch .*--set batch=10",
     ),
     "a batch norm that waits": Breach(
         lambda run: train(run, build=waiting), r"Its 1 is a SyncBatchNorm.*nn\.BatchNorm"

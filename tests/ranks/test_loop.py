@@ -80,7 +80,8 @@ def facts(run: Run[Any]) -> Any:
         assert norm == float(torch.nn.utils.get_total_norm(grads))
         step.update(optimizer)
         assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-        return step.number, step.epoch, step.samples, step.loss, norm, step.skipped, step.every(2), step.every(7)
+        number, asked = step.number, (step.every(2), step.every(7), step.ends_epoch)
+        return number, step.epoch, step.samples, step.loss, norm, step.skipped, *asked
 
     return train(run, after=after)
 
@@ -349,11 +350,11 @@ def test_the_facts_of_a_step(told: list[dict[str, Any]]) -> None:
     steps = told[0]["facts"][:5]
     assert [step[:3] for step in steps] == [(0, 0, 8), (1, 0, 8), (2, 0, 4), (3, 1, 8), (4, 1, 8)]
     assert [step[5:] for step in steps] == [
-        (False, False, False),
-        (False, True, False),
-        (False, False, False),
-        (False, True, False),
-        (False, True, True),  # the last one is always an occasion
+        (False, False, False, False),
+        (False, True, False, False),
+        (False, False, False, True),
+        (False, True, False, False),
+        (False, True, True, True),  # the last one is always an occasion
     ]
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono
+from unisono.cli.target import recipes
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line, explain, flatten, load, mathematics, read, settings_of
 from unisono.settings.check import check
@@ -311,6 +312,14 @@ def test_every_way_to_call_main_is_understood(tmp_path: Path, call: str, width: 
     cls = settings_of(script)
     assert cls is not None
     assert flatten(load(cls).settings).get("model.width") == width
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_settings_of_recipes_are_found(recipe: str) -> None:
+    """So that a wrong one is told before any process starts, and `unisono run RECIPE --help` lists them."""
+    cls = settings_of(recipes()[recipe])
+    assert cls is not None
+    assert "lr" in flatten(load(cls).settings)
 
 
 def test_late_annotations_are_understood(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
 @pytest.mark.parametrize(
     ("changes", "true", "do"),
     [
-        ({}, "Neither steps nor epochs is given, so nobody knows when it ends.", "--set steps=100, or: --set epochs=1"),
+        ({}, "One of them must say when this run ends.", "--set steps=100, or: --set epochs=1"),
         (
             {"steps": 1, "epochs": 1},
             "Only one of them can say when it ends.",
@@ -153,8 +153,8 @@ def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
     gathered = gather(Settings, sets=["lrr=1", "clip=x", "seed=-1", "steps=1"], line=line)
     problems = examine(gathered, 9).problems
     assert [p.asked for p in problems] == ["--set lrr=1", "--set clip=x", "seed = -1", "9 processes"]
-    assert problems[0].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=x --set seed=-1"
-    assert problems[2].do == "unisono run train.py --ranks 9 --set lrr=1 --set clip=x --set seed=0"
+    assert problems[0].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
+    assert problems[2].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
     # what follows only from a value that was not understood is not told
     assert len(examine(gather(Settings, sets=["steps=1", "batch=x", "virtual_ranks=65"]), 1).problems) == 1
 

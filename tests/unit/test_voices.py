@@ -64,8 +64,19 @@ def test_files_of_another_rate_are_named_together(tmp_path: Path) -> None:
     paths = [write_wave(folder / "word2" / f"loud{i}_2.wav", rate=44_100) for i in range(7)]
     message = told(folder)
     assert "It has 1 channel at 44,100 samples a second; one channel at 16,000 is needed" in message
-    assert [str(path) in message for path in paths] == [True] * 5 + [False] * 2
-    assert "(7 of 22 files do not fit.)" in message
+    assert "is needed, as most files have. 7 of 22 files do not fit." in message
+    assert [str(path) in message for path in paths] == [True] + [False] * 6
+    files = shlex.quote(str(folder / "word2")) + "/*.wav"
+    assert f'Next: for f in {files}; do sox "$f" -r 16000 -c 1 -b 16 fixed.wav' in message
+
+
+def test_where_no_file_fits_none_is_said_to(tmp_path: Path) -> None:
+    for word in ("yes", "no"):
+        for i in range(3):
+            write_wave(tmp_path / word / f"voice{i}_1.wav", channels=2)
+    message = told(tmp_path)
+    assert "one channel at 16,000 is needed. 6 of 6 files do not fit." in message
+    assert f"{tmp_path}/no/*.wav {tmp_path}/yes/*.wav; do sox" in message
 
 
 @pytest.mark.parametrize(

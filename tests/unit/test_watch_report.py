@@ -101,6 +101,8 @@ def test_the_closing_lines(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text("[loader]\nworkers = 3\n")
     lines = closing({**RESULT, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
     assert lines[0] == "where the time went  10.0 s in 200 steps"
+    resumed = closing({**RESULT, "resumed_at": 150, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
+    assert resumed[0] == "where the time went  10.0 s in 50 steps"
     assert any("Waiting for data took 40% of the time." in line for line in lines)
     assert f"run          {tmp_path}" in lines
     assert "result       200 steps, loss 1.2346, 1,234 samples/s, 2 ranks (8 virtual)" in lines

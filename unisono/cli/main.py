@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from cyclopts import App, Group, Parameter
 
@@ -17,10 +18,11 @@ import unisono
 from unisono.cli.copy import copy
 from unisono.cli.doctor import doctor
 from unisono.cli.fingerprint import fingerprint
-from unisono.cli.request import Request, parsed, split
+from unisono.cli.request import Request, parsed, split, table_of
 from unisono.cli.run import run
+from unisono.cli.target import recipes
 from unisono.errors import SettingsError, UnisonoError
-from unisono.settings import Settings, entries_of
+from unisono.settings import Settings, entries_of, settings_of
 from unisono.watch import log
 
 EXAMPLES = """\
@@ -37,7 +39,7 @@ Examples:
   unisono run train.py --ranks 4 --set batch=64 --set model.width=128
   unisono run train.py --run-dir runs/mine --resume
   unisono run train.py -- --an-argument-of-the-script
-  python train.py --help                  the settings of a script
+  unisono run train.py --help             with the settings of the script
 """
 
 COPY_EXAMPLES = """\
@@ -60,8 +62,8 @@ TRAIN = Group("Train", sort_key=1)
 LOOK = Group("Look", sort_key=2)
 
 
-def build_app() -> App:
-    """The verbs."""
+def build_app(words: Sequence[str] = ()) -> App:
+    """The verbs. The help of `run` tells the settings of the target that these words name."""
     app = App(
         name="unisono",
         help="Train on one process or a hundred and get the same model, to the last bit.",
@@ -71,11 +73,20 @@ def build_app() -> App:
         default_parameter=Parameter(negative=()),
     )
     app["--help"].group = app["--version"].group = LOOK
-    app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES)
+    app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES + _settings_of_target(words))
     app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
     app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
     app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
     return app
+
+
+def _settings_of_target(words: Sequence[str]) -> str:
+    if words[:1] != ["run"] or not {"--help", "-h"} & set(words):
+        return ""
+    known = recipes()
+    paths = [known.get(word, Path(word)) for word in words[1:]]
+    cls = next((settings_of(path) for path in paths if path.is_file()), None)
+    return f"\n{table_of(cls)}\n" if cls is not None else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +108,7 @@ def _obey(words: Sequence[str]) -> int:
     """Do what these words say."""
     flags, own = split(words)
     names = [entry.name for entry in entries_of(Settings)]
-    command, bound = parsed(build_app(), flags, "unisono", names)
+    command, bound = parsed(build_app(flags), flags, "unisono", names)
     if command is run:
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from inspect import BoundArguments
@@ -29,6 +30,7 @@ from cyclopts import (
 
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line, entries_of, kind, nearest_name, shown
+from unisono.settings.comments import comments_of
 
 WHAT = Group("What is computed", sort_key=1)
 WHERE = Group("Where and how", sort_key=2)
@@ -235,6 +237,10 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
         do = ["--set", f"{setting}={value or 'VALUE'}"]
         return SettingsError(asked, true, shlex.join([*words, *flags[:place], *do, *after]))
     verb = [word for word in flags[:1] if not word.startswith("-")]
+    if words[0] == "python" or verb == ["run"]:
+        true = f"There is no flag --{name}; what is for the script itself comes after --."
+        own = flags[place : len(flags) - len(after)]
+        return SettingsError(asked, true, shlex.join([*words, *flags[:place], *after, "--", *own]))
     return SettingsError(asked, f"There is no flag --{name}.", shlex.join([*words, *verb, "--help"]))
 
 
@@ -243,8 +249,16 @@ FLAGS = ("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--j
 
 def table_of(settings: type) -> str:
     """The settings with their defaults and meanings, a line each."""
-    rows = [(entry.name, shown(entry.default), entry.meaning or kind(entry.hint)) for entry in entries_of(settings)]
+    said = comments_of(settings)
+    rows = [
+        (entry.name, shown(entry.default), entry.meaning or said.get(entry.name) or kind(entry.hint))
+        for entry in entries_of(settings)
+    ]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = min(10, max(len(value) for _, value, _ in rows))
-    lines = [f"  {name:{name_width}} {value:{value_width}} {meaning}" for name, value, meaning in rows]
+    before = f"{'':{name_width + value_width + 4}}"
+    lines = []
+    for name, value, meaning in rows:
+        first, *more = textwrap.wrap(meaning, max(79 - len(before), 20)) or [""]
+        lines += [f"  {name:{name_width}} {value:{value_width}} {first}", *(before + words for words in more)]
     return "\n".join(["Settings, their defaults and meanings; change one with --set name=value:", *lines])

@@ -99,7 +99,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
-        with _signals(run):
+        with _signals(run), _own_arguments(request):
             _train(train, run, asked, color)
 
 
@@ -241,6 +241,17 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+
+
+@contextmanager
+def _own_arguments(request: Request) -> Iterator[None]:
+    """The script sees its own arguments only, what came after `--`: its argparse would not know ours."""
+    ours = sys.argv
+    sys.argv = [*ours[:1], *request.own]
+    try:
+        yield
+    finally:
+        sys.argv = ours
 
 
 @contextmanager

@@ -33,9 +33,10 @@ def script_of(target: str, line: Line) -> Path:
         do = instead(str(scripts[0]) if scripts else f"{path}/SCRIPT.py")
         raise SettingsError(f"unisono run {target}", "It is a folder, not a script.", do)
     here = [str(p) for p in sorted((path.parent if path.parent.is_dir() else Path()).glob("*.py"))]
-    near = difflib.get_close_matches(target, [*known, *here], 1, 0.6)
+    stems = {Path(name).stem: name for name in [*here, *known]}
+    near = difflib.get_close_matches(path.stem, stems, 1, 0.6)
     true = f"There is no such recipe and no such file. Recipes: {', '.join(known)}."
-    raise SettingsError(f"unisono run {target}", true, instead(next(iter([*near, *known]), "SCRIPT.py")))
+    raise SettingsError(f"unisono run {target}", true, instead(stems[near[0]]) if near else "unisono run --help")
 
 
 def recipe_of(name: str) -> Path:

@@ -258,21 +258,33 @@ def same_length(group: Group, length: int, what: str) -> None:
         )
 
 
+def refuse_made_batches(data: Any, what: str) -> None:
+    """Refuse a DataLoader, with what to pass instead."""
+    if isinstance(data, DataLoader):
+        raise DataError(
+            f"{what} is a DataLoader.",
+            "Its batches are already made, and their shape would decide about bits.",
+            "pass what it loads, loader.dataset, and collate_fn=loader.collate_fn; how many samples make a batch is a "
+            "setting: --set batch=64.",
+        )
+
+
 def length_of(data: Any, what: str) -> int:
     """The number of samples in a map-style data set; refuses anything else, and an empty one."""
+    refuse_made_batches(data, what)
     stream = isinstance(data, IterableDataset)  # Dataset gives it a __getitem__, which only raises
     if stream or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         lack = "It is a stream" if stream else "It lacks __len__ or __getitem__"
         raise DataError(
-            f"{what} is a {type(data).__name__}.",
+            f"{what} is of class {type(data).__name__}.",
             f"{lack}, and the order of a run is made of sample numbers.",
             "pass a map-style data set (torch.utils.data.Dataset with __len__ and __getitem__).",
         )
     length = len(data)
     if length == 0:
         raise DataError(
-            f"{what} is a {type(data).__name__}.",
-            "It has length 0: there is nothing to train on.",
+            f"{what} is of class {type(data).__name__}.",
+            "It has length 0: there is no sample in it.",
             "check the path or the filter that makes it.",
         )
     return length

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
-from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length, to_device
+from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_made_batches, same_length, to_device
 from unisono.data.seeding import seed_everything
 from unisono.errors import DataError
 from unisono.score.keys import EVALUATE, ROUND, mix, place_key
@@ -43,12 +43,7 @@ class Walk:
         self._count = self._samples = 0
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        if isinstance(self.data, DataLoader):
-            raise DataError(
-                f"{self.what} is a DataLoader.",
-                "Its batches are already made, and their shape would decide about bits.",
-                "pass what it loads: loader.dataset, with collate_fn=loader.collate_fn.",
-            )
+        refuse_made_batches(self.data, self.what)
         sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
         if sized and not isinstance(self.data, IterableDataset):
             return self._indexed()
@@ -61,7 +56,7 @@ class Walk:
         same_length(self.group, self._samples, self.what)
         if self._samples == 0:
             raise DataError(
-                f"{self.what} is a {type(self.data).__name__}.",
+                f"{self.what} is of class {type(self.data).__name__}.",
                 "It ended before its first sample.",
                 "check the path or the filter that makes it; an iterator can be walked through only once.",
             )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import sysconfig
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+import unisono
 from unisono.errors import Problem, UnisonoError
 
 OUR_FRAMES = (os.path.join("launch", "child.py"), "<frozen runpy>", "runpy.py")
@@ -39,7 +41,10 @@ class Record:
             status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
             message = error.code if isinstance(error.code, str) else f"the script left with exit status {status}"
             return cls(time.time(), kind, message, "", status & 0xFF)
-        text = "".join(traceback.format_exception(type(error), error, _from_the_script(error.__traceback__)))
+        told = traceback.TracebackException(type(error), error, _from_the_script(error.__traceback__))
+        if isinstance(error, UnisonoError):
+            told.stack = _of_the_user(told.stack)
+        text = "".join(told.format())
         if isinstance(error, UnisonoError):
             return cls(time.time(), kind, str(error), text, error.exit_status, error.problems)
         return cls(time.time(), kind, str(error), text, 1)
@@ -51,6 +56,17 @@ def _from_the_script(trace: TracebackType | None) -> TracebackType | None:
     while inner is not None and inner.tb_frame.f_code.co_filename.endswith(OUR_FRAMES):
         inner = inner.tb_next
     return inner or trace
+
+
+ROOM = Path(unisono.__file__).parent
+RECIPES = str(ROOM / "recipes")
+LIBRARIES = (str(ROOM), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+
+def _of_the_user(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Without our own lines and torch's: the message says what they would (all of them, if no other is left)."""
+    theirs = [f for f in stack if os.path.dirname(f.filename) == RECIPES or not f.filename.startswith(LIBRARIES)]
+    return traceback.StackSummary.from_list(theirs or stack)
 
 
 _path: Path | None = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.corpora.pictures import Part, Pictures, Source, pictures
+from unisono.recipes.corpora.pictures import Part, Pictures, pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(unisono.Settings):
-    source: Source = "auto"  # fashion, digits; auto: Fashion-MNIST, and the digits where it cannot be had
+    source: Literal["auto", "fashion", "digits"] = "auto"  # auto: the digits where fashion cannot be had
     data: Path | None = None  # a folder of your own: four idx files, or a folder of pictures for every class
     batch: int = 256
     epochs: int | None = 2

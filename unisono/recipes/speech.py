@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.corpora.voices import Clips, Source, recorded_digits, voices
+from unisono.recipes.corpora.voices import Clips, recorded_digits, voices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Settings(unisono.Settings):
     weight_decay: float = 0.05
     clip: float | None = 1.0
     data: Path | None = None  # a folder of folders of wave files, one for each word
-    source: Source = "auto"  # without such a folder: spoken (synthetic), recorded (a Debian package), or what there is
+    source: Literal["auto", "spoken", "recorded"] = "auto"  # spoken: synthetic; recorded: a Debian package
     voices: int = 1000  # of the synthesizer, at most; it has 104
     draws: int = 4  # of speed, pitch and accent, for each voice and word
     augment: float = 1.0  # how much a training clip is changed each time it is seen; 0: not at all

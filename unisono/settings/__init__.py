@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_type_hints
@@ -30,6 +30,7 @@ from unisono.settings.file import lines_of
 from unisono.settings.line import Line
 from unisono.settings.script import settings_of
 from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed
+from unisono.settings.words import nearest_name, plural
 
 __all__ = [
     "CheckpointSettings",
@@ -199,6 +200,7 @@ class Gathered(Generic[T]):
 
     def __init__(self, cls: type[T], entries: Mapping[str, Entry], line: Line) -> None:
         self.cls, self.entries, self.line = cls, entries, line
+        self._mended = line  # what was typed, with all of it mended
         self.values = {name: entry.default for name, entry in entries.items()}
         self.sources = {name: entry.source for name, entry in entries.items()}
         self.levels = dict.fromkeys(entries, SCRIPTS)
@@ -237,13 +239,21 @@ class Gathered(Generic[T]):
                 self._put(name, value, str(file), FILE)
 
     def take_sets(self, sets: Sequence[str], strangers: bool) -> None:
+        known, self._mended = len(self.problems), self.line
+        self._take_sets(sets, strangers)
+        if len(self.problems) > known + 1:  # told again, each with the line that mends them all
+            self.line = self._mended
+            del self.problems[known:]
+            self._take_sets(sets, strangers)
+
+    def _take_sets(self, sets: Sequence[str], strangers: bool) -> None:
         for request in sets:
             name, equals, text = (part.strip() for part in request.partition("="))
             if equals and (name in self.entries or not strangers):
                 self._put(name, text, "--set", TYPED)
             elif not equals:
                 entry = self.entries[nearest_name(name, self.entries) or "steps"]
-                do = str(self.line.setting(f"{entry.name}={example_of(entry)}", instead_of=request))
+                do = self._mend(f"{entry.name}={example_of(entry)}", instead_of=request)
                 self._doubt(entry.name, Problem(f"--set {request}", "--set takes key=value.", do))
 
     def settle(self) -> None:
@@ -276,7 +286,7 @@ class Gathered(Generic[T]):
 
         def instead(name: str, value: Any = "VALUE") -> str:
             if text:
-                return str(self.line.setting(f"{name}={value}", instead_of=asked.removeprefix("--set ")))
+                return self._mend(f"{name}={value}", instead_of=asked.removeprefix("--set "))
             return f"Write in {source}: {name} = {value}"
 
         if name in self.entries:
@@ -301,9 +311,14 @@ class Gathered(Generic[T]):
             self._doubt(nearest, Problem(asked, true, instead(nearest, value if text else toml(value))))
         else:
             true = f"There is no setting {name}. There are {', '.join(self.entries)}."
-            without = self.line.setting(instead_of=f"{name}={value}")
+            without = self._mend(instead_of=f"{name}={value}") if text else ""
             do = f"{without} (without it)" if text else f"Remove from {source} the line {name} = {toml(value)}"
             self.problems.append(Problem(asked, true, do))
+
+    def _mend(self, *pair: str, instead_of: str) -> str:
+        """The line to type."""
+        self._mended = self._mended.setting(*pair, instead_of=instead_of)
+        return str(self.line.setting(*pair, instead_of=instead_of))
 
     def _check_default(self, entry: Entry) -> None:
         """The script's own default may be missing, or of another type than its annotation says."""
@@ -409,16 +424,6 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str = "", default: A
     return cls(**arguments)
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The known name that was probably meant: the same last part, or nearly the same letters."""
-    names = list(names)
-    same_end = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    ends = {other.rpartition(".")[2]: other for other in names}
-    near_end = difflib.get_close_matches(name.rpartition(".")[2], ends, 1, 0.75)
-    return next(iter(same_end + near + [ends[end] for end in near_end]), None)
-
-
 def example_of(entry: Entry) -> str:
     """A value that the setting would take, as one types it after `--set key=`."""
     return shown(_example(entry))
@@ -432,8 +437,3 @@ def _example(entry: Entry) -> Any:
             except Misfit:
                 continue
     return "VALUE"
-
-
-def plural(count: int, one: str, many: str = "") -> str:
-    """1 step, 2 steps."""
-    return f"{count} {one if count == 1 else many or one + 's'}"

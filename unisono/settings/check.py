@@ -102,7 +102,7 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     steps, epochs = values["steps"], values["epochs"]
     if steps is None and epochs is None:
         do = f"{line.setting('steps=100')}, or: {line.setting('epochs=1')}"
-        return [Problem("A run that ends.", "Neither steps nor epochs is given, so nobody knows when it ends.", do)]
+        return [Problem("steps = none and epochs = none", "One of them must say when this run ends.", do)]
     if steps is not None and epochs is not None:
         do = f"{line.setting('epochs=none')}, or: {line.setting('steps=none')}"
         return [Problem(f"steps = {steps} and epochs = {epochs}", "Only one of them can say when it ends.", do)]

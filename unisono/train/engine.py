@@ -337,7 +337,7 @@ class Engine:
         order = self.order
         where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
         return LoopError(
-            f"{name}, a batch norm, was to normalise micro-batches of a batch of {order.batch}.",
+            f"The batch norm {name} was to normalise micro-batches of a batch of {order.batch}.",
             f"In {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of one sample, whose "
             "variance says nothing.",
             self._better_batch(),

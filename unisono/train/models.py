@@ -55,8 +55,12 @@ class Models:
 
     def batch_norms(self) -> list[tuple[str, _BatchNorm]]:
         """Every batch norm, with its name."""
-        named = [pair for model in self.modules for pair in model.named_modules()]
-        return [(name or "the model", part) for name, part in named if isinstance(part, _BatchNorm)]
+        return [
+            (f"{name} of {type(model).__name__}" if name else "that is placed", part)
+            for model in self.modules
+            for name, part in model.named_modules()
+            if isinstance(part, _BatchNorm)
+        ]
 
     def listen(self) -> None:
         """From now on it is noticed when a model grows."""

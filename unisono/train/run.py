@@ -417,6 +417,7 @@ class Run(Generic[S]):
             **({"loss": self._done.loss if isfinite(self._done.loss) else None} if self._done is not None else {}),
             **({"skipped": self._scale.skipped} if self._scale.on else {}),
             "steps": self.steps_done,
+            **({"resumed_at": self._state.resumed.steps} if self._state.resumed is not None else {}),
             "samples": order.samples(self.steps_done) if order else 0,
             "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples_here / seconds, 2) if seconds else 0.0,

@@ -297,6 +297,11 @@ class Step:
         return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
 
     @property
+    def ends_epoch(self) -> bool:
+        """Is this the last step of its epoch, or of the run?"""
+        return self._engine.order.epoch(self.number + 1) != self.epoch or self.number + 1 == self._engine.last
+
+    @property
     def is_half_done(self) -> bool:
         """Has it begun, without its update?"""
         return self._state not in ("new", "updated")

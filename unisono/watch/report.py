@@ -149,7 +149,8 @@ def closing(
     phases = result.get("phases") or seconds_of(run_dir)
     lines: list[str] = []
     if sum(phases.values()) > 0:
-        lines += where_the_time_went(phases, steps=result.get("steps"), color=color, ascii_only=ascii_only).split("\n")
+        steps = None if result.get("steps") is None else result["steps"] - result.get("resumed_at", 0)
+        lines += where_the_time_went(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
         if found := bottleneck(phases, workers=_workers(run_dir)):
             lines += _wrapped(found)
         if result.get("ranks") != 1 and (slow := straggler(exchange_shares(run_dir))):

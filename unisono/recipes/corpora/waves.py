@@ -106,7 +106,8 @@ def labelled_waves(folder: Path) -> dict[str, list[Path]]:
 def check_waves(files: Mapping[str, Sequence[Path]]) -> tuple[int, list[int]]:
     """The sampling rate of all these files, and the length of each in samples, in order. Reads every header.
 
-    Raises DataError that names each file (TOLD at most) that is damaged, not mono, or has another rate than most.
+    Raises DataError that names each file that is damaged, not mono, or has another rate than most; of more than TOLD
+    it names the first.
     """
     paths = [path for some in files.values() for path in some]
     headers: dict[Path, Header] = {}
@@ -118,24 +119,33 @@ def check_waves(files: Mapping[str, Sequence[Path]]) -> tuple[int, list[int]]:
             wrong[path] = (str(why), "unknown format" in str(why))
     rates = Counter(header.rate for header in headers.values())
     rate = max(rates, key=lambda r: (rates[r], -r)) if rates else 16_000
+    fits = sum(header.channels == 1 and header.rate == rate for header in headers.values())
+    most = ", as most files have" if 2 * fits > len(headers) else ""
     for path, header in headers.items():
         if header.channels != 1 or header.rate != rate:
             has = f"It has {header.channels} channel{'s' * (header.channels > 1)} at {header.rate:,} samples a second"
-            wrong[path] = (f"{has}; one channel at {rate:,} is needed, as most files have.", True)
+            wrong[path] = (f"{has}; one channel at {rate:,} is needed{most}.", True)
     if wrong:
         raise _wrong_files(wrong, rate, len(paths))
     return rate, [headers[path].length for path in paths]
 
 
 def _wrong_files(wrong: Mapping[Path, tuple[str, bool]], rate: int, count: int) -> Exception:
-    """One error that names the first of them."""
+    """One error: each file of a few, or the first of many, and how to convert all that can be."""
+    if len(wrong) > TOLD:
+        if all(convertible for _, convertible in wrong.values()):
+            folders = sorted({shlex.quote(str(path.parent)) for path in wrong})
+            files = " ".join(f"{folder}/*.wav" for folder in folders)
+            do = f'for f in {files}; do sox "$f" -r {rate} -c 1 -b 16 fixed.wav && mv fixed.wav "$f"; done'
+        else:
+            broken = next(path for path, (_, yes) in wrong.items() if not yes)
+            do = f"rm {shlex.quote(str(broken))}, and look at the others."
+        path, (true, _) = next(iter(wrong.items()))
+        return DataError(f"Train on {path}.", f"{true} {len(wrong)} of {count} files do not fit.", do)
     problems = []
-    for path, (true, convertible) in list(wrong.items())[:TOLD]:
+    for path, (true, can_be) in wrong.items():
         name = shlex.quote(str(path))
         convert = f"sox {name} -r {rate} -c 1 -b 16 fixed.wav && mv fixed.wav {name}"
         asked = f"Train on {path}."
-        problems.append(DataError(asked, true, convert if convertible else f"Get it anew, or: rm {name}").problems[0])
-    if len(wrong) > TOLD:
-        first = problems[0]
-        problems[0] = first._replace(true=f"{first.true} ({len(wrong)} of {count} files do not fit.)")
+        problems.append(DataError(asked, true, convert if can_be else f"Get it anew, or: rm {name}").problems[0])
     return DataError.of(problems)
