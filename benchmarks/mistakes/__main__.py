@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def page(found: dict[str, dict[str, list[Any] | None]], have: dict[str, str]) ->
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--peers", metavar="PYTHON", help="a python in which peers are installed")
+    flags.add_argument("--peers", metavar="PYTHON", type=os.path.abspath, help="a python in which peers are installed")
     flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/correctness.md)")
     flags.add_argument("--only", nargs="*", default=list(MODULES), choices=list(MODULES), help="these cases")
     flags.add_argument("--json", type=Path, help="keep the figures here; those that are there are not played again")
