@@ -19,6 +19,7 @@ _door = {
     "LoaderSettings": "unisono.settings",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
+    "Stream": "unisono.data.streams",
     "World": "unisono.env",
     "UnisonoError": "unisono.errors",
     "SettingsError": "unisono.errors",
@@ -32,6 +33,7 @@ __all__ = ["__version__", *_door]
 
 if TYPE_CHECKING:
     from unisono.cli.script import main as main
+    from unisono.data.streams import Stream as Stream
     from unisono.env import World as World
     from unisono.errors import CheckpointError as CheckpointError
     from unisono.errors import DataError as DataError

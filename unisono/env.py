@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from unisono.errors import WorldError
 
@@ -64,6 +65,12 @@ def draws_live_lines() -> bool:
 def variables(names: Iterable[str]) -> dict[str, str]:
     """Those of the named environment variables that are set: for what a library reads, to show and to record."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def cache() -> Path:
+    """Where what can be made or fetched again is kept: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else Path.home() / ".cache") / "unisono"
 
 
 def inherited(changes: dict[str, str]) -> dict[str, str]:

@@ -168,3 +168,46 @@ def test_a_shuffle_is_a_permutation_that_looks_random() -> None:
     counts = np.bincount(firsts, minlength=8)
     assert counts.min() > 400
     assert counts.max() < 600  # 500 each, give or take 21
+
+
+# -- shards
+
+
+@quick
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any),
+    st.integers(1, 150),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_in_a_window_no_sample_moves_further(counts: list[int], window: int, epoch: int, data: st.DataObject) -> None:
+    def order(window: int) -> Order:
+        return Order(length=sum(counts), batch=7, virtual_ranks=3, seed=epoch, shards=tuple(counts), window=window)
+
+    walk, turned = order(window).permutation(epoch), order(1).permutation(epoch)
+    assert sorted(walk.tolist()) == list(range(sum(counts)))
+    place = np.argsort(turned)  # of every sample, where only the shards were shuffled
+    assert np.abs(place[walk] - np.arange(len(walk))).max() < window
+    shard = np.repeat(np.arange(len(counts)), counts)
+    assert sum(a != b for a, b in pairwise(shard[turned])) == sum(map(bool, counts)) - 1  # each shard in one piece
+    assert all(b == a + 1 for a, b in pairwise(turned.tolist()) if shard[a] == shard[b])
+    start = data.draw(st.integers(0, len(walk)))
+    stop = data.draw(st.integers(start, len(walk)))
+    assert order(window).part(epoch, start, stop).tolist() == walk[start:stop].tolist()
+
+
+def test_a_window_shuffles_over_the_borders_of_blocks() -> None:
+    order = Order(length=60_000, batch=7, virtual_ranks=3, shards=(20_000,) * 3, window=300)
+    walk = order.permutation(0)
+    moved = np.abs(
+        np.argsort(order.permutation(0)) - np.argsort(Order(**{**vars_of(order), "window": 1}).permutation(0))
+    )
+    assert sorted(walk.tolist()) == list(range(60_000))
+    assert moved.max() < 300
+    assert moved[4096 * 3 - 50 : 4096 * 3 + 50].mean() > 50  # as much there as elsewhere
+    assert Order(**{**vars_of(order), "shuffle": False}).permutation(3).tolist() == list(range(60_000))
+    assert order.permutation(1).tolist() != walk.tolist()
+
+
+def vars_of(order: Order) -> dict[str, Any]:
+    return {name: getattr(order, name) for name in order.__dataclass_fields__}

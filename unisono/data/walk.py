@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_made_batches, same_length, to_device
 from unisono.data.seeding import seed_everything
+from unisono.data.streams import settle
 from unisono.errors import DataError
 from unisono.score.keys import EVALUATE, ROUND, mix, place_key
 from unisono.score.order import Order, deal
@@ -44,6 +45,7 @@ class Walk:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         refuse_made_batches(self.data, self.what)
+        settle(self.data, self.group, self.settings.loader.damaged)
         sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
         if sized and not isinstance(self.data, IterableDataset):
             return self._indexed()

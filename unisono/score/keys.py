@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE, SCRIPT = range(1, 8)
+ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE, SCRIPT, SHARDS = range(1, 9)
 """What a key is for; two purposes never share a stream."""
 
 _MASK = (1 << 64) - 1
@@ -43,12 +43,17 @@ def shuffled(length: int, key: int) -> npt.NDArray[np.int64]:
     Sorting keys is slower than shuffling (about 0.1 s for a million) and costs 24 bytes a sample for that moment, once
     an epoch. In return the order is plain integer arithmetic that can be written down, on any machine.
     """
+    return np.argsort(hashed(0, length, key), kind="stable")
+
+
+def hashed(first: int, last: int, key: int) -> npt.NDArray[np.uint64]:
+    """A number of 64 bits for each of first .. last-1 under `key`, shape [last - first]."""
     with np.errstate(over="ignore"):
-        h = np.arange(length, dtype=np.uint64) ^ np.uint64(key & _MASK)
+        h = np.arange(first, last, dtype=np.uint64) ^ np.uint64(key & _MASK)
         h += np.uint64(0x9E3779B97F4A7C15)
         h ^= h >> np.uint64(30)
         h *= np.uint64(0xBF58476D1CE4E5B9)
         h ^= h >> np.uint64(27)
         h *= np.uint64(0x94D049BB133111EB)
         h ^= h >> np.uint64(31)
-    return np.argsort(h, kind="stable")
+    return h

@@ -7,6 +7,8 @@ what is left: shorter, dealt the same way, so a virtual rank may get nothing. No
     batch   | s17 s4 s9 s22 s1 s30 s8 | s2 ...           length 31, batch 7, V = 3, micro_batch 2
     shares  | s17 s4 | s9 s22 | s1 s30 s8 |
     micro   | s17 s4 | s9 s22 | s1 | s30 s8 |
+
+Data that lies in shards is not shuffled as a whole: see score/windows.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.score.keys import ORDER, mix, shuffled
+from unisono.score.windows import Windows
 
 
 class Place(NamedTuple):
@@ -48,6 +51,8 @@ class Order:
     micro_batch    most samples in one micro-batch; None: a virtual rank's whole share
     seed           of the run
     shuffle        False: epochs walk the data in its own order
+    shards         samples in each shard, if the data lies in shards: sample numbers run through them in order
+    window         then a sample is moved by fewer places than this; 1: only the shards are shuffled
     """
 
     length: int
@@ -56,6 +61,8 @@ class Order:
     micro_batch: int | None = None
     seed: int = 0
     shuffle: bool = True
+    shards: tuple[int, ...] = ()
+    window: int = 1
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -96,13 +103,25 @@ class Order:
         return min(self.sizes(0) + tail)
 
     def permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of all samples in `epoch`, shape [length]. The last two epochs asked for are kept."""
-        return _permutation(self.length, self.seed, epoch) if self.shuffle else _as_it_is(self.length)
+        """The order of all samples in `epoch`, shape [length]."""
+        return self.part(epoch, 0, self.length)
+
+    def part(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Places [start, stop) of that order. What it is cut from is kept for the last two epochs or blocks."""
+        if not self.shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        if not self.shards:
+            return _permutation(self.length, self.seed, epoch)[start:stop]
+        return self._windows.part(epoch, start, stop)
+
+    @cached_property
+    def _windows(self) -> Windows:
+        return Windows(self.shards, self.window, self.seed)
 
     def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
         """The sample numbers of each micro-batch of a virtual rank in `step`, in order."""
-        permutation = self.permutation(self.epoch(step))
-        return [permutation[a:b].tolist() for a, b in self.micro_bounds(step, virtual_rank)]
+        epoch = self.epoch(step)
+        return [self.part(epoch, a, b).tolist() for a, b in self.micro_bounds(step, virtual_rank)]
 
     def places(self, step: int, span: tuple[int, int]) -> Iterator[tuple[Place, list[int]]]:
         """Every micro-batch of the virtual ranks [lo, hi) in `step`, with its place, in the order to compute them."""
@@ -125,8 +144,3 @@ def _cuts(size: int, virtual_ranks: int, virtual_rank: int, micro_batch: int | N
 @lru_cache(maxsize=2)
 def _permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return shuffled(length, mix(seed, ORDER, epoch))
-
-
-@lru_cache(maxsize=2)
-def _as_it_is(length: int) -> npt.NDArray[np.int64]:
-    return np.arange(length, dtype=np.int64)

@@ -72,6 +72,7 @@ class LoaderSettings:
 
     workers: int = 0
     prefetch: int = 2
+    damaged: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ ABOUT = {
     "checkpoint.keep": About("how many of the newest checkpoints stay", False),
     "loader.workers": About("processes that fetch data, for each that trains", False),
     "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
+    "loader.damaged": About("what a damaged sample of a stream does to the run", True),
 }
 
 ENVIRONMENT = ("torch", "numpy", "device", "instruction_set", "threads")

@@ -16,6 +16,7 @@ from unisono import phases
 from unisono.checkpoint.load import Checkpoint
 from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
 from unisono.data.seeding import Generators, seed_everything
+from unisono.data.streams import Stream, lies_in, settle
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import promise_of
@@ -111,9 +112,10 @@ class Run(Generic[S]):
         return self._total_steps
 
     def count_steps(self, data: Any) -> int:
-        """Optimizer steps of the whole run over this data set."""
+        """Optimizer steps of the whole run over this data set (of a Stream, every process must ask)."""
         if self._total_steps is None:
             assert self.settings.epochs is not None
+            settle(data, self._group, self.settings.loader.damaged)
             self._total_steps = self.settings.epochs * -(-length_of(data, "The training set") // self.settings.batch)
         return self._total_steps
 
@@ -170,7 +172,7 @@ class Run(Generic[S]):
     # -- the loop
 
     def steps(self, data: Any = None, *, shuffle: bool = True, collate_fn: Collate | None = None) -> Iterator[Step]:
-        """The steps of the run over a map-style data set, from where it stands to its end.
+        """The steps of the run over a map-style data set or a Stream, from where it stands to its end.
 
         data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate.
                     None: each micro-batch is a range of sample numbers, which go on from step to step: for what the
@@ -196,12 +198,14 @@ class Run(Generic[S]):
                     f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
                     "--set steps=100 --set epochs=none",
                 )
-        length = length_of(data, "The training set")
         self._table.together("run.steps")
+        settle(data, self._group, settings.loader.damaged)
+        length = length_of(data, "The training set")
         same_length(self._group, length, "The training set")
         last = self.count_steps(data)
-        self._identity["length"] = length
-        self.changes += self._state.check_length(length, self._accepted)
+        self._identity["length"] = data.shape if isinstance(data, Stream) else length
+        self.changes += self._state.check_length(self._identity["length"], self._accepted)
+        shards, window = lies_in(data)
         order = Order(
             length=length,
             batch=settings.batch,
@@ -209,6 +213,8 @@ class Run(Generic[S]):
             micro_batch=settings.micro_batch,
             seed=settings.seed,
             shuffle=shuffle,
+            shards=shards,
+            window=window,
         )
         schedule = Schedule(place_evenly(settings.virtual_ranks, self.size))
         self._loader = Loader(

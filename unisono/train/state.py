@@ -129,7 +129,7 @@ class State:
                 f"run.track({words}) before the loop.",
             )
 
-    def check_length(self, length: int, accepted: Sequence[str]) -> list[dict[str, Any]]:
+    def check_length(self, length: int | str, accepted: Sequence[str]) -> list[dict[str, Any]]:
         """The training data has so many samples now: what changes if that is another number than at the beginning."""
         before = self.resumed.about["identity"].get("length", length) if self.resumed else length
         if before == length:

@@ -1,0 +1,16 @@
+"""For all tests: what is kept for next time goes to a folder that goes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+_cache = tempfile.mkdtemp(prefix="unisono-cache-")
+os.environ["XDG_CACHE_HOME"] = _cache  # before the fork server starts, whose children inherit it
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(_cache, ignore_errors=True)
