@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def train(world: World, folder: str, recipe: str) -> dict[str, Any]:
     main = importlib.import_module(f"unisono.recipes.{recipe}").main
     for name in docstrings.TOPICS.keys() - {"imports", "mail", "tests"}:  # reading all takes two seconds
         del docstrings.TOPICS[name]
+    topics.docstrings = cache(docstrings.docstrings)  # ... and once is enough
     return {
         case: attempt(world, Path(folder) / case, partial(trained, main=main), replace(SETTINGS[recipe], **changes))
         for case, changes in CASES.items()

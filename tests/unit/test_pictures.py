@@ -56,7 +56,6 @@ def four(tmp_path: Path) -> Path:
 @pytest.fixture
 def collection(tmp_path: Path, four: Path, monkeypatch: pytest.MonkeyPatch) -> Collection:
     """A collection that is not installed, whose site is a folder of this test, and whose cache is one as well."""
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     site = tmp_path / "site"
     site.mkdir()

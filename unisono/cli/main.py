@@ -15,6 +15,7 @@ from pathlib import Path
 from cyclopts import App, Group, Parameter
 
 import unisono
+from unisono.cli.check import check
 from unisono.cli.copy import copy
 from unisono.cli.doctor import doctor
 from unisono.cli.fingerprint import fingerprint
@@ -31,6 +32,7 @@ Examples:
   unisono run train.py --set steps=500    train your own script
   unisono run train.py --resume           go on where its newest run stopped
   unisono copy text train.py              get a recipe to change
+  unisono check train.py                  is it placement-proof?
   unisono doctor                          is this machine ready?
 """
 RUN_EXAMPLES = """\
@@ -51,6 +53,11 @@ FINGERPRINT_EXAMPLES = """\
 Examples:
   unisono fingerprint runs/mine           its newest complete checkpoint
   unisono fingerprint runs/mine/checkpoints/step-00000040 --state
+"""
+CHECK_EXAMPLES = """\
+Examples:
+  unisono check train.py                  is it placement-proof?
+  unisono check text --steps 5 --set model.dropout=0.1
 """
 DOCTOR_EXAMPLES = """\
 Examples:
@@ -74,6 +81,7 @@ def build_app(words: Sequence[str] = ()) -> App:
     )
     app["--help"].group = app["--version"].group = LOOK
     app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES + _settings_of_target(words))
+    app.command(check, group=TRAIN, help_epilogue=CHECK_EXAMPLES)
     app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
     app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
     app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
@@ -109,11 +117,11 @@ def _obey(words: Sequence[str]) -> int:
     flags, own = split(words)
     names = [entry.name for entry in entries_of(Settings)]
     command, bound = parsed(build_app(flags), flags, "unisono", names)
-    if command is run:
+    if command in (run, check):
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:
         asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
-        raise SettingsError(asked, "Only `unisono run` hands arguments on to a script.", do)
+        raise SettingsError(asked, "Only `unisono run` and `unisono check` hand arguments on to a script.", do)
     return command(*bound.args, **bound.kwargs) or 0
 
 

@@ -63,6 +63,7 @@ class Request:
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
+    trace: Annotated[str, Parameter(show=False)] = ""  # STEPS:FOLDER, what `unisono check` asks of a script
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
     def arguments(self, run_dir: Path) -> list[str]:
@@ -72,6 +73,7 @@ class Request:
         flags += ["--resume"] if self.resume else []
         flags += [f"--accept-change={each}" for each in self.accept_change]
         flags += ["--json"] if self.json else []
+        flags += [f"--trace={self.trace}"] if self.trace else []
         return [*flags, f"--run-dir={run_dir}", *(["--", *self.own] if self.own else [])]
 
     def line(self, *command: str) -> Line:
@@ -192,6 +194,7 @@ def parsed(
 
 OPERANDS = {
     "run": ("the name of a recipe, or the path of a script", "text"),
+    "check": ("the name of a recipe, or the path of a script", "text"),
     "copy": ("the name of a recipe", "text"),
     "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
 }

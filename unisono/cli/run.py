@@ -41,7 +41,7 @@ def run(
         How many processes. The result is the same for any number.
     """
     line = request.line("unisono", "run", target, *(["--ranks", str(ranks)] if ranks != 1 else []))
-    script, threads = _checked(target, ranks, request, line)
+    script, threads = checked(target, ranks, request, line)
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
     with hold(run_dir, line):
@@ -86,7 +86,7 @@ def _never_joined(script: Path, ranks: int, line: Line) -> SettingsError:
     return SettingsError(str(line), true, do)
 
 
-def _checked(target: str, ranks: int, request: Request, line: Line) -> tuple[Path, int]:
+def checked(target: str, ranks: int, request: Request, line: Line) -> tuple[Path, int]:
     """The script, and the threads of each process. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
     if ranks < 1:

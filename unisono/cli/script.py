@@ -32,6 +32,7 @@ from unisono.errors import Problem, SettingsError, Stopped, UnisonoError
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.check import examine
+from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
 from unisono.train.run import Run
 from unisono.watch import log, report
@@ -80,7 +81,8 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
         resumed = load(Path(found)) if found else None
         color = world.terminal and not env.variables(("NO_COLOR",))
-        run: Run[S] = Run(
+        kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
+        run: Run[S] = kind(
             loaded.settings,
             world=world,
             group=group,
@@ -90,6 +92,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             output=sys.stdout,
             color=color,
             accepted=request.accept_change,
+            engine=engine,
         )
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
@@ -208,6 +211,12 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
         for name in request.accept_change
         if name != "length" and before.get(name) != identity.get(name)  # of the length, the run knows better
     ]
+
+
+def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+    from unisono.train.trace import traced
+
+    return traced(asked, rank)
 
 
 def _on_main(group: Group, decide: Callable[[], Any]) -> Any:

@@ -17,8 +17,8 @@ def recipes() -> dict[str, Path]:
 
 
 def script_of(target: str, line: Line) -> Path:
-    """The script that `unisono run TARGET` means; `line` is what was typed. Raises SettingsError."""
-    known = recipes()
+    """The script that `unisono run TARGET` means, or `check`; `line` is what was typed. Raises SettingsError."""
+    known, asked = recipes(), f"{' '.join(line.words[:2])} {target}"
     if target in known:
         return known[target]
     path = Path(target)
@@ -31,12 +31,13 @@ def script_of(target: str, line: Line) -> Path:
     if path.is_dir():
         scripts = sorted(path.glob("*.py"))
         do = instead(str(scripts[0]) if scripts else f"{path}/SCRIPT.py")
-        raise SettingsError(f"unisono run {target}", "It is a folder, not a script.", do)
+        raise SettingsError(asked, "It is a folder, not a script.", do)
     here = [str(p) for p in sorted((path.parent if path.parent.is_dir() else Path()).glob("*.py"))]
     stems = {Path(name).stem: name for name in [*here, *known]}
     near = difflib.get_close_matches(path.stem, stems, 1, 0.6)
+    do = instead(stems[near[0]]) if near else f"{' '.join(line.words[:2])} --help"
     true = f"There is no such recipe and no such file. Recipes: {', '.join(known)}."
-    raise SettingsError(f"unisono run {target}", true, instead(stems[near[0]]) if near else "unisono run --help")
+    raise SettingsError(asked, true, do)
 
 
 def recipe_of(name: str) -> Path:

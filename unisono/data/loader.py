@@ -140,7 +140,7 @@ class Loader:
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
-        fetcher = Fetcher(data, collate or default_collate, keyed=keyed)
+        self.fetcher = fetcher = Fetcher(data, collate or default_collate, keyed=keyed)
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
             self._batches: Iterable[Any] = map(fetcher.fetch, self.deal())
             return

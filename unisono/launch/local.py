@@ -7,9 +7,10 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil  # type: ignore[import-untyped]
 
@@ -27,6 +28,7 @@ def run(
     threads: int = 1,
     screen: int | None = 1,
     say: bool = True,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Outcome:
     """Run the script in `ranks` processes and return when all are gone.
 
@@ -34,6 +36,7 @@ def run(
     threads  of each process; what OpenMP should know before it is loaded
     screen   the file descriptor that rank 0's output goes to, besides its log; None: nowhere
     say      tell on standard error why it failed
+    variables  more of what a library, or Python itself, reads from its environment
     """
     terminal = screen == 1 and draws_live_lines()
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
@@ -57,7 +60,7 @@ def run(
             tasks.append(
                 Task(
                     command=[*_python(), "-m", "unisono.launch.child", order, str(script), *arguments],
-                    environment=inherited(_for_libraries(threads)),
+                    environment=inherited({**_for_libraries(threads), **variables}),
                     log=logs / f"rank-{rank}.log",
                     record=record,
                 )

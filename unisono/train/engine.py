@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.data.loader import Loader, Schedule
+from unisono.data.loader import Collate, Loader, Schedule
 from unisono.data.seeding import Generators, seed_everything
+from unisono.data.streams import lies_in
 from unisono.errors import DataError, LoopError
 from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
+from unisono.score.placement import place_evenly
 from unisono.train.buffers import watch_samples
 from unisono.train.gradient import Gradient, Written, written
 from unisono.train.models import Models
+from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
-    from unisono.train.step import Step
     from unisono.world.collectives import Group
 
 
@@ -61,6 +63,9 @@ class Engine:
         self._accelerator = group.device if group.device.type != "cpu" else None
 
     # -- a step
+
+    def new_step(self, number: int) -> Step:
+        return Step(self, number)
 
     def before_step(self, step: int) -> None:
         """Seed for what the loop does before its rounds: the same on every process, and after a resume.
@@ -181,6 +186,11 @@ class Engine:
             key = mix(self._update_key, step.number, *([number] if number else []))
             seed_everything(key, self._accelerator)
         return totals.sums
+
+    @property
+    def horizon(self) -> int:
+        """No step from this one on has been dealt here."""
+        return self._loader.horizon
 
     def end(self) -> None:
         """The last step is done: loader workers may go."""
@@ -354,6 +364,50 @@ class Engine:
             if replace(order, virtual_ranks=fewer).smallest(self.last) > 1:
                 return f"--set virtual_ranks={fewer}, or GroupNorm."
         return "use GroupNorm, or more data."
+
+
+def build_engine(
+    kind: type[Engine],
+    data: Any,
+    *,
+    settings: Settings,
+    group: Group,
+    models: Models,
+    table: Table,
+    generators: Generators,
+    scale: LossScale,
+    shuffle: bool,
+    collate: Collate | None,
+    first: int,
+    last: int,
+) -> Engine:
+    """The engine for steps `first` to `last` - 1 over this data, with its order, its placement and its loader."""
+    shards, window = lies_in(data)
+    order = Order(
+        length=len(data),
+        batch=settings.batch,
+        virtual_ranks=settings.virtual_ranks,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
+        shuffle=shuffle,
+        shards=shards,
+        window=window,
+    )
+    schedule = Schedule(place_evenly(settings.virtual_ranks, group.size))
+    loader = Loader(
+        data,
+        order,
+        schedule,
+        rank=group.rank,
+        first=first,
+        last=last,
+        device=group.device,
+        collate=collate,
+        workers=settings.loader.workers,
+        prefetch=settings.loader.prefetch,
+        keyed=settings.virtual_ranks > 1,
+    )
+    return kind(settings, group, order, loader, schedule, models, last, table, generators, scale)
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:

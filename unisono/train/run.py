@@ -14,19 +14,18 @@ import torch
 
 from unisono import phases
 from unisono.checkpoint.load import Checkpoint
-from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
+from unisono.data.loader import Collate, Numbers, length_of, same_length
 from unisono.data.seeding import Generators, seed_everything
-from unisono.data.streams import Stream, lies_in, settle
+from unisono.data.streams import Stream, settle
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
-from unisono.score.order import Order
-from unisono.score.placement import Spans, place_evenly
+from unisono.score.placement import Spans
 from unisono.settings import Settings
 from unisono.train.buffers import refuse_sync
-from unisono.train.engine import Engine
+from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
 from unisono.train.outputs import Forward, Outputs, at_rest
@@ -67,6 +66,7 @@ class Run(Generic[S]):
         output: TextIO,
         color: bool = False,
         accepted: Sequence[str] = (),
+        engine: type[Engine] = Engine,
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
         self.rank, self.size, self.device = group.rank, group.size, group.device
@@ -85,6 +85,7 @@ class Run(Generic[S]):
         self._state.track(**{RANDOM: self._generators, SCALE: self._scale})
         self._models = Models(group, settings.virtual_ranks)
         self._total_steps = settings.steps
+        self._kind = engine
         self._engine: Engine | None = None
         self._watcher = Watcher(run_dir, group.rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
@@ -205,42 +206,19 @@ class Run(Generic[S]):
         last = self.count_steps(data)
         self._identity["length"] = data.shape if isinstance(data, Stream) else length
         self.changes += self._state.check_length(self._identity["length"], self._accepted)
-        shards, window = lies_in(data)
-        order = Order(
-            length=length,
-            batch=settings.batch,
-            virtual_ranks=settings.virtual_ranks,
-            micro_batch=settings.micro_batch,
-            seed=settings.seed,
-            shuffle=shuffle,
-            shards=shards,
-            window=window,
-        )
-        schedule = Schedule(place_evenly(settings.virtual_ranks, self.size))
-        self._loader = Loader(
+        self._engine = build_engine(
+            self._kind,
             data,
-            order,
-            schedule,
-            rank=self.rank,
+            settings=settings,
+            group=self._group,
+            models=self._models,
+            table=self._table,
+            generators=self._generators,
+            scale=self._scale,
+            shuffle=shuffle,
+            collate=collate_fn,
             first=self.steps_done,
             last=last,
-            device=self.device,
-            collate=collate_fn,
-            workers=settings.loader.workers,
-            prefetch=settings.loader.prefetch,
-            keyed=settings.virtual_ranks > 1,
-        )
-        self._engine = Engine(
-            settings,
-            self._group,
-            order,
-            self._loader,
-            schedule,
-            self._models,
-            last,
-            self._table,
-            self._generators,
-            self._scale,
         )
         self._models.listen()
         return self._steps(self._engine)
@@ -256,7 +234,7 @@ class Run(Generic[S]):
         checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every
         for number in range(self.steps_done, engine.last):
-            step = self._last_step = Step(engine, number)
+            step = self._last_step = engine.new_step(number)
             engine.asked["leave"] = self._leave
             engine.before_step(number)
             try:
@@ -325,7 +303,7 @@ class Run(Generic[S]):
         """
         assert self._engine is not None
         self._table.together("run.deal")
-        horizon = torch.tensor([self._loader.horizon], device=self.device)
+        horizon = torch.tensor([self._engine.horizon], device=self.device)
         first = int(self._group.max_(horizon).item())
         self._engine.schedule.change(first, spans)
         return first

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unisono import DataError, env
+from unisono import DataError
 
 Source = Literal["auto", "fashion", "digits"]
 
@@ -143,7 +143,7 @@ def pictures(source: Source = "auto", data: Path | None = None, *, collection: C
         return digits()
     if collection.folder.is_dir():
         return published(collection, collection.folder)
-    cache = env.cache() / collection.cache
+    cache = Path.home() / ".cache" / "unisono" / collection.cache
     try:
         fetch(collection, cache)
     except (OSError, http.client.HTTPException) as error:
