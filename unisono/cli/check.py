@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -85,7 +86,7 @@ class Check:
     def run(self) -> int:
         outcome = self._trace(ONE)
         if outcome.stopped:
-            return 1
+            return self._stopped()
         if outcome.exit_status or not self.traces[ONE.name].values:
             return self._no_ground(outcome)
         settings, _ = read_settings(self._folder(ONE) / "settings.toml")
@@ -96,7 +97,7 @@ class Check:
         for placement in placements:
             outcome = self._trace(placement)
             if outcome.stopped:
-                return 1
+                return self._stopped()
             if outcome.exit_status:
                 self._say(placement.name, "fails")
                 return self._fails(placement, outcome)
@@ -153,6 +154,10 @@ class Check:
         if self.request.json:
             print(json.dumps({"placement_proof": status == 0, "runs": self.told, **more}))
         return status
+
+    def _stopped(self) -> int:
+        print(f"Stopped, with nothing proved.\n  Next: {self.line}", file=sys.stderr)
+        return self._end(1, cause="stopped")
 
     def _proof(self, virtual_ranks: int) -> int:
         if not self.request.json:
