@@ -50,7 +50,7 @@ slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
 bench: setup  ## measure: each file in benchmarks/ prints what it compares, and how
-	for bench in door overhead exchange; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
+	for bench in door overhead exchange memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
 
 correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/correctness.md
 	$(PEERS)/bin/python -m pytest tests/house/test_papers.py

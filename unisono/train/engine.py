@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from unisono.world.collectives import Group
 
 
+BLOCK = 1 << 16
+"""Elements of a parameter that are looked at together: eight bytes each are needed beside it."""
+
+
 class Engine:
     """What a step needs from the run, in one place."""
 
@@ -53,7 +57,7 @@ class Engine:
         self.steppers: list[Any] = []
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self._before: Written = []  # the parameters, when the pass began
-        self._copies: list[torch.Tensor] = []  # what was in them, at a first pass
+        self._held_bits: list[int] = []  # what was in them, at a first pass
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
         self._gradients: dict[tuple[int, ...], Gradient] = {}
@@ -126,7 +130,7 @@ class Engine:
             buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
             self._before = written(self.models.params)
             if not gradient.seen:
-                self._copies = [p.detach().clone() for p in self.models.params]
+                self._held_bits = [bits_of(p) for p in self.models.params]
         for i in range(count := sum(pieces.values())):
             place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
             left = count - 1 - i
@@ -316,8 +320,8 @@ class Engine:
     def _check_forward(self, step: Step) -> None:
         """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
         after = written(self.models.params)
-        copies, self._copies = self._copies, []
-        secretly = [not torch.equal(p, copy) for p, copy in zip(self.models.params, copies, strict=False)]
+        bits, self._held_bits = self._held_bits, []
+        secretly = [bits_of(p) != was for p, was in zip(self.models.params, bits, strict=False)]
         for i, ((p, before), (_, now)) in enumerate(zip(self._before, after, strict=True)):
             if before != now or secretly[i : i + 1] == [True]:
                 shape = tuple(p.shape) if p is not None else ()
@@ -364,6 +368,19 @@ class Engine:
             if replace(order, virtual_ranks=fewer).smallest(self.last) > 1:
                 return f"--set virtual_ranks={fewer}, or GroupNorm."
         return "use GroupNorm, or more data."
+
+
+def bits_of(tensor: torch.Tensor) -> int:
+    """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    places = torch.arange(min(BLOCK, len(words)), device=flat.device)
+    odd = 2 * (places * places) + 1  # so that no change of a bit is lost
+    found = 0
+    for i, block in enumerate(words.split(BLOCK)):
+        found = mix(found, i, int((block * odd[: len(block)]).sum()))
+    return found
 
 
 def build_engine(
