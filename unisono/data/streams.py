@@ -244,7 +244,7 @@ class Stream(Dataset[Any]):
                 f"The shard {name} was to be read.",
                 f"Sample {damage.offset} of it cannot be: {damage.why}",
                 "get it anew, or pass over what is damaged: --set loader.damaged=skip",
-            ) from damage
+            ) from None
         _log.warning("%s: sample %d is skipped. %s", name, damage.offset, damage.why)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from unisono import phases
 from unisono.checkpoint.load import Checkpoint
 from unisono.data.loader import Collate, Numbers, length_of, same_length
 from unisono.data.seeding import Generators, seed_everything
-from unisono.data.streams import Stream, settle
+from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
-from unisono.settings import Settings
+from unisono.settings import Settings, plural
 from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
@@ -116,9 +116,16 @@ class Run(Generic[S]):
         """Optimizer steps of the whole run over this data set (of a Stream, every process must ask)."""
         if self._total_steps is None:
             assert self.settings.epochs is not None
-            settle(data, self._group, self.settings.loader.damaged)
+            self._settle(data)
             self._total_steps = self.settings.epochs * -(-length_of(data, "The training set") // self.settings.batch)
         return self._total_steps
+
+    def _settle(self, data: Any) -> None:
+        """Let a Stream know its length; that may take a while, so it is said."""
+        if isinstance(data, Stream):
+            if data.counts is None:
+                self.print(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
+            data.settle(self._group, self.settings.loader.damaged)
 
     # -- before the loop
 
@@ -200,7 +207,7 @@ class Run(Generic[S]):
                     "--set steps=100 --set epochs=none",
                 )
         self._table.together("run.steps")
-        settle(data, self._group, settings.loader.damaged)
+        self._settle(data)
         length = length_of(data, "The training set")
         same_length(self._group, length, "The training set")
         last = self.count_steps(data)
