@@ -72,7 +72,7 @@ def fetched(order: Order, kind: str, step: int, virtual_rank: int) -> list[tuple
     data, collate = data_of(kind)
     batches = []
     for place, samples in order.places(step, (virtual_rank, virtual_rank + 1)):
-        if kind != "tensors":  # which draw nothing
+        if kind == "mlp":  # the others draw nothing
             seed_everything(place_key(mix(order.seed, ROUND), *place))
         batches.append(collate([data[i] for i in samples]))
     return batches

@@ -1,4 +1,4 @@
-"""Loader workers that never begin: they are started again, and the bits are as if nothing had happened."""
+"""Loader workers change nothing; and those that never begin are started again, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.ranks import training
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono.data import workers
 from unisono.env import World
-from unisono.settings import LoaderSettings
+from unisono.settings import LoaderSettings, Settings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -41,6 +44,27 @@ def loop(run: Run[Any], forks: int) -> Any:
 def losses(world: World, folder: str, forks: int) -> Any:
     config = replace(SETTINGS, loader=LoaderSettings(workers=2 if forks else 0))
     return attempt(world, Path(folder), partial(loop, forks=forks), config)
+
+
+def draws(world: World, config: Settings, folder: str, stop_after: int | None = None, resume: bool = False) -> Any:
+    return training.train(world, "sometimes", config, folder, noise=True, stop_after=stop_after, resume=resume)
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 8])
+def test_data_that_draws_for_some_samples_only_is_the_same_for_everybody(tmp_path: Path, virtual_ranks: int) -> None:
+    """With one virtual rank the generators are one stream, which a fetch that draws begins anew: the loop's own draws
+    and its dropout must not show who fetched."""
+    found = {}
+    for count in (0, 2):
+        config = training.settings(virtual_ranks=virtual_ranks, loader=LoaderSettings(workers=count))
+        folder = str(tmp_path / str(count))
+        (found[count],) = run_ranks(draws, 1, config, folder)
+        stopped = str(tmp_path / f"stopped {count}")
+        run_ranks(draws, 1, config, stopped, 3)
+        (resumed,) = run_ranks(draws, 1, config, stopped, None, True)
+        assert resumed["state"] == found[count]["state"]
+    assert found[0]["losses"] == found[2]["losses"]
+    assert found[0]["state"] == found[2]["state"]
 
 
 def test_workers_that_hang_are_started_again(tmp_path: Path) -> None:

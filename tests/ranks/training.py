@@ -58,7 +58,20 @@ class Sentences(torch.utils.data.Dataset):
         return self.rows[i]
 
 
-DATA: dict[str, Callable[[int], Any]] = {"mlp": Points, "tensors": tensors, "gpt": Sentences}
+class Sometimes(Points):
+    """Draws for some samples only, each time from another generator."""
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = {0: random.random, 1: lambda: random.gauss(0, 1), 2: np.random.randn, 3: lambda: float(torch.randn(()))}
+        return self.x[i] + 0.01 * draw.get(i % 30, float)(), self.y[i]
+
+
+DATA: dict[str, Callable[[int], Any]] = {
+    "mlp": Points,
+    "sometimes": Sometimes,
+    "tensors": tensors,
+    "gpt": Sentences,
+}
 
 
 def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from unisono.data.marks import mark
 from unisono.data.rows import are_rows, read_rows
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
 from unisono.data.workers import deaths, start, tells_of_a_death
@@ -73,27 +74,55 @@ class Numbers(Dataset[int]):
 
 
 class Fetcher(Dataset[Any]):
-    """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself."""
+    """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself.
+
+    keyed  False: the generators are one stream, as in plain torch, and only a fetch that draws begins it anew
+    """
 
     def __init__(self, data: Any, collate: Collate, *, keyed: bool = True) -> None:
-        self.data, self.collate = data, collate
+        self.data, self.collate, self.keyed = data, collate, keyed
         self.rows = are_rows(data, collate)
-        self.keyed = keyed or not self.rows
+        self._draws = False  # has a fetch been seen to draw?
 
     def __getitem__(self, task: Task) -> Fetched:
         """For a worker: the batch, and where the generators stand if the fetch drew from them."""
         if self.rows:
             return read_rows(self.data, task.samples), None
+        if get_worker_info() is None:
+            return self.fetch(task), take_state()
         seed_everything(task.key)
         before = take_state()
-        batch = self.fetch(task)
+        batch = self._read(task)
         after = take_state()
         return batch, None if same_state(before, after) else after
 
     def fetch(self, task: Task) -> Any:
-        """The batch; the generators, seeded from its key, stand where the fetch left them."""
+        """The batch; the generators stand where they shall for what the loop does with it."""
         if self.keyed:
             seed_everything(task.key)
+            return self._read(task)
+        if self.rows:  # which cannot draw
+            return read_rows(self.data, task.samples)
+        return self._in_one_stream(task)
+
+    def _in_one_stream(self, task: Task) -> Any:
+        """What was drawn outside of the stream is drawn from the key instead, by fetching anew: once in a run, since it
+        is expected from then on."""
+        if not self._draws:
+            before = mark()
+            batch = self._read(task)
+            self._draws = mark() != before
+            if not self._draws:
+                return batch
+        stream = take_state()
+        seed_everything(task.key)
+        before = mark()
+        batch = self._read(task)
+        if mark() == before:
+            give_state(stream)
+        return batch
+
+    def _read(self, task: Task) -> Any:
         if self.rows:
             return read_rows(self.data, task.samples)
         if isinstance(self.data, Numbers):
@@ -116,7 +145,7 @@ class Fetcher(Dataset[Any]):
 class Loader:
     """Yields (place, batch) for every micro-batch that is this process's, in order, from step `first` to `last` - 1.
 
-    keyed  False: data that draws nothing leaves the generators alone, so they are one stream, as in plain torch
+    keyed  False: a fetch that draws nothing leaves the generators alone, so they are one stream, as in plain torch
     """
 
     def __init__(

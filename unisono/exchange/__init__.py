@@ -2,21 +2,24 @@
 
 An exchange lives through a step like this (train/step.py is the caller):
 
-    begin(span, pieces)          a step begins; pieces[v] micro-batches will come for virtual rank v of the span
+    begin(spans, pieces, weights)
+                                 a step begins; pieces[v] micro-batches will come for virtual rank v of our span;
+                                 weights() is what each of these weighs, as soon as the last backward has begun
     enter(v, last)  leave()      around every micro-batch: in between, backward fills p.grad
     launch()                     the last micro-batch is done: everything still here goes out
-    finish(weight)               p.grad becomes the sum divided by `weight`, the same on every process; says whether
-                                 what this process made of it is finite (together they made all of it)
-    commit()                     everybody holds the whole gradient: partial sums may be forgotten
+    finish(weight)               p.grad becomes the sum divided by `weight` (all weights together), the same on every
+                                 process; says whether what this process made of it is finite (together they made all)
+    commit()                     everybody holds the whole gradient
     zero()                       the optimizer has stepped: p.grad is given back
 
-Until `commit`, `launch(again=True)` and `finish` may be repeated by everybody, and give the same bits.
+Partial sums stay as they are until the first bucket is added up, late in the last backward. What fails before can be
+exchanged anew; what fails after is computed anew, from the step's first micro-batch, to the same bits.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +27,8 @@ import torch
 from unisono.world.collectives import Group
 
 Spans = Sequence[tuple[int, int]]
+Weights = Callable[[], torch.Tensor]
+"""float64 [virtual ranks of the process's span], on the group's device."""
 
 
 class Exchange(Protocol):
@@ -32,13 +37,13 @@ class Exchange(Protocol):
     promise: str
     reason: str
 
-    def begin(self, spans: Spans, pieces: Mapping[int, int]) -> None: ...
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None: ...
 
     def enter(self, virtual_rank: int, *, last: bool) -> None: ...
 
     def leave(self) -> None: ...
 
-    def launch(self, *, again: bool = False) -> None: ...
+    def launch(self) -> None: ...
 
     def finish(self, weight: float) -> bool: ...
 

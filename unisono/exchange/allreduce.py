@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from unisono.exchange import Weights
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
 from unisono.world.collectives import Group, Work, all_reduce
 
@@ -26,7 +27,7 @@ class AllReduce:
         self.sum = Copy(self.layout)
         self._works: list[Work] = []
 
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
+    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
         self.ready.begin()
         self.sum.clear()
 
@@ -37,8 +38,7 @@ class AllReduce:
     def leave(self) -> None:
         self.ready.leave()
 
-    def launch(self, *, again: bool = False) -> None:
-        assert not again, "an all-reduce overwrites its input: it cannot be repeated"
+    def launch(self) -> None:
         self.sum.complete()
         for bucket in range(self.ready.next, len(self.layout.buckets)):
             self._launch(bucket)

@@ -122,7 +122,7 @@ def blocks(tensor: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def divide_(flat: torch.Tensor, weight: float) -> bool:
+def divide_(flat: torch.Tensor, weight: torch.Tensor | float) -> bool:
     """Divide in place. Are all elements finite then?"""
     found = [finite(flat[block].div_(weight)) for block in blocks(flat)]  # all: every block is to be divided
     return all(found)

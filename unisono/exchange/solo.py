@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from unisono.exchange import Weights
 from unisono.exchange.buckets import finite
 from unisono.world.collectives import Group
 
@@ -27,7 +28,7 @@ class Solo:
         self._found = torch.zeros((), device=params[0].device)
         self._factors: dict[float, torch.Tensor] = {}
 
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
+    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
         pass
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
@@ -36,7 +37,7 @@ class Solo:
     def leave(self) -> None:
         pass
 
-    def launch(self, *, again: bool = False) -> None:
+    def launch(self) -> None:
         pass
 
     def finish(self, weight: float) -> bool:

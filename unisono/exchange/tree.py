@@ -11,16 +11,18 @@ Every message goes straight from whoever has a chunk to whoever needs it, so no 
 Padding and chunk edges depend on the number of processes, but every operation here is elementwise: the bits do not.
 
 Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a
-pair is a single micro-batch (it is then added straight into the first). While exchanging, one copy for each partial
-sum, one for what arrives, one for the result.
+pair is a single micro-batch (it is then added straight into the first). The exchange adds what arrives of two buckets:
+the sum is made in the memory of the process's first partial sum, bucket by bucket, while the last backward still runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 
+from unisono.exchange import Weights
 from unisono.exchange.buckets import Copy, Layout, Pool, Readiness, blocks, divide_, finite
 from unisono.score.tree import Fold, Node, Plan, parent
 from unisono.world.collectives import Group, Message, Work, send_and_receive
@@ -45,7 +47,7 @@ class Tree:
         self._spent: list[Copy] = []  # copies whose content was added elsewhere
         self._result: Copy | None = None
 
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int]) -> None:
+    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
         """A step begins: this process holds spans[rank]; virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
         plan = Plan(self.virtual_ranks, tuple(spans))
         self.pieces = pieces
@@ -56,6 +58,8 @@ class Tree:
         self.ready.begin()
         if self.group.size > 1 and (self.wire is None or self.wire.plan != plan):
             self.wire = _Wire(plan, self.layout, self.group)
+        if self.wire is not None:
+            self.wire.begin(weights)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         """Before a micro-batch: p.grad is where its gradient belongs. `last`: no other follows here in this step."""
@@ -76,30 +80,23 @@ class Tree:
             self.ready.refuse_varying(self.ready.fired.index(max(self.ready.fired)))
         self.ready.leave()
 
-    def launch(self, *, again: bool = False) -> None:
-        """Send what has not been sent yet; with `again`, all of it (the partial sums are still here)."""
+    def launch(self) -> None:
+        """Send what has not been sent yet."""
         if self._merges is None:
             self._plan_the_end()
         if self._current is not None:
             self._current[1].complete()
-        if again:
-            self.ready.next = 0
         for bucket in range(self.ready.next, len(self.layout.buckets)):
-            self._launch(bucket, merge=not again)
+            self._launch(bucket)
         self.ready.next = len(self.layout.buckets)
 
     def finish(self, weight: float) -> bool:
+        assert self._result is not None
         if self.wire is None:
-            (self._result,) = self._roots or (None,)
-            if self._result is None:
-                self._result = self.pool.take()
-                self._result.complete()
-            found = [divide_(flat, weight) for flat in self._result.flats]
+            found = [divide_(flat, flat.new_tensor(weight, dtype=torch.float64)) for flat in self._result.flats]
             whole = all(found)
         else:
-            if self._result is None:
-                self._result = self._spent.pop() if self._spent else self.pool.take()
-            whole = self.wire.finish(self._result, weight)
+            whole = self.wire.finish()
         for p, view in zip(self.params, self._result.views, strict=True):
             p.grad = view
         return whole
@@ -173,83 +170,114 @@ class Tree:
         self._merges = merges
         self._roots = [value for _, value in end.held]
         self._spent = [right for _, right in merges]
+        if self._roots and self._roots[0] is not None:
+            self._result = self._roots[0]
+        else:  # nothing was computed here, or nothing for the first of them
+            self._result = self.pool.take()
+            self._result.complete()
+            self._roots[:1] = [self._result] if self._roots else []
 
-    def _launch(self, bucket: int, *, merge: bool = True) -> None:
+    def _launch(self, bucket: int) -> None:
         """A bucket is complete here: make the partial sums whole and send them. Also called from inside backward."""
         assert self._merges is not None
-        if merge:
-            for left, right in self._merges:
-                left.flats[bucket].add_(right.flats[bucket])
+        assert self._result is not None
+        for left, right in self._merges:
+            left.flats[bucket].add_(right.flats[bucket])
         if self.wire is not None:
-            self.wire.send(bucket, [None if root is None else root.flats[bucket] for root in self._roots])
+            # .data has a version of its own: what is written from here on is not taken for the loop's doing
+            roots = [None if root is None else root.flats[bucket].data for root in self._roots]
+            self.wire.send(bucket, roots, self._result.flats[bucket].data)
+
+
+IN_FLIGHT = 2
+"""Buckets whose partial sums are on their way at the same time: one is added up while the other travels."""
 
 
 class _Wire:
-    """The messages of every bucket for one placement, and the sums over what they bring."""
+    """The messages of every bucket for one placement, and the sums over what they bring.
+
+    All processes post the same messages in the same order: the partial sums of bucket 0, of bucket 1, the sum of bucket
+    0, the partial sums of bucket 2, the sum of bucket 1, and so on; with those of bucket 0 go the weights to divide by.
+    """
 
     def __init__(self, plan: Plan, layout: Layout, group: Group) -> None:
-        self.plan, self.rank = plan, group.rank
+        self.plan, self.rank, self.buckets = plan, group.rank, layout.buckets
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
         self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
-        self.additions = self._in_place()
+        self.additions = plan.additions()
         foreign = len(self.holders) - len(plan.sends(group.rank))
-        self.arrived = [
-            torch.empty(foreign, b.size // plan.size, dtype=b.dtype, device=b.device) for b in layout.buckets
-        ]
-        self.parts: list[list[torch.Tensor]] = [[] for _ in layout.buckets]  # our chunk of every partial sum
-        self.works: list[list[Work]] = [[] for _ in layout.buckets]
+        self.arrived: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        for number, b in enumerate(layout.buckets):
+            room, needed = (number % IN_FLIGHT, b.dtype, b.device), foreign * (b.size // plan.size)
+            if room not in self.arrived or self.arrived[room].numel() < needed:
+                self.arrived[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
+        self.foreign = foreign
+        self.row = torch.zeros(plan.leaves, dtype=torch.float64, device=group.device)
 
-    def _in_place(self) -> list[tuple[int, int, int]]:
-        """The plan's additions as (i, j, where the sum goes; the last one is the total): only what arrived may be
-        overwritten, since our own partial sums must still be there if the exchange is repeated."""
-        where = list(range(len(self.holders)))
-        additions = []
-        for i, j in self.plan.additions():
-            into = where[j] if self.holders[where[i]] == self.rank else where[i]
-            assert self.holders[into] != self.rank, "two of our own would have been added before"
-            additions.append((where[i], where[j], into))
-            where[i] = into
-        return additions
+    def begin(self, weights: Weights) -> None:
+        self.weights = weights
+        self.divisor: torch.Tensor | None = None
+        self.sent: list[tuple[list[torch.Tensor], torch.Tensor, list[Work]]] = []  # parts, where their sum goes
+        self.settled = 0  # buckets whose sum is made
+        self.finite: list[torch.Tensor] = []  # has a block of what we made a finite sum?
+        self.results: list[torch.Tensor] = []  # our chunk of every bucket
+        self.works: list[Work] = []
 
-    def send(self, bucket: int, roots: Sequence[torch.Tensor | None]) -> None:
-        """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us."""
-        arrived, size = self.arrived[bucket], self.plan.size
-        mine = [arrived.new_zeros(size, arrived.shape[1]) if root is None else root.view(size, -1) for root in roots]
-        ours, theirs = iter(mine), iter(arrived)
+    def send(self, bucket: int, roots: Sequence[torch.Tensor | None], result: torch.Tensor) -> None:
+        """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us.
+
+        `result` is where their sum is gathered: our first partial sum, of which others have their chunk before they
+        send us what belongs there.
+        """
+        if bucket >= IN_FLIGHT:
+            self._settle()
+        about, size = self.buckets[bucket], self.plan.size
+        chunk = about.size // size
+        room = self.arrived[bucket % IN_FLIGHT, about.dtype, about.device][: self.foreign * chunk]
+        mine = [room.new_zeros(size, chunk) if root is None else root.view(size, -1) for root in roots]
+        ours, theirs = iter(mine), iter(room.view(self.foreign, chunk))
         parts = [next(ours)[self.rank] if holder == self.rank else next(theirs) for holder in self.holders]
-        self.parts[bucket] = parts
-        self.works[bucket] = send_and_receive(
-            [Message(root[other], other) for other in self.others for root in mine],
-            [Message(part, h) for part, h in zip(parts, self.holders, strict=True) if h != self.rank],
-        )
+        sends = [Message(root[other], other) for other in self.others for root in mine]
+        receives = [Message(part, h) for part, h in zip(parts, self.holders, strict=True) if h != self.rank]
+        if bucket == 0:
+            rows = [self.row[slice(*span)] for span in self.plan.spans]
+            rows[self.rank].copy_(self.weights())
+            sends += [Message(rows[self.rank], other) for other in self.others]
+            receives += [Message(rows[other], other) for other in self.others]
+        self.sent.append((parts, result.view(size, -1), send_and_receive(sends, receives)))
 
-    def finish(self, result: Copy, weight: float) -> bool:
-        works: list[Work] = []
-        whole = True
-        for bucket, flat in enumerate(result.flats):
-            for work in self.works[bucket]:
-                work.wait()
-            chunks = flat.view(self.plan.size, -1)
-            whole &= self._add_up(self.parts[bucket], weight, chunks[self.rank])
-            works += send_and_receive(
-                [Message(chunks[self.rank], other) for other in self.others],
-                [Message(chunks[other], other) for other in self.others],
-            )
-            self.parts[bucket], self.works[bucket] = [], []
+    def finish(self) -> bool:
+        """The sums are where `send` was told to put them; is all that we made of them finite?"""
+        while self.settled < len(self.sent):
+            self._settle()
+        for work in self.works:
+            work.wait()
+        self.sent, self.works = [], []  # gloo's hold its connections: a forked loader worker would close them, and hang
+        return bool(torch.stack(self.finite).all()) or all(map(finite, self.results))
+
+    def _settle(self) -> None:
+        """Of the oldest bucket under way: wait for its partial sums, add them up, send our chunk of it to everybody."""
+        parts, chunks, works = self.sent[self.settled]
+        self.settled += 1
         for work in works:
             work.wait()
-        return whole
+        if self.divisor is None:
+            self.divisor = reduce(torch.add, self.row)
+        self._add_up(parts, self.divisor, chunks[self.rank])
+        self.works += send_and_receive(
+            [Message(chunks[self.rank], other) for other in self.others],
+            [Message(chunks[other], other) for other in self.others],
+        )
 
-    def _add_up(self, parts: list[torch.Tensor], weight: float, out: torch.Tensor) -> bool:
-        """The plan's total divided by the weight; is it finite? A block at a time, while that is in the cache."""
-        whole = True
+    def _add_up(self, parts: list[torch.Tensor], divisor: torch.Tensor, out: torch.Tensor) -> None:
+        """The plan's total over the divisor. A block at a time, while that is in the cache."""
+        self.results.append(out)
         for stretch in blocks(out):
             block, result = [part[stretch] for part in parts], out[stretch]
-            for i, j, into in self.additions[:-1]:
-                torch.add(block[i], block[j], out=block[into])
-            for i, j, _ in self.additions[-1:]:  # the last sum is the total: no need to write it twice
-                torch.add(block[i], block[j], out=result).div_(weight)
+            for i, j in self.additions[:-1]:
+                block[i].add_(block[j])
+            for i, j in self.additions[-1:]:  # the last sum is the total: no need to write it twice
+                torch.add(block[i], block[j], out=result).div_(divisor)
             if not self.additions:
-                torch.div(block[0], weight, out=result)
-            whole &= finite(result)
-        return whole
+                torch.div(block[0], divisor, out=result)
+            self.finite.append(torch.isfinite(result.sum()))

@@ -123,8 +123,9 @@ class Engine:
         The first pass fetches them, and leaves them in `kept` if there is such a list; the others find them there.
         """
         spans = self.schedule.at(step)
-        pieces = self._pieces(step, spans[self.group.rank])
-        gradient.begin(spans, pieces)
+        span = spans[self.group.rank]
+        pieces = self._pieces(step, span)
+        gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers = self.models.buffers
         if self.order.virtual_ranks > 1:
             buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, build_exchange
+from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
 from unisono.train.buffers import version
 from unisono.world.collectives import Group
@@ -48,8 +48,8 @@ class Gradient:
         self._given: Written = []  # the gradients, when they were whole
         self._token = torch.zeros(1, device=group.device)
 
-    def begin(self, spans: Spans, pieces: Mapping[int, int]) -> None:
-        self.exchange.begin(spans, pieces)
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        self.exchange.begin(spans, pieces, weights)
 
     def finish(self, weight: float, *, unused: bool) -> None:
         """p.grad becomes the sum over all processes, divided by `weight`; None, where nobody used the parameter."""

@@ -70,6 +70,14 @@ class Table:
         step meets (no sync); they may be changed until then (a running sum), so they are copied."""
         self._entries.append((virtual_rank, name, _read(total), _read(weight)))
 
+    def weights(self, span: tuple[int, int]) -> torch.Tensor:
+        """What the virtual ranks of a span weigh so far, float64 [hi - lo]: their losses' weights, in order."""
+        row = torch.zeros(span[1] - span[0], dtype=torch.float64, device=self.group.device)
+        for virtual_rank, name, _, weight in self._entries:
+            if name == LOSS:
+                row[virtual_rank - span[0]] += weight
+        return row
+
     def meet(self, flags: Mapping[str, bool]) -> Totals:
         """Add up everybody's rows. Every process must call it once a step."""
         entries, self._entries = self._entries, []
