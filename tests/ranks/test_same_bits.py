@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.ranks.training import settings, train
+from unisono.score.placement import place_evenly
+from unisono.score.tree import Plan
 from unisono.settings import LoaderSettings
 from unisono.testing import run_ranks
 
@@ -126,8 +128,8 @@ def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:
     assert tree["result"]["promise"] == "exact"
 
 
-def test_copies_of_the_gradient_stay_within_what_the_score_says(tmp_path: Path) -> None:
-    """Beside the copies of the pool there is only what arrives of two buckets."""
-    assert [run["copies"] for run in results(tmp_path, 1, "mlp", settings(steps=3))] == [3]
-    assert [run["copies"] for run in results(tmp_path, 2, "mlp", settings(steps=3))] == [2, 2]
-    assert [run["copies"] for run in results(tmp_path, 4, "mlp", settings(steps=3))] == [1, 1, 1, 1]
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_there_is_one_flat_copy_for_every_partial_sum_that_travels(tmp_path: Path, size: int) -> None:
+    sends = Plan(8, place_evenly(8, size))
+    expected = [len(sends.sends(rank)) for rank in range(size)]
+    assert [run["copies"] for run in results(tmp_path, size, "mlp", settings(steps=3))] == expected

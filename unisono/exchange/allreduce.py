@@ -32,8 +32,7 @@ class AllReduce:
         self.sum.clear()
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self.ready.enter(self.sum, last=last and self.group.size > 1)
-        self.sum.place(self.params)
+        self.ready.enter(self.sum, tell=False, last=last and self.group.size > 1)
 
     def leave(self) -> None:
         self.ready.leave()

@@ -60,10 +60,12 @@ class Layout:
 
 
 class Copy:
-    """One copy of the gradient: a flat buffer for each bucket, and a view for each parameter.
+    """One copy of the gradient that will travel: a flat buffer for each bucket, and a view for each parameter.
 
     Autograd writes a first gradient wherever it likes; `fill` brings it here while it is still in the processor's
     cache. That is cheaper than zeroing the copy beforehand and having autograd add into it, and has the same bits.
+    It is stored as 0 + g, which is g, except that -0 becomes +0. No sum is ever -0 then, so an absent gradient may
+    count as zeros.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -73,8 +75,10 @@ class Copy:
             for number, offset in zip(bucket.members, bucket.offsets, strict=True):
                 views[number] = _view(flat, offset, layout.params[number])
         self.views = [views[number] for number in range(len(layout.params))]
+        self.bucket_of = layout.bucket_of
         self.filled: list[bool] = []
         """Which views hold a gradient; the content of the others means nothing."""
+        self._versions: list[int] = []
         self.clear()
 
     def clear(self) -> None:
@@ -83,23 +87,37 @@ class Copy:
 
     def place(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what backward should add to: the views that hold a gradient, and nothing for the others."""
+        self._versions = [flat._version for flat in self.flats]
         for p, view, filled in zip(params, self.views, self.filled, strict=True):
             p.grad = view if filled else None
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
-        grad, view = p.grad, self.views[number]
-        if grad is view:  # autograd added to what was here
-            return
-        assert grad is not None
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if self.filled[number]:  # somebody's zero_grad came between
+        self._versions[self.bucket_of[number]] += 1
+        if p.grad is not self.views[number]:  # otherwise autograd added to what was here
+            assert p.grad is not None
+            self._add(number, p.grad)
+            p.grad = self.views[number]
+
+    def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Has nobody but autograd written to p.grad since `place`, nor replaced it?"""
+        return [flat._version for flat in self.flats] == self._versions and all(
+            p.grad is None or p.grad is view for p, view in zip(params, self.views, strict=True)
+        )
+
+    def merge(self, number: int, other: Loose) -> None:
+        """Add the other's gradient of parameter `number`, which is gone from there then."""
+        grad = other.take(number)
+        if grad is not None:
+            self._add(number, grad)
+
+    def _add(self, number: int, grad: torch.Tensor) -> None:
+        view = self.views[number]
+        if self.filled[number]:
             view.add_(grad)
         else:
-            torch.add(grad, 0.0, out=view)  # -0 becomes +0; see Pool
-        self.filled[number] = True
-        p.grad = view
+            torch.add(grad if grad.layout is torch.strided else grad.to_dense(), 0.0, out=view)
+            self.filled[number] = True
 
     def complete(self) -> None:
         """What has no gradient counts as zeros."""
@@ -108,10 +126,52 @@ class Copy:
                 self.views[number].zero_()
                 self.filled[number] = True
 
-    def add_(self, other: Copy) -> Copy:
-        for mine, theirs in zip(self.flats, other.flats, strict=True):
-            mine.add_(theirs)
-        return self
+
+class Loose:
+    """One copy of the gradient that will be added to another one here: the tensors that autograd made, as they are."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.grads: list[torch.Tensor | None] = [None] * len(layout.params)
+        self._versions = [0] * len(layout.params)
+
+    def place(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Make p.grad what backward should add to."""
+        for p, grad in zip(params, self.grads, strict=True):
+            p.grad = grad
+
+    def fill(self, number: int, p: torch.Tensor) -> None:
+        """A gradient of parameter `number` has been accumulated: see that it is here."""
+        held, grad = self.grads[number], p.grad
+        assert grad is not None
+        if held is None:
+            held = self.grads[number] = grad if grad.layout is torch.strided else grad.to_dense()
+            self._versions[number] = held._version
+        else:
+            if grad is not held:  # somebody's zero_grad came between
+                held.add_(grad)
+            self._versions[number] += 1
+        if grad is not held:
+            p.grad = held
+
+    def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
+        """Has nobody but autograd written to p.grad since `place`, nor replaced it?"""
+        return all(
+            p.grad is None or (p.grad is grad and grad._version == version)
+            for p, grad, version in zip(params, self.grads, self._versions, strict=True)
+        )
+
+    def merge(self, number: int, other: Loose) -> None:
+        """Add the other's gradient of parameter `number`, which is gone from there then."""
+        grad = other.take(number)
+        held = self.grads[number]
+        if held is None:
+            self.grads[number] = grad
+        elif grad is not None:
+            held.add_(grad)
+
+    def take(self, number: int) -> torch.Tensor | None:
+        grad, self.grads[number] = self.grads[number], None
+        return grad
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[slice]:
@@ -146,8 +206,7 @@ def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tenso
 
 
 class Pool:
-    """Gradient copies that are not in use. One that is taken holds nothing; a leaf's first gradient g is stored as
-    0 + g, which is g, except that -0 becomes +0. No sum is ever -0 then, so an absent gradient may count as zeros."""
+    """Copies that are not in use. One that is taken holds nothing."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -167,23 +226,25 @@ class Pool:
 
 
 class Readiness:
-    """Knows which parameters backward has finished, and calls `launch(bucket)` as soon as a bucket is complete.
+    """Knows which parameters backward has finished: calls `complete(number)` for each, where that matters, and
+    `launch(bucket)` as soon as a bucket is complete, in the last micro-batch of all.
 
     It counts how often each parameter's gradient is accumulated during one backward. Usually once; recomputation with
     a nested backward makes it more. The most ever seen is what it waits for, so the first micro-batch of a run is only
     watched. Buckets are launched in their fixed order, since every process must post the same sequence.
     """
 
-    def __init__(self, layout: Layout, launch: Callable[[int], None], names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, layout: Layout, launch: Callable[[int], None], complete: Callable[[int], None] = lambda number: None
+    ) -> None:
         self.layout = layout
-        self.launch = launch
+        self.launch, self.complete = launch, complete
         self.used = [False] * len(layout.params)
         self.expected = [0] * len(layout.params)
         self.fired = [0] * len(layout.params)
-        self.armed = False
         self.next = 0
-        self.into: Copy | None = None
-        self._versions: list[int] = []  # of the buffers of `into`, when autograd last wrote there
+        self.into: Copy | Loose | None = None
+        self._tell = self._last = False
         self._missing: list[int] = []
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
@@ -196,14 +257,17 @@ class Readiness:
             if self.into is None:  # another exchange's turn: the parameter is in several
                 return
             self.into.fill(number, p)
-            self._versions[bucket] += 1
             self.used[number] = True
             self.fired[number] += 1
-            if not self.armed:
+            if not (self._tell or self._last):
                 return
-            if bucket < self.next:
+            if self.fired[number] > self.expected[number] > 0 and (self._tell or bucket < self.next):
                 self.refuse_varying(number)
-            if self.fired[number] == self.expected[number]:
+            if self.fired[number] != self.expected[number]:
+                return
+            if self._tell:
+                self.complete(number)
+            if self._last:
                 self._missing[bucket] -= 1
                 while self.next < len(self._missing) and self._missing[self.next] == 0:
                     self.next += 1
@@ -212,7 +276,7 @@ class Readiness:
         return fire
 
     def refuse_varying(self, number: int) -> None:
-        """A backward brought a gradient more often than any before it, when its sum was already on its way."""
+        """A backward brought a gradient more often than any before it, when it had been added to others already."""
         shape = tuple(self.layout.params[number].shape)
         raise LoopError(
             f"A parameter of shape {shape} received another gradient when its sum was under way.",
@@ -226,27 +290,18 @@ class Readiness:
         self.used = [False] * len(self.used)
         self.next = 0
 
-    def enter(self, into: Copy, *, last: bool) -> None:
-        """A micro-batch of the copy `into` begins. With `last`, buckets are launched as they become complete."""
+    def enter(self, into: Copy | Loose, *, tell: bool, last: bool) -> None:
+        """A micro-batch begins, gathered in `into`. Does it matter when parameters are complete? Is it the last one?"""
         self.into = into
-        self._versions = [flat._version for flat in into.flats]
+        into.place(self.layout.params)
         self.fired = [0] * len(self.fired)
-        self.armed = last and any(self.expected)
-        if self.armed:
+        known = any(self.expected)
+        self._tell, self._last = tell and known, last and known
+        if self._last:
             self._missing = [len(bucket.members) for bucket in self.layout.buckets]
 
     def leave(self) -> None:
-        if self.into is not None:
-            self._check_untouched(self.into)
-        self.into, self.armed = None, False
-        self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
-
-    def _check_untouched(self, into: Copy) -> None:
-        """Every gradient was written to once for every time that autograd told us of it, and by nobody else."""
-        touched = [flat._version for flat in into.flats] != self._versions
-        if touched or any(
-            p.grad is not None and p.grad is not view for p, view in zip(self.layout.params, into.views, strict=True)
-        ):
+        if self.into is not None and not self.into.untouched(self.layout.params):
             raise LoopError(
                 "The gradient was changed between two micro-batches.",
                 "There p.grad holds whatever this process has added up so far: another number of processes would "
@@ -255,6 +310,8 @@ class Readiness:
                 "change p.grad after `for batch in step:`, where it is the mean gradient; clip with "
                 "step.update(optimizer, clip=1.0).",
             )
+        self.into, self._tell, self._last = None, False, False
+        self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
 
     def close(self) -> None:
         for handle in self._handles:

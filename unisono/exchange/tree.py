@@ -23,7 +23,7 @@ from functools import reduce
 import torch
 
 from unisono.exchange import Weights
-from unisono.exchange.buckets import Copy, Layout, Pool, Readiness, blocks, divide_, finite
+from unisono.exchange.buckets import Copy, Layout, Loose, Pool, Readiness, blocks, divide_, finite
 from unisono.score.tree import Fold, Node, Plan, parent
 from unisono.world.collectives import Group, Message, Work, send_and_receive
 
@@ -38,13 +38,14 @@ class Tree:
         self.group = group
         self.layout = Layout(params, group.size)
         self.pool = Pool(self.layout)
-        self.ready = Readiness(self.layout, self._launch)
+        self.ready = Readiness(self.layout, self._launch, self._merge)
         self.wire: _Wire | None = None
-        self._fold = self._new_fold()
-        self._current: tuple[Node, Copy] | None = None  # the leaf that backward is filling
-        self._merges: list[tuple[Copy, Copy]] | None = None  # what remains to be added when the last backward is done
-        self._roots: list[Copy | None] = []  # the partial sums of this process, in order; None: all zeros
-        self._spent: list[Copy] = []  # copies whose content was added elsewhere
+        self._fold: Fold[Part] = Fold(virtual_ranks, _where)
+        self._current: tuple[Node, Copy | Loose] | None = None  # the leaf that backward is filling
+        self._to_come = 0  # micro-batches that are still to come for it
+        self._merges: list[tuple[Copy | Loose, Loose]] = []  # what is to be added once it is complete
+        self._merged: list[bool] = []  # for which parameters that is done
+        self._roots: list[Copy | None] | None = None  # the partial sums of this process, in order; None: all zeros
         self._result: Copy | None = None
 
     def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
@@ -52,9 +53,9 @@ class Tree:
         plan = Plan(self.virtual_ranks, tuple(spans))
         self.pieces = pieces
         self.span = plan.spans[self.group.rank]
-        self._at = self.span[0]
-        self._fold = self._new_fold()
-        self._merges, self._roots = None, []
+        # what is leftmost of a partial sum will travel; all the others are only added to it
+        self._travel = {next((v for v in range(*n) if pieces[v]), -1) for n in plan.sends(self.group.rank)}
+        self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where), None, None
         self.ready.begin()
         if self.group.size > 1 and (self.wire is None or self.wire.plan != plan):
             self.wire = _Wire(plan, self.layout, self.group)
@@ -63,29 +64,36 @@ class Tree:
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         """Before a micro-batch: p.grad is where its gradient belongs. `last`: no other follows here in this step."""
-        if self._current is None or self._current[0].lo != virtual_rank:
-            if self._current is not None:
-                self._current[1].complete()
-                self._fold.push(*self._current)
+        if self._current is None:
             self._skip_to(virtual_rank)
             self._current = self._open(virtual_rank)
-        if last:
-            self._plan_the_end()
-        self.ready.enter(self._current[1], last=last and self.group.size > 1)
-        self._current[1].place(self.params)
+            self._to_come = self.pieces[virtual_rank]
+        self._to_come -= 1
+        if not self._to_come:
+            self._plan(self._current, last=last)
+        folds = not self._to_come and bool(self._merges)
+        self.ready.enter(self._current[1], tell=folds, last=last and self.group.size > 1)
 
     def leave(self) -> None:
-        if self._current is not None and self._current[0].hi - self._current[0].lo > 1 and max(self.ready.fired) > 1:
+        assert self._current is not None
+        if self._current[0].hi - self._current[0].lo > 1 and max(self.ready.fired) > 1:
             # it went straight into the first of its pair, piece by piece: (first + a) + b is not first + (a + b)
             self.ready.refuse_varying(self.ready.fired.index(max(self.ready.fired)))
         self.ready.leave()
+        if not self._to_come:
+            for number, done in enumerate(self._merged):
+                if not done:
+                    self._merge(number)
+            self._fold.push(*self._current)
+            self._current = None
 
     def launch(self) -> None:
         """Send what has not been sent yet."""
-        if self._merges is None:
-            self._plan_the_end()
-        if self._current is not None:
-            self._current[1].complete()
+        if self._roots is None:
+            self._plan(None, last=True)
+        for root in self._roots or []:
+            if root is not None:
+                root.complete()  # parameters that nobody used here count as zeros
         for bucket in range(self.ready.next, len(self.layout.buckets)):
             self._launch(bucket)
         self.ready.next = len(self.layout.buckets)
@@ -102,9 +110,8 @@ class Tree:
         return whole
 
     def commit(self) -> None:
-        copies = {id(c): c for c in [*self._roots, *self._spent] if c is not None and c is not self._result}
-        self.pool.give(copies.values())
-        self._roots, self._spent, self._current = [], [], None
+        self.pool.give(root for root in self._roots or [] if root is not None and root is not self._result)
+        self._roots = []
 
     def zero(self) -> None:
         for p in self.params:
@@ -124,22 +131,15 @@ class Tree:
 
     # -- the fold of this process's own leaves
 
-    def _new_fold(self) -> Fold[Copy | None]:
-        return Fold(self.virtual_ranks, self._add)
-
-    def _add(self, left: Copy | None, right: Copy | None) -> Copy | None:
-        if left is None or right is None:  # nobody's gradient: zeros, and x + 0 = x since no sum is ever -0
-            return left or right
-        self.pool.give([right])
-        return left.add_(right)
-
     def _skip_to(self, virtual_rank: int) -> None:
         """Virtual ranks between the last one that had something to do and this one had nothing."""
-        done = self._fold.held[-1][0].hi if self._fold.held else self.span[0]
-        for nothing in range(done, virtual_rank):
+        for nothing in range(self._reached(), virtual_rank):
             self._fold.push(Node(nothing, nothing + 1), None)
 
-    def _open(self, virtual_rank: int) -> tuple[Node, Copy]:
+    def _reached(self) -> int:
+        return self._fold.held[-1][0].hi if self._fold.held else self.span[0]
+
+    def _open(self, virtual_rank: int) -> tuple[Node, Copy | Loose]:
         """Where the leaf of `virtual_rank` is gathered. The second of a pair, if it is one micro-batch (and no
         layer adds to it twice), goes straight into the first: (first) + g is the very addition the tree makes there."""
         leaf = Node(virtual_rank, virtual_rank + 1)
@@ -149,27 +149,33 @@ class Tree:
             if pair is not None and node.hi - node.lo == 1 and value is not None:
                 self._fold.held.pop()
                 return pair, value
-        return leaf, self.pool.take()
+        return leaf, self.pool.take() if virtual_rank in self._travel else Loose(self.layout)
 
-    def _plan_the_end(self) -> None:
-        """What is to be added, per bucket, once the last leaf is complete; and the partial sums that this leaves."""
-        merges: list[tuple[Copy, Copy]] = []
+    def _plan(self, leaf: tuple[Node, Copy | Loose] | None, *, last: bool) -> None:
+        """What is to be added once `leaf` is complete; with `last` also the partial sums that this leaves."""
+        self._merges, self._merged = [], [False] * len(self.params)
 
-        def note(left: Copy | None, right: Copy | None) -> Copy | None:
-            if left is None or right is None:
-                return left or right
-            merges.append((left, right))
-            return left
+        def note(left: Part, right: Part) -> Part:
+            if left is not None and right is not None:
+                assert isinstance(right, Loose), "it was to travel"
+                self._merges.append((left, right))
+            return _where(left, right)
 
-        end: Fold[Copy | None] = Fold(self.virtual_ranks, note)
+        end = Fold(self.virtual_ranks, note)
         end.held = list(self._fold.held)
-        if self._current is not None:
-            end.push(*self._current)
+        if leaf is not None:
+            end.push(*leaf)
+        if not last:
+            return
         for nothing in range(end.held[-1][0].hi if end.held else self.span[0], self.span[1]):
             end.push(Node(nothing, nothing + 1), None)
-        self._merges = merges
-        self._roots = [value for _, value in end.held]
-        self._spent = [right for _, right in merges]
+        self._roots = []
+        becoming = leaf and (self._merges[-1][0] if self._merges else leaf[1])
+        for _, value in end.held:
+            assert not isinstance(value, Loose), "it was not to travel"
+            self._roots.append(value)
+            if value is not None and value is not becoming:
+                value.complete()
         if self._roots and self._roots[0] is not None:
             self._result = self._roots[0]
         else:  # nothing was computed here, or nothing for the first of them
@@ -177,16 +183,30 @@ class Tree:
             self._result.complete()
             self._roots[:1] = [self._result] if self._roots else []
 
-    def _launch(self, bucket: int) -> None:
-        """A bucket is complete here: make the partial sums whole and send them. Also called from inside backward."""
-        assert self._merges is not None
-        assert self._result is not None
+    def _merge(self, number: int) -> None:
+        """The gradient of a parameter is complete for this leaf: fold it, while it is in the processor's cache."""
+        self._merged[number] = True
         for left, right in self._merges:
-            left.flats[bucket].add_(right.flats[bucket])
+            left.merge(number, right)
+        if self._merges:
+            self.params[number].grad = None
+
+    def _launch(self, bucket: int) -> None:
+        """The partial sums of a bucket are complete here: send them. Also called from inside backward."""
+        assert self._result is not None
         if self.wire is not None:
             # .data has a version of its own: what is written from here on is not taken for the loop's doing
-            roots = [None if root is None else root.flats[bucket].data for root in self._roots]
+            roots = [None if root is None else root.flats[bucket].data for root in self._roots or []]
             self.wire.send(bucket, roots, self._result.flats[bucket].data)
+
+
+Part = Copy | Loose | None
+"""A sum of gradients of this process; None: nobody's, zeros."""
+
+
+def _where(left: Part, right: Part) -> Part:
+    """Where a sum is found when it is made: x + 0 = x, since no sum is ever -0."""
+    return right if left is None else left
 
 
 IN_FLIGHT = 2
