@@ -49,8 +49,9 @@ types: setup  ## mypy
 slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
-bench: setup  ## measure: each file in benchmarks/ prints what it compares, and how
+bench: setup $(PEERS)/.ready  ## measure, beside the peers too: writes benchmarks/RESULTS.md (about an hour)
 	for bench in door overhead exchange memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
+	$(BIN)/python -m benchmarks.race --peers $(PEERS)/bin/python
 
 correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/correctness.md
 	$(PEERS)/bin/python -m pytest tests/house/test_papers.py
@@ -62,7 +63,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 		&& $(PYTHON) -m pip --python $(PEERS)/bin/python install pip; }
 	$(PEERS)/bin/python -m pip install -q -c constraints.txt setuptools
 	$(PEERS)/bin/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]' \
-		accelerate==1.15.0 lightning==2.6.6
+		accelerate==1.15.0 lightning==2.6.6 pytorch-ignite==0.5.5 greenlet
 	@touch $@
 
 clean:  ## remove .venv, caches and builds; runs/ stays

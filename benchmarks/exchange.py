@@ -18,27 +18,25 @@ and the norms of their first gradients.
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.machine import parser, show, spread
+from benchmarks.ours import build_run
+from benchmarks.tasks import TASKS, loss_of
 from unisono.env import World
-from unisono.recipes.text import GPT, Model
 from unisono.score.order import Order
 from unisono.score.placement import place_evenly
 from unisono.settings import Settings
@@ -51,68 +49,6 @@ PROCESSES = 2
 ARMS = ("tree", "allreduce", "ddp")
 WARM_UP = 2
 """Steps that are not counted: the first allocates, and DistributedDataParallel rebuilds its buckets after it."""
-
-
-class Norm(nn.GroupNorm):
-    def __init__(self, channels: int) -> None:
-        super().__init__(8, channels)
-
-
-class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside an identity, or beside a 1 x 1 convolution where the shape changes."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.path = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-            Norm(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-            Norm(outputs),
-        )
-        straight = inputs == outputs and stride == 1
-        self.past = nn.Identity() if straight else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.path(x) + self.past(x))
-
-
-def cnn() -> nn.Module:
-    """A residual network for 32 x 32 images, without batch norm."""
-    widths = (32, 32, 32, 64, 64, 128, 128, 256, 256)
-    blocks = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
-    stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
-    return nn.Sequential(stem, Norm(widths[0]), nn.ReLU(), *blocks, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(256, 10))
-
-
-def gpt() -> nn.Module:
-    """The text recipe's model, wider and deeper."""
-    return GPT(Model(width=384, depth=6, heads=6, context=128))
-
-
-def text(length: int) -> Dataset[Any]:
-    tokens = torch.randint(0, 256, (length, 129))
-    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
-
-
-def images(length: int) -> Dataset[Any]:
-    return TensorDataset(torch.randn(length, 3, 32, 32), torch.randint(0, 10, (length,)))
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained, and how many samples a step takes."""
-
-    build: Callable[[], nn.Module]
-    data: Callable[[int], Dataset[Any]]
-    batch: int
-
-
-TASKS = {"GPT": Task(gpt, text, 16), "CNN": Task(cnn, images, 32)}
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
 
 
 Turn = tuple[nn.Module, float]
@@ -164,15 +100,7 @@ def race(world: World, name: str, virtual_ranks: int, steps: int, folder: str) -
     with join(world) as group:
         arms = {"ddp": ddp(order, group, start, data)}
         for exchange in ("tree", "allreduce"):
-            run: Run[Settings] = Run(
-                Settings(**{**vars(settings), "exchange": exchange}),
-                world=world,
-                group=group,
-                run_dir=Path(folder) / exchange,
-                identity={},
-                resumed=None,
-                output=io.StringIO(),
-            )
+            run = build_run(Settings(**{**vars(settings), "exchange": exchange}), world, group, Path(folder) / exchange)
             arms[exchange] = ours(run, start, data)
         times, work = torch.empty(2, len(ARMS), total, dtype=torch.float64)
         last: dict[str, Turn] = {}

@@ -16,7 +16,6 @@ half a copy here, and another half in every run. The limit is set (MALLOC_MMAP_T
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 from pathlib import Path
@@ -29,12 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
+from benchmarks.ours import build_run
 from unisono.env import World
 from unisono.score.placement import place_evenly
 from unisono.score.tree import copies, subtrees
 from unisono.settings import Settings
 from unisono.testing import run_ranks
-from unisono.train.run import Run
 from unisono.world.start import group as join
 
 STEPS = 4
@@ -74,15 +73,7 @@ def rise(world: World, who: str, virtual_ranks: int, width: int, folder: str) ->
         before = begin()
         if who == "ours":
             settings = Settings(steps=STEPS, batch=2 * virtual_ranks, virtual_ranks=virtual_ranks)
-            run: Run[Settings] = Run(
-                settings,
-                world=world,
-                group=group,
-                run_dir=Path(folder),
-                identity={},
-                resumed=None,
-                output=io.StringIO(),
-            )
+            run = build_run(settings, world, group, Path(folder))
             model = run.place(placed)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
             run.track(model=model, optimizer=optimizer)

@@ -16,7 +16,6 @@ of one's own, which is asked for every sample, and for which ours seeds torch, n
 
 from __future__ import annotations
 
-import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.machine import parser, show, spread
+from benchmarks.ours import build_run
 from unisono.env import World
 from unisono.settings import Settings
 from unisono.train.run import Run
@@ -101,15 +101,8 @@ def ours(run: Run[Settings], data: Dataset[Any]) -> Iterator[None]:
 
 def measure(pairs: int, data: Dataset[Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, join(World()) as group:
-        run: Run[Settings] = Run(
-            Settings(epochs=pairs + 1, batch=BATCH, virtual_ranks=1),
-            world=World(),
-            group=group,
-            run_dir=Path(folder),
-            identity={},
-            resumed=None,
-            output=io.StringIO(),
-        )
+        settings = Settings(epochs=pairs + 1, batch=BATCH, virtual_ranks=1)
+        run = build_run(settings, World(), group, Path(folder))
         arms = {"by hand": by_hand(data), "ours": ours(run, data)}
         if find_spec("lightning_fabric") is not None:
             arms["Fabric"] = by_hand(data, _fabric())

@@ -1,0 +1,42 @@
+"""What alone.py measures, for ours: a script as a user has it.
+
+unisono run benchmarks/race/script.py --ranks 2 --set task=CNN
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import unisono
+from benchmarks.race.alone import SIZE, STEPS, course_of, tell
+
+
+@dataclass(frozen=True)
+class Settings(unisono.Settings):
+    steps: int = STEPS
+    virtual_ranks: int = SIZE
+    threads: int = 1
+    task: str = "CNN"  # of benchmarks/tasks.py
+    batch: int = 32
+
+
+def main(run: unisono.Run[Settings]) -> None:
+    course = course_of(run.settings.task, Path(run.dir))
+    model = run.place(course.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    run.track(model=model, optimizer=optimizer)
+    first = 0.0
+    for step in run.steps(course.data, shuffle=False):
+        for x, y in step:
+            step.backward(course.loss(model(x), y, "sum"), weight=y.numel())
+        step.update(optimizer)
+        first = first or time.time()
+    tell(first)
+
+
+if __name__ == "__main__":
+    unisono.main(main, Settings)
