@@ -133,7 +133,7 @@ class Race:
         )
         for task, virtual_ranks in TWO:
             self.say(f"{task}, V = {virtual_ranks}:", "")
-            turns, rounds = (1, 1) if self.quick else (12, 2)
+            turns, rounds = (2, 1) if self.quick else (12, 2)
             self.table(self.laps(2, rounds, task=task, virtual_ranks=virtual_ranks, turns=turns), 1e3, 0)
 
     def starts(self) -> None:
@@ -146,7 +146,7 @@ class Race:
         )
         arms = [HAND, OURS, *MODULES]
         first: dict[str, list[float]] = {arm: [] for arm in arms}
-        for i in range(2 if self.quick else 6):
+        for i in range(3 if self.quick else 6):
             for arm in arms if i % 2 else reversed(arms):
                 first[arm].append(self.alone(arm, "CNN")[0])
         self.table({arm: column[1:] for arm, column in first.items()}, 1.0, 2)  # the first finds cold files
@@ -157,7 +157,7 @@ class Race:
         lines = {"by hand": "import torch", "Unisono": "import unisono", "Unisono, and torch": "import unisono, torch"}
         lines |= {arm: f"import {module}" for arm, module in MODULES.items()}
         taken: dict[str, list[float]] = {name: [] for name in lines}
-        for i in range(2 if self.quick else 8):
+        for i in range(3 if self.quick else 8):
             for name in lines if i % 2 else reversed(lines):
                 began = time.perf_counter()
                 subprocess.run([self.peers, "-c", lines[name]], check=True, capture_output=True)

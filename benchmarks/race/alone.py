@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.race.alone 'by hand' CNN
 
 What it imports before its own library is torch, nothing more. The first process prints `alone {...}`: `first` is the
-time of day at which every process has done its first step, `peak` the largest resident memory of any, in MiB.
+time of day at which every process has done its first step, `peak` the largest resident memory of any while it trained
+(ours saves a checkpoint after that, which others do not), in MiB.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ SIZE = 2
 STEPS = 4
 
 
-def course_of(name: str, folder: Path) -> Course:
+def course_of(name: str, rank: int, folder: Path) -> Course:
     torch.manual_seed(1)
     task = TASKS[name]
     data = task.data(STEPS * task.batch)
-    return Course(task.build(), data, loss_of, size=SIZE, micro=task.batch // SIZE, accumulate=1, folder=folder)
+    micro = task.batch // SIZE
+    return Course(task.build(), data, loss_of, rank=rank, size=SIZE, micro=micro, accumulate=1, folder=folder)
 
 
-def tell(first: float) -> None:
-    """Say what was seen, when every process has come here."""
+def peak_mib() -> float:
+    """The most memory that this process has had."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    peak = int(next(line.split()[1] for line in status if line.startswith("VmHWM:"))) / 1024
+    return int(next(line.split()[1] for line in status if line.startswith("VmHWM:"))) / 1024
+
+
+def tell(first: float, peak: float) -> None:
+    """Say what was seen, when every process has come here."""
     seen = torch.tensor([first, peak], dtype=torch.float64)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
@@ -49,12 +55,12 @@ def main() -> None:
     if arm == "by hand":
         dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:
-        laps = ARMS[arm](course_of(task, Path(folder)))
+        laps = ARMS[arm](course_of(task, int(os.environ["RANK"]), Path(folder)))
         next(laps)
         first = time.time()
         for _ in range(STEPS - 1):
             next(laps)
-        tell(first)
+        tell(first, peak_mib())
     os._exit(0)  # the loops that others own are still in the middle
 
 

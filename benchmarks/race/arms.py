@@ -27,7 +27,7 @@ Loss = Callable[..., torch.Tensor]
 class Course:
     """What everybody runs.
 
-    size        processes
+    rank        of this process, of `size`
     micro       samples that a process takes at a time
     accumulate  micro-batches of a process in a step
     """
@@ -35,6 +35,7 @@ class Course:
     model: nn.Module
     data: Dataset[Any]
     loss: Loss
+    rank: int
     size: int
     micro: int
     accumulate: int
@@ -45,6 +46,10 @@ class Course:
         model = copy.deepcopy(self.model)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-5)
 
+    def sampler(self) -> DistributedSampler[Any] | None:
+        """This process's part of the data, in its own order."""
+        return DistributedSampler(self.data, self.size, self.rank, shuffle=False) if self.size > 1 else None
+
 
 Laps = Iterator[nn.Module]
 """Advanced by one, an arm takes one optimizer step; what it yields is its model."""
@@ -53,12 +58,10 @@ Laps = Iterator[nn.Module]
 def by_hand(course: Course) -> Laps:
     """Plain torch: DistributedDataParallel with no_sync and gradient_as_bucket_view; on one process, just the loop."""
     model, optimizer = course.start()
-    sampler: DistributedSampler[Any] | None = None
     net = model
     if course.size > 1:
-        sampler = DistributedSampler(course.data, shuffle=False)
         net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    loader: Any = DataLoader(course.data, batch_size=course.micro, sampler=sampler)
+    loader: Any = DataLoader(course.data, batch_size=course.micro, sampler=course.sampler())
     while True:
         for i, (x, y) in enumerate(loader, 1):
             last = i % course.accumulate == 0
@@ -140,9 +143,10 @@ def trainer(course: Course) -> Laps:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=course.folder,
+            use_distributed_sampler=False,  # it would shuffle
             callbacks=[Turn()],
         )
-        fitting.fit(Module(), DataLoader(course.data, batch_size=course.micro))
+        fitting.fit(Module(), DataLoader(course.data, batch_size=course.micro, sampler=course.sampler()))
 
     return _turns(run, model)
 
@@ -151,6 +155,8 @@ def ignite(course: Course) -> Laps:
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_trainer
 
+    if course.size > 1 and not torch.distributed.is_initialized():
+        idist.initialize("gloo")
     model, optimizer = course.start()
 
     def run(hand_over: Callable[[], None]) -> None:

@@ -75,9 +75,9 @@ TINY: dict[str, Callable[[int], tuple[nn.Module, torch.Tensor, torch.Tensor, Cal
 TINY_BATCH = 8
 
 
-def course_of(heat: Heat, size: int, folder: Path) -> Course:
+def course_of(heat: Heat, rank: int, size: int, folder: Path) -> Course:
     torch.manual_seed(1)
-    make = partial(Course, size=size, accumulate=heat.virtual_ranks // size, folder=folder)
+    make = partial(Course, rank=rank, size=size, accumulate=heat.virtual_ranks // size, folder=folder)
     if heat.task in TINY:  # an epoch is a turn
         model, x, y, loss = TINY[heat.task](heat.steps * TINY_BATCH)
         data: Any = TensorDataset(x, y) if heat.rows else Points(x, y)
@@ -97,7 +97,7 @@ def known(size: int) -> list[str]:
 
 
 def race(heat: Heat, group: Group, folder: Path) -> dict[str, Any]:
-    course = course_of(heat, group.size, folder)
+    course = course_of(heat, group.rank, group.size, folder)
     names = known(group.size)
     arms: dict[str, Laps] = {name: ARMS[name](course) for name in names}
     times = torch.zeros(len(names), heat.turns + WARM_UP, dtype=torch.float64)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import unisono
-from benchmarks.race.alone import SIZE, STEPS, course_of, tell
+from benchmarks.race.alone import SIZE, STEPS, course_of, peak_mib, tell
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,17 @@ class Settings(unisono.Settings):
 
 
 def main(run: unisono.Run[Settings]) -> None:
-    course = course_of(run.settings.task, Path(run.dir))
+    course = course_of(run.settings.task, run.rank, run.dir)
     model = run.place(course.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     run.track(model=model, optimizer=optimizer)
-    first = 0.0
+    first, peak = 0.0, 0.0
     for step in run.steps(course.data, shuffle=False):
         for x, y in step:
             step.backward(course.loss(model(x), y, "sum"), weight=y.numel())
         step.update(optimizer)
-        first = first or time.time()
-    tell(first)
+        first, peak = first or time.time(), peak_mib()
+    tell(first, peak)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,18 @@ class _Numpy:
     drawn since it was seen that there is none, has none."""
 
     def __init__(self) -> None:
+        self._bits: Any = None  # the generator that `_words` are of
+        self._words: Any = None
         self._without: Any = None  # where it stood without a kept number
 
     def __call__(self) -> Any:
         bits = _bit_generator()
-        if type(bits) is not np.random.MT19937:
-            return pickle.dumps(np.random.get_state(legacy=False))
-        words = (c_uint32 * (WORDS + 1)).from_address(bits.ctypes.state_address)
-        place = (bits, words[0], words[WORDS])
+        if bits is not self._bits:
+            if type(bits) is not np.random.MT19937:
+                return pickle.dumps(np.random.get_state(legacy=False))
+            self._bits = bits
+            self._words = (c_uint32 * (WORDS + 1)).from_address(bits.ctypes.state_address)
+        place = (self._words[0], self._words[WORDS])
         if place != self._without:
             whole = np.random.get_state(legacy=False)
             if whole["has_gauss"]:
