@@ -119,7 +119,7 @@ class Race:
         for task, rows in ONE:
             data = "a TensorDataset" if rows else "a data set of one's own"
             self.say(f"{task}, {data}:", "")
-            turns, steps = (3, 20) if self.quick else (30, 200)
+            turns, steps = (3, 20) if self.quick else (16, 200)
             self.table(self.laps(1, 1, task=task, virtual_ranks=1, turns=turns, steps=steps, rows=rows), 1e6, 0)
 
     def steps(self) -> None:

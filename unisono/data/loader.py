@@ -83,6 +83,8 @@ class Fetcher(Dataset[Any]):
         self.data, self.collate, self.keyed = data, collate, keyed
         self.rows = are_rows(data, collate)
         self._draws = False  # has a fetch been seen to draw?
+        self._first = True
+        self._stood: Any = None  # the mark after the last fetch, while nobody draws
 
     def __getitem__(self, task: Task) -> Fetched:
         """For a worker: the batch, and where the generators stand if the fetch drew from them."""
@@ -106,13 +108,24 @@ class Fetcher(Dataset[Any]):
         return self._in_one_stream(task)
 
     def _in_one_stream(self, task: Task) -> Any:
-        """What was drawn outside of the stream is drawn from the key instead, by fetching anew: once in a run, since it
-        is expected from then on."""
+        """A fetch that draws does so from the key, and what it drew from the stream before that was seen is drawn anew.
+
+        As long as neither it nor the loop draws, one mark a fetch shows that; when something did, the fetch is done
+        once more between two marks, and from then on every one is.
+        """
+        if self._stood is not None:
+            batch = self._read(task)
+            if mark() == self._stood:
+                return batch
+            self._stood = None
         if not self._draws:
             before = mark()
             batch = self._read(task)
-            self._draws = mark() != before
+            after = mark()
+            self._draws = after != before
             if not self._draws:
+                self._stood = after if self._first else None
+                self._first = False
                 return batch
         stream = take_state()
         seed_everything(task.key)

@@ -71,7 +71,7 @@ class Gradient:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
-        if self.finite and marks(given) == marks(written([p.grad for p in self.params])):
+        if self.finite and len(given) == len(self.params) and all(map(_as_noted, self.params, given)):
             return
         for p in self.params:
             if p.grad is not None and not finite(p.grad):
@@ -94,6 +94,7 @@ def written(tensors: Iterable[torch.Tensor | None]) -> Written:
     return [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
 
 
-def marks(noted: Written) -> list[tuple[int, int]]:
-    """To compare by: which tensors (they are alive, so no two are at one address) and how often written to."""
-    return [(id(tensor), version) for tensor, version in noted]
+def _as_noted(p: torch.nn.Parameter, noted: tuple[torch.Tensor | None, int]) -> bool:
+    """Is p.grad what was noted, and was it not written to since?"""
+    grad, writes = noted
+    return p.grad is grad and (grad is None or version(grad) == writes)
