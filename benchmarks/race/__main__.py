@@ -32,6 +32,8 @@ ONE = [("MLP 32-32-32", False), ("MLP 64-64-10", False), ("MLP 32-32-32", True),
 """On one process: a network so small that a step is Python and dispatch; is its data a TensorDataset?"""
 TWO = [("GPT", 2), ("GPT", 8), ("CNN", 2), ("CNN", 8)]
 """On two: the model, and how many virtual ranks (micro-batches of all processes in a step)."""
+ROUNDS = {"GPT": 2, "CNN": 4}
+"""How often the processes are started anew."""
 
 
 class Race:
@@ -133,7 +135,7 @@ class Race:
         )
         for task, virtual_ranks in TWO:
             self.say(f"{task}, V = {virtual_ranks}:", "")
-            turns, rounds = (2, 1) if self.quick else (12, 2)
+            turns, rounds = (2, 1) if self.quick else (12, ROUNDS[task])
             self.table(self.laps(2, rounds, task=task, virtual_ranks=virtual_ranks, turns=turns), 1e3, 0)
 
     def starts(self) -> None:
@@ -157,7 +159,7 @@ class Race:
         lines = {"by hand": "import torch", "Unisono": "import unisono", "Unisono, and torch": "import unisono, torch"}
         lines |= {arm: f"import {module}" for arm, module in MODULES.items()}
         taken: dict[str, list[float]] = {name: [] for name in lines}
-        for i in range(3 if self.quick else 8):
+        for i in range(3 if self.quick else 7):
             for name in lines if i % 2 else reversed(lines):
                 began = time.perf_counter()
                 subprocess.run([self.peers, "-c", lines[name]], check=True, capture_output=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -173,7 +173,7 @@ def ignite(course: Course) -> Laps:
     return _turns(run, model)
 
 
-def ours(course: Course, exchange: Literal["tree", "allreduce"] = "tree") -> Laps:
+def ours(course: Course) -> Laps:
     """The public loop, in a run without the command around it."""
     from benchmarks.ours import build_run
     from unisono.env import World
@@ -181,11 +181,9 @@ def ours(course: Course, exchange: Literal["tree", "allreduce"] = "tree") -> Lap
     from unisono.world.collectives import Group
 
     virtual_ranks = course.size * course.accumulate
-    settings = Settings(
-        epochs=10**6, batch=course.micro * virtual_ranks, virtual_ranks=virtual_ranks, exchange=exchange
-    )
+    settings = Settings(epochs=10**6, batch=course.micro * virtual_ranks, virtual_ranks=virtual_ranks)
     world = World.current()
-    run = build_run(settings, world, Group(world.rank, world.size), course.folder / exchange)
+    run = build_run(settings, world, Group(world.rank, world.size), course.folder)
     model, optimizer = course.start()
     model = run.place(model)
     run.track(model=model, optimizer=optimizer)
@@ -196,21 +194,14 @@ def ours(course: Course, exchange: Literal["tree", "allreduce"] = "tree") -> Lap
         yield model
 
 
-def ours_allreduce(course: Course) -> Laps:
-    return ours(course, "allreduce")
-
-
 ARMS: dict[str, Callable[[Course], Laps]] = {
     "by hand": by_hand,
     "Unisono": ours,
-    "Unisono, allreduce": ours_allreduce,
     "Ignite": ignite,
     "Fabric": fabric,
     "Accelerate": accelerate,
     "Trainer": trainer,
 }
-BUT_ALONE = ("Unisono, allreduce",)
-"""What means nothing on one process."""
 MODULES = {"Ignite": "ignite", "Fabric": "lightning.fabric", "Accelerate": "accelerate", "Trainer": "lightning"}
 """What has to be there for an arm, beside torch."""
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from benchmarks.race.arms import ARMS, BUT_ALONE, MODULES, Course, Laps
+from benchmarks.race.arms import ARMS, MODULES, Course, Laps
 from benchmarks.tasks import TASKS, loss_of
 from unisono.env import World
 from unisono.world.collectives import Group
@@ -87,18 +87,14 @@ def course_of(heat: Heat, rank: int, size: int, folder: Path) -> Course:
     return make(model=task.build(), data=data, loss=loss_of, micro=task.batch // heat.virtual_ranks)
 
 
-def known(size: int) -> list[str]:
+def known() -> list[str]:
     """The arms that can start here."""
-    return [
-        arm
-        for arm in ARMS
-        if not (size == 1 and arm in BUT_ALONE) and (arm not in MODULES or find_spec(MODULES[arm]) is not None)
-    ]
+    return [arm for arm in ARMS if arm not in MODULES or find_spec(MODULES[arm]) is not None]
 
 
 def race(heat: Heat, group: Group, folder: Path) -> dict[str, Any]:
     course = course_of(heat, group.rank, group.size, folder)
-    names = known(group.size)
+    names = known()
     arms: dict[str, Laps] = {name: ARMS[name](course) for name in names}
     times = torch.zeros(len(names), heat.turns + WARM_UP, dtype=torch.float64)
     last: dict[str, nn.Module] = {}
