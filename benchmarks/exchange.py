@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 import sys
 import tempfile
 import time
@@ -106,8 +107,9 @@ def race(world: World, name: str, virtual_ranks: int, steps: int, folder: str) -
         last: dict[str, Turn] = {}
         norms: dict[str, float] = {}
         for number in range(total):
-            for i in range(len(ARMS)):
-                arm = (i + number) % len(ARMS)  # nobody always comes after the same one
+            for arm in random.Random(number).sample(
+                range(len(ARMS)), len(ARMS)
+            ):  # nobody is always behind the same one
                 group.barrier()
                 began, worked = time.perf_counter(), time.process_time()
                 last[ARMS[arm]] = next(arms[ARMS[arm]])

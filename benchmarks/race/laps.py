@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -99,8 +100,7 @@ def race(heat: Heat, group: Group, folder: Path) -> dict[str, Any]:
     times = torch.zeros(len(names), heat.turns + WARM_UP, dtype=torch.float64)
     last: dict[str, nn.Module] = {}
     for turn in range(heat.turns + WARM_UP):
-        for i in range(len(names)):
-            arm = (i + turn) % len(names)  # nobody always comes after the same one
+        for arm in random.Random(turn).sample(range(len(names)), len(names)):  # nobody always comes after the same one
             gc.collect()  # nobody cleans up for another
             group.barrier()
             began = time.perf_counter()
