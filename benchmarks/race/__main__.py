@@ -2,7 +2,8 @@
 
     make bench                                                     builds the peers' environment, runs this and the rest
     python -m benchmarks.race --peers .venv-peers/bin/python       about half an hour
-    python -m benchmarks.race --peers PYTHON --quick               a smoke test
+    python -m benchmarks.race --peers PYTHON --only steps          one part again; the others stay as they are written
+    python -m benchmarks.race --peers PYTHON --quick               a smoke test: nothing is written
 
 Everything runs in the peers' Python, where Unisono is installed as well; one torch thread a process. On a machine that
 others use, look at ratios and quartiles: each is the median, over turns, of an arm over plain torch in the same turn.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -97,18 +97,19 @@ class Race:
         self.lines += lines
         print("\n".join(lines), flush=True)
 
-    def table(self, columns: dict[str, list[float]], unit: float, digits: int, over: str = HAND) -> None:
-        """A row an arm: its median (quartiles), its ratio to plain torch in the same turn, what it takes longer."""
-        self.say(f"| | median (quartiles) | over {over} | ratio to {over} |", "|---|---|---|---|")
-        ratio = {
-            arm: spread([a / b for a, b in zip(column, columns[over], strict=True)]) for arm, column in columns.items()
-        }
-        for arm in sorted(columns, key=lambda name: (name != over, ratio[name].median)):
+    def table(self, columns: dict[str, list[float]], unit: float, digits: int) -> None:
+        """A row an arm, over plain torch: turn by turn, and quickest turn to quickest turn."""
+        hand = columns[HAND]
+        ratio = {arm: spread([a / b for a, b in zip(column, hand, strict=True)]) for arm, column in columns.items()}
+        self.say("| | median (quartiles) | least | over by hand | ratio, turn by turn | least to least |")
+        self.say("|---|---|---|---|---|---|")
+        for arm in sorted(columns, key=lambda name: (name != HAND, ratio[name].median)):
             column = [value * unit for value in columns[arm]]
-            more = spread([unit * (a - b) for a, b in zip(columns[arm], columns[over], strict=True)])
-            told = f"{more.median:+.{digits}f} | {ratio[arm]:.3f}" if arm != over else " | "
+            more = spread([unit * (a - b) for a, b in zip(columns[arm], hand, strict=True)])
+            told = f"{more.median:+.{digits}f} | {ratio[arm]:.3f} | {min(columns[arm]) / min(hand):.3f}"
             name = f"**{arm}**" if arm.startswith(OURS) else arm
-            self.say(f"| {name} | {spread(column):.{digits}f} | {told} |")
+            quickest = f"{min(column):.{digits}f}"
+            self.say(f"| {name} | {spread(column):.{digits}f} | {quickest} | {told if arm != HAND else ' | | '} |")
         self.say("")
 
     def overhead(self) -> None:
@@ -177,30 +178,38 @@ class Race:
         return "; ".join(told)
 
 
+HEAD = """# The race
+
+The same model, data, precision (fp32), threads (one a process) and batch through plain torch, its peers and Unisono, in
+turns, in the same processes; every arm as its documentation advises ([arms.py](race/arms.py)), with AdamW. A ratio is
+the median (quartiles), over turns, of an arm over plain torch in the same turn; what others do on the machine only
+makes turns longer, so the quickest ones are set side by side as well. All arms end with the same weights, up to
+rounding. Each part says what it was measured on; `python -m benchmarks.race` wrote it.
+"""
+PARTS = ("overhead", "steps", "starts", "imports")
+
+
+def written(new: dict[str, str]) -> str:
+    """The page with these parts made anew, each between two marks that nobody sees."""
+    old = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else ""
+    parts = {name: old.partition(f"<!-- {name} -->\n")[2].partition("\n<!--")[0].rstrip("\n") for name in PARTS}
+    return HEAD + "".join(f"\n<!-- {name} -->\n{text}\n" for name in PARTS if (text := {**parts, **new}[name]))
+
+
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--peers", required=True, help="a Python that has accelerate, lightning, ignite, greenlet")
-    parts = ("overhead", "steps", "starts", "imports")
-    flags.add_argument("--only", choices=parts, help="one part, printed and not written")
+    flags.add_argument("--only", choices=PARTS, help="one part")
     asked = flags.parse_args()
     # not resolved: a virtual environment's python is a link, and finds its libraries beside the link
     race = Race(str(Path(asked.peers).absolute()), quick=asked.quick)
-    race.say(
-        "# The race",
-        "",
-        "The same model, data, precision (fp32), threads (one a process) and batch through plain torch, its peers and"
-        " Unisono, in turns, in the same processes; every arm as its documentation advises"
-        " ([arms.py](race/arms.py)), with AdamW. A ratio is the median (quartiles), over turns, of an arm over plain"
-        " torch in the same turn. All arms end with the same weights, up to rounding.",
-        "",
-        f"`python -m benchmarks.race` wrote this: {race.stand()}.",
-        "",
-    )
-    for part in [asked.only] if asked.only else parts:
+    for part in [asked.only] if asked.only else PARTS:
+        race.lines.clear()
+        stand = race.stand()  # with the load that it begins under
         getattr(race, part)()
-    if not asked.only and not asked.quick:
-        RESULTS.write_text("\n".join(race.lines).rstrip() + "\n", encoding="utf-8")
-        print(f"written to {RESULTS.relative_to(ROOT)}", file=sys.stderr)
+        race.say(f"{stand}.")
+        if not asked.quick:
+            RESULTS.write_text(written({part: "\n".join(race.lines)}), encoding="utf-8")
 
 
 if __name__ == "__main__":
