@@ -11,7 +11,7 @@ finite. With lightning-fabric installed (pip install lightning-fabric lightning-
 arm, with the same sum loss and division.
 
 It is measured twice, since data decides: with a TensorDataset, which ours reads a batch at a time, and with a data set
-of one's own, which is asked for every sample, and for which ours seeds torch, numpy and random in every step.
+of one's own, which is asked for every sample, and for which ours looks in every step whether it drew random numbers.
 """
 
 from __future__ import annotations
