@@ -3,7 +3,7 @@
 Taking the states of torch's, numpy's and Python's global generators and comparing them takes 100 microseconds, seeding
 them 10 to 25; a mark takes 4 to 11. numpy's and Python's are both an MT19937: 624 words, made anew when they are used
 up, and the place in them. A draw moves the place; a word tells one filling from the next. Neither library has a cheap
-method that says it, so both are read where they lie in memory: numpy's at the address that it gives out for that purpose
+method that says it, so both are read where they lie in memory: numpy's at the address that it gives out for this
 (numpy.random.BitGenerator.ctypes), Python's behind the object's head, after a trial whether it does lie there.
 """
 
