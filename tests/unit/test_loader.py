@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from unisono.data.rows import are_rows, read_rows
+from unisono.data.rows import are_rows, collate, read_rows
 from unisono.data.workers import tells_of_a_death
 
 DEATHS = [
@@ -72,3 +74,62 @@ def test_only_tensors_that_lie_row_by_row_are_read_at_once() -> None:
 def test_a_sample_that_is_not_there_is_the_same_error() -> None:
     with pytest.raises(IndexError, match="out of bounds"):
         read_rows(Subset(POINTS, [3, 20]), [0, 1])
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int
+
+
+X = torch.randn(3, 4, 2)
+BATCHES: dict[str, list[Any]] = {
+    "tensors": [(X[0], X[1]), (X[1], X[2])],
+    "channels last": [(X.permute(2, 0, 1)[0],), (X.permute(2, 0, 1)[1],)],
+    "numbers and words": [(X[0], 3, 0.5, "a", True), (X[1], 4, 1.5, "b", False)],
+    "arrays": [(np.ones(2), np.float32(1)), (np.zeros(2), np.float32(2))],
+    "what lies in it": [((1, X[0]), [2, 3], {"a": X[1]}, Pair(1, 2)), ((4, X[1]), [5, 6], {"a": X[2]}, Pair(3, 4))],
+    "nothing": [(), ()],
+    "one tensor": [X[0], X[1]],
+    "mappings": [{"a": 1}, {"a": 2}],
+    "pairs": [Pair(1, 2), Pair(3, 4)],
+}
+WRONG: dict[str, list[Any]] = {
+    "of several lengths": [(X[0], X[1]), (X[0],)],
+    "of several shapes": [(X[0],), (X[0, :1],)],
+    "of several kinds": [(X[0],), (3,)],
+    "none": [(None,), (None,)],
+    "not all tuples": [(X[0],), 3],
+    "sparse": [(X[0].to_sparse(),), (X[1].to_sparse(),)],
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.equal(b) and (a.dtype, a.stride()) == (b.dtype, b.stride())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize("samples", list(BATCHES.values()), ids=list(BATCHES))
+def test_tuples_are_collated_as_torch_does_it(samples: list[Any]) -> None:
+    assert same(collate(samples), default_collate(samples))
+
+
+@pytest.mark.parametrize("samples", list(WRONG.values()), ids=list(WRONG))
+def test_what_cannot_be_collated_is_torchs_own_error(samples: list[Any]) -> None:
+    with pytest.raises((TypeError, RuntimeError)) as torchs:
+        default_collate(samples)
+    with pytest.raises(torchs.type) as ours:
+        collate(samples)
+    assert str(ours.value) == str(torchs.value)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple])
+def test_a_kind_that_a_script_has_taught_torch_is_collated_its_way(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, *, collate_fn_map: f"{len(batch)} taught")
+    samples = BATCHES["tensors"]
+    assert collate(samples) == default_collate(samples) != []
+    assert "taught" in str(collate(samples))

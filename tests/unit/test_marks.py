@@ -88,3 +88,25 @@ def test_pythons_state_tells_as_well_where_memory_is_laid_out_otherwise(monkeypa
     assert mark() == before
     random.random()
     assert mark() != before
+
+
+@pytest.mark.parametrize("at", [marks._lies_in_torch(), None], ids=["in memory", "by its state"])
+def test_torchs_generator_shows_its_draws_wherever_it_lies(at: int | None) -> None:
+    generator = torch.Generator()
+    generator.manual_seed(7)
+    tell = marks._Torch(generator, at)
+    for draw in (torch.rand, torch.randn, torch.randn, torch.rand):
+        before = tell()
+        assert tell() == before
+        draw((), generator=generator)
+        assert tell() != before
+    state, before = generator.get_state(), tell()
+    torch.rand(2 * marks.WORDS, generator=generator)
+    assert tell() != before
+    generator.set_state(state)
+    assert tell() == before
+
+
+def test_torchs_generator_is_found_in_this_torch() -> None:
+    """If this fails after an update of torch, marks still are right, and take three times as long."""
+    assert marks._lies_in_torch() is not None

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from unisono.data.marks import mark
-from unisono.data.rows import are_rows, read_rows
+from unisono.data.rows import are_rows, collate, read_rows
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
 from unisono.data.workers import deaths, start, tells_of_a_death
 from unisono.errors import DataError
@@ -36,8 +36,13 @@ class Task(NamedTuple):
     """One micro-batch to fetch."""
 
     place: Place
-    key: int
+    run_key: int
     samples: list[int]
+
+    @property
+    def key(self) -> int:
+        """Of its random numbers."""
+        return place_key(self.run_key, *self.place)
 
 
 class Schedule:
@@ -79,12 +84,11 @@ class Fetcher(Dataset[Any]):
     keyed  False: the generators are one stream, as in plain torch, and only a fetch that draws begins it anew
     """
 
-    def __init__(self, data: Any, collate: Collate, *, keyed: bool = True) -> None:
-        self.data, self.collate, self.keyed = data, collate, keyed
-        self.rows = are_rows(data, collate)
+    def __init__(self, data: Any, collate_fn: Collate, *, keyed: bool = True) -> None:
+        self.data, self.keyed = data, keyed
+        self.collate = collate if collate_fn is default_collate else collate_fn
+        self.rows = are_rows(data, collate_fn)
         self._draws = False  # has a fetch been seen to draw?
-        self._first = True
-        self._stood: Any = None  # the mark after the last fetch, while nobody draws
 
     def __getitem__(self, task: Task) -> Fetched:
         """For a worker: the batch, and where the generators stand if the fetch drew from them."""
@@ -105,28 +109,14 @@ class Fetcher(Dataset[Any]):
             return self._read(task)
         if self.rows:  # which cannot draw
             return read_rows(self.data, task.samples)
-        return self._in_one_stream(task)
-
-    def _in_one_stream(self, task: Task) -> Any:
-        """A fetch that draws does so from the key, and what it drew from the stream before that was seen is drawn anew.
-
-        As long as neither it nor the loop draws, one mark a fetch shows that; when something did, the fetch is done
-        once more between two marks, and from then on every one is.
-        """
-        if self._stood is not None:
-            batch = self._read(task)
-            if mark() == self._stood:
-                return batch
-            self._stood = None
         if not self._draws:
             before = mark()
             batch = self._read(task)
-            after = mark()
-            self._draws = after != before
-            if not self._draws:
-                self._stood = after if self._first else None
-                self._first = False
+            if mark() == before:
                 return batch
+            self._draws = True
+        # A fetch that draws does so from its key; what this one drew from the stream, before that was seen, is drawn
+        # anew.
         stream = take_state()
         seed_everything(task.key)
         before = mark()
@@ -136,23 +126,20 @@ class Fetcher(Dataset[Any]):
         return batch
 
     def _read(self, task: Task) -> Any:
+        data, samples = self.data, task.samples
         if self.rows:
-            return read_rows(self.data, task.samples)
-        if isinstance(self.data, Numbers):
-            return self.data.micro_batch(task.place.step, task.samples)
+            return read_rows(data, samples)
+        if type(data) is Numbers:
+            return data.micro_batch(task.place.step, samples)
         threads = torch.get_num_threads()
-        if threads == 1:
-            return self._collated(task.samples)
-        torch.set_num_threads(1)  # as in a worker: bits depend on it
+        if threads > 1:
+            torch.set_num_threads(1)  # as in a worker: bits depend on it
         try:
-            return self._collated(task.samples)
+            many = hasattr(data, "__getitems__")
+            return self.collate(data.__getitems__(samples) if many else [data[i] for i in samples])
         finally:
-            torch.set_num_threads(threads)
-
-    def _collated(self, samples: list[int]) -> Any:
-        if hasattr(self.data, "__getitems__"):
-            return self.collate(self.data.__getitems__(samples))
-        return self.collate([self.data[i] for i in samples])
+            if threads > 1:
+                torch.set_num_threads(threads)
 
 
 class Loader:
@@ -236,7 +223,7 @@ class Loader:
             span = self.schedule.at(step)[self.rank]
             self.horizon = step + 1
             for place, samples in self.order.places(step, span):
-                task = Task(place, place_key(run_key, *place), samples)
+                task = Task(place, run_key, samples)
                 self._dealt.append(task)
                 yield task
 

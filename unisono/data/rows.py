@@ -1,4 +1,8 @@
-"""Data sets that are nothing but tensors: a batch is one read of each, and no random number is drawn for it."""
+"""Batches to the bit as torch's default_collate makes them, by shorter ways.
+
+Of a data set that is nothing but tensors a batch is one read of each, and no random number is drawn for it. Of tuples,
+which most data sets give, default_collate asks last whether they are tuples, after everything else that they might be.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 
 def are_rows(data: Any, collate: Callable[[list[Any]], Any]) -> bool:
@@ -26,6 +31,20 @@ def read_rows(data: Any, samples: Sequence[int]) -> list[torch.Tensor]:
         samples, data = [data.indices[sample] for sample in samples], data.dataset
     index = torch.tensor(samples)
     return [tensor[index] for tensor in data.tensors]
+
+
+def collate(samples: list[Any]) -> Any:
+    """default_collate, which see, in two thirds of its time for tuples."""
+    known = default_collate_fn_map  # by type; a script may have added to it
+    first = samples[0]
+    if type(first) is not tuple or tuple in known or len(set(map(len, samples))) > 1:
+        return default_collate(samples)
+    return [
+        known[kind](column, collate_fn_map=known)
+        if (kind := type(column[0])) in known
+        else default_collate(list(column))
+        for column in zip(*samples, strict=True)
+    ]
 
 
 def _plain(tensor: torch.Tensor) -> bool:

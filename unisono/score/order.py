@@ -120,14 +120,14 @@ class Order:
 
     def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
         """The sample numbers of each micro-batch of a virtual rank in `step`, in order."""
-        epoch = self.epoch(step)
-        return [self.part(epoch, a, b).tolist() for a, b in self.micro_bounds(step, virtual_rank)]
+        return [samples for _, samples in self.places(step, (virtual_rank, virtual_rank + 1))]
 
     def places(self, step: int, span: tuple[int, int]) -> Iterator[tuple[Place, list[int]]]:
         """Every micro-batch of the virtual ranks [lo, hi) in `step`, with its place, in the order to compute them."""
+        epoch = self.epoch(step)
         for virtual_rank in range(*span):
-            for number, samples in enumerate(self.micro_batches(step, virtual_rank)):
-                yield Place(step, virtual_rank, number), samples
+            for number, (start, stop) in enumerate(self.micro_bounds(step, virtual_rank)):
+                yield Place(step, virtual_rank, number), self.part(epoch, start, stop).tolist()
 
 
 @lru_cache(maxsize=4096)

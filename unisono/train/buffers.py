@@ -347,6 +347,11 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """How often each was written to."""
+    return [0 if t is None or t.is_inference() else t._version for t in tensors]
+
+
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 

@@ -18,8 +18,8 @@ from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import place_evenly
-from unisono.train.buffers import watch_samples
-from unisono.train.gradient import Gradient, Written, written
+from unisono.train.buffers import versions, watch_samples
+from unisono.train.gradient import Gradient
 from unisono.train.models import Models
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
@@ -56,7 +56,7 @@ class Engine:
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
-        self._before: Written = []  # the parameters, when the pass began
+        self._versions: list[int] = []  # of the parameters, when the pass began
         self._held_bits: list[int] = []  # what was in them, at a first pass
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
@@ -129,7 +129,7 @@ class Engine:
         buffers = self.models.buffers
         if self.order.virtual_ranks > 1:
             buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
-            self._before = written(self.models.params)
+            self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
         for i in range(count := sum(pieces.values())):
@@ -174,7 +174,7 @@ class Engine:
     def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
         """The sums of the step's pass over all processes; afterwards p.grad is the mean gradient everywhere."""
         gradient.exchange.launch()
-        if self._before:
+        if self.order.virtual_ranks > 1:
             self._check_forward(step)
         gradient.seen = True
         buffers = self.models.buffers
@@ -320,15 +320,14 @@ class Engine:
 
     def _check_forward(self, step: Step) -> None:
         """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
-        after = written(self.models.params)
+        params = self.models.params
         bits, self._held_bits = self._held_bits, []
-        secretly = [bits_of(p) != was for p, was in zip(self.models.params, bits, strict=False)]
-        for i, ((p, before), (_, now)) in enumerate(zip(self._before, after, strict=True)):
-            if before != now or secretly[i : i + 1] == [True]:
-                shape = tuple(p.shape) if p is not None else ()
-                name = self.models.names.get(id(p), "")
+        secretly = [bits_of(p) != was for p, was in zip(params, bits, strict=False)] or [False] * len(params)
+        for p, before, now, changed in zip(params, self._versions, versions(params), secretly, strict=True):
+            if before != now or changed:
                 raise LoopError(
-                    f"The forward pass of step {step.number} changed the parameter {name} of shape {shape}.",
+                    f"The forward pass of step {step.number} changed the parameter {self.models.names.get(id(p), '')} "
+                    f"of shape {tuple(p.shape)}.",
                     f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
                     "parameters may change between two steps only.",
                     "do it after step.update (Embedding without max_norm, and a line that renorms), or "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,15 +11,12 @@ import torch
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
-from unisono.train.buffers import version
+from unisono.train.buffers import versions
 from unisono.world.collectives import Group
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
     from unisono.train.step import Step
-
-Written = list[tuple[torch.Tensor | None, int]]
-"""Some tensors, and how often each had been written to: what tells that one was changed, or replaced."""
 
 
 class Gradient:
@@ -45,7 +43,8 @@ class Gradient:
         self.finite = True
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
         self.seen = False  # has a backward of it been looked at closely?
-        self._given: Written = []  # the gradients, when they were whole
+        self._given: list[torch.Tensor | None] = []  # the gradients, when they were whole
+        self._versions: list[int] = []  # and theirs
         self._token = torch.zeros(1, device=group.device)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
@@ -65,13 +64,15 @@ class Gradient:
             whole = self.group.sum_(self._token).item() == 0.0
         exchange.commit()
         self.finite = whole
-        self._given = written([p.grad for p in self.params])
+        self._given = [p.grad for p in self.params]
+        self._versions = versions(self._given)
 
     def check_finite(self, step: Step) -> None:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
-        if self.finite and len(given) == len(self.params) and all(map(_as_noted, self.params, given)):
+        grads = [p.grad for p in self.params]
+        if self.finite and all(map(is_, grads, given)) and versions(grads) == self._versions:
             return
         for p in self.params:
             if p.grad is not None and not finite(p.grad):
@@ -87,14 +88,3 @@ class Gradient:
 
     def close(self) -> None:
         self.exchange.close()
-
-
-def written(tensors: Iterable[torch.Tensor | None]) -> Written:
-    """Note how often each has been written to."""
-    return [(tensor, 0 if tensor is None else version(tensor)) for tensor in tensors]
-
-
-def _as_noted(p: torch.nn.Parameter, noted: tuple[torch.Tensor | None, int]) -> bool:
-    """Is p.grad what was noted, and was it not written to since?"""
-    grad, writes = noted
-    return p.grad is grad and (grad is None or version(grad) == writes)

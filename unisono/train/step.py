@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,21 +34,22 @@ class Step:
     skipped  was an update left out, because fp16's scale was too high for its gradient? The same on every process
     """
 
+    skipped: bool = False
+    _place: Place | None = None  # of the micro-batch whose round it is
+    _ready = False  # may `backward` be called?
+    _state = "new"  # -> "walking" -> "whole" -> "updated"; or "broken"
+    _gradient: Gradient | None = None  # of the pass that was walked last
+    _waiting: Sequence[Gradient] = ()  # whole, and no optimizer has used them
+    _passes = 0
+    _kept: list[tuple[Place, Any]] | None = None  # this process's micro-batches, for more than one pass
+    _sums: Mapping[str, tuple[float, float]] = MappingProxyType({})
+    _grad_norm: float | None = None
+
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
         self.number = number
         self.epoch = engine.order.epoch(number)
         self.samples = engine.order.batch_size(number)
-        self.skipped = False
-        self._place: Place | None = None  # of the micro-batch whose round it is
-        self._ready = False  # may `backward` be called?
-        self._state = "new"  # -> "walking" -> "whole" -> "updated"; or "broken"
-        self._gradient: Gradient | None = None  # of the pass that was walked last
-        self._waiting: list[Gradient] = []  # whole, and no optimizer has used them
-        self._passes = 0
-        self._kept: list[tuple[Place, Any]] | None = None  # this process's micro-batches, for more than one pass
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._grad_norm: float | None = None
 
     # -- the loop over micro-batches
 
@@ -128,7 +130,7 @@ class Step:
                 sums = engine.meet(self, number, gradient)
         self._sums = {**self._sums, **sums} if number else sums
         self._passes += 1
-        self._waiting.append(gradient)
+        self._waiting = (*self._waiting, gradient)
         self._state = "whole"
         phases.enter("other")
 
@@ -248,8 +250,8 @@ class Step:
         engine = self._engine
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
         optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
-        ready = self._ready_for(optimizers)
-        if not any(gradient.may_skip and not gradient.finite for gradient in ready):
+        ready = self._waiting if self._kept is None else self._ready_for(optimizers)
+        if all(gradient.finite or not gradient.may_skip for gradient in ready):
             for gradient in ready:
                 gradient.check_finite(self)
             if limit is not None:
@@ -262,15 +264,13 @@ class Step:
         engine.scale.tell(self.number, finite=not self.skipped)
         for gradient in ready:
             gradient.zero()
-            self._waiting.remove(gradient)
+        self._waiting = [gradient for gradient in self._waiting if gradient not in ready]
         self._state = "whole" if self._waiting else "updated"
         phases.enter("other")
 
     def _ready_for(self, optimizers: Sequence[Any]) -> list[Gradient]:
-        """The gradients that these optimizers use: with one pass, the one there is."""
-        if self._kept is None:
-            return list(self._waiting)
-        ready = []
+        """The gradients that these optimizers use."""
+        ready: list[Gradient] = []
         for optimizer in optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             found = [g for g in self._waiting if any(id(p) in held for p in g.params)]

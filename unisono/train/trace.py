@@ -24,7 +24,7 @@ import unisono
 from unisono.data.loader import Numbers, Task, to_device
 from unisono.data.seeding import give_state, take_state
 from unisono.errors import Stopped
-from unisono.score.keys import ROUND, mix, place_key
+from unisono.score.keys import ROUND, mix
 from unisono.score.order import Place
 from unisono.train.engine import Engine
 from unisono.train.gradient import Gradient
@@ -177,7 +177,7 @@ class TracedEngine(Engine):
             return
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
         before, threads = take_state(), torch.get_num_threads()
-        again = fetcher.fetch(Task(place, place_key(mix(self.order.seed, ROUND), *place), samples))
+        again = fetcher.fetch(Task(place, mix(self.order.seed, ROUND), samples))
         give_state(before)
         torch.set_num_threads(threads)
         self.trace.line("again", "samples", "same" if digest(again) == digest(to_device(batch, CPU)) else "other")
