@@ -32,8 +32,8 @@ ONE = [("MLP 32-32-32", False), ("MLP 64-64-10", False), ("MLP 32-32-32", True),
 """On one process: a network so small that a step is Python and dispatch; is its data a TensorDataset?"""
 TWO = [("GPT", 2), ("GPT", 8), ("CNN", 2), ("CNN", 8)]
 """On two: the model, and how many virtual ranks (micro-batches of all processes in a step)."""
-ROUNDS = {"GPT": 2, "CNN": 4}
-"""How often the processes are started anew."""
+ROUNDS = {"GPT": (3, 14), "CNN": (5, 18)}
+"""How often the processes are started anew, and for how many turns."""
 
 
 class Race:
@@ -116,13 +116,13 @@ class Race:
         self.say(
             "## Overhead a step: one process, batch 8, no accumulation, AdamW",
             "",
-            "Networks so small that a step is Python and dispatch: microseconds a step, in turns of 200 steps.",
+            "Networks so small that a step is Python and dispatch: microseconds a step, in turns of 150 steps.",
             "",
         )
         for task, rows in ONE:
             data = "a TensorDataset" if rows else "a data set of one's own"
             self.say(f"{task}, {data}:", "")
-            turns, steps = (3, 20) if self.quick else (16, 200)
+            turns, steps = (3, 20) if self.quick else (40, 150)
             self.table(self.laps(1, 1, task=task, virtual_ranks=1, turns=turns, steps=steps, rows=rows), 1e6, 0)
 
     def steps(self) -> None:
@@ -136,7 +136,7 @@ class Race:
         )
         for task, virtual_ranks in TWO:
             self.say(f"{task}, V = {virtual_ranks}:", "")
-            turns, rounds = (2, 1) if self.quick else (12, ROUNDS[task])
+            rounds, turns = (1, 2) if self.quick else ROUNDS[task]
             self.table(self.laps(2, rounds, task=task, virtual_ranks=virtual_ranks, turns=turns), 1e3, 0)
 
     def starts(self) -> None:
