@@ -45,6 +45,7 @@ class Heat:
     virtual_ranks: int
     turns: int
     steps: int = 1
+    start: int = 0  # which of several starts this is
     rows: bool = False  # the data as a TensorDataset, although the task is tiny
 
 
@@ -100,7 +101,8 @@ def race(heat: Heat, group: Group, folder: Path) -> dict[str, Any]:
     times = torch.zeros(len(names), heat.turns + WARM_UP, dtype=torch.float64)
     last: dict[str, nn.Module] = {}
     for turn in range(heat.turns + WARM_UP):
-        for arm in random.Random(turn).sample(range(len(names)), len(names)):  # nobody always comes after the same one
+        # nobody always comes after the same one, nor is it always the same one that is made first
+        for arm in random.Random(f"{heat.start} {turn}").sample(range(len(names)), len(names)):
             gc.collect()  # nobody cleans up for another
             group.barrier()
             began = time.perf_counter()

@@ -41,8 +41,11 @@ class Solo:
         pass
 
     def finish(self, weight: float) -> bool:
-        grads = [p.grad for p in self.params if p.grad is not None]
-        self._fast = self._fast and not any(grad.is_sparse for grad in grads)
+        grads = []
+        for p in self.params:
+            if (grad := p.grad) is not None:
+                grads.append(grad)
+                self._fast &= not grad.is_sparse
         inverse = 1.0 / weight if math.frexp(weight)[0] == 0.5 else 1.0  # a power of two: its inverse is exact
         if inverse * weight != 1.0 and grads:
             torch._foreach_div_(grads, weight)

@@ -124,10 +124,11 @@ class Order:
 
     def places(self, step: int, span: tuple[int, int]) -> Iterator[tuple[Place, list[int]]]:
         """Every micro-batch of the virtual ranks [lo, hi) in `step`, with its place, in the order to compute them."""
-        epoch = self.epoch(step)
+        epoch, (first, last) = self.epoch(step), self.batch_bounds(step)
         for virtual_rank in range(*span):
-            for number, (start, stop) in enumerate(self.micro_bounds(step, virtual_rank)):
-                yield Place(step, virtual_rank, number), self.part(epoch, start, stop).tolist()
+            cuts = _cuts(last - first, self.virtual_ranks, virtual_rank, self.micro_batch)
+            for number, (start, stop) in enumerate(cuts):
+                yield Place(step, virtual_rank, number), self.part(epoch, first + start, first + stop).tolist()
 
 
 @lru_cache(maxsize=4096)

@@ -48,8 +48,11 @@ class Step:
     def __init__(self, engine: Engine, number: int) -> None:
         self._engine = engine
         self.number = number
-        self.epoch = engine.order.epoch(number)
         self.samples = engine.order.batch_size(number)
+
+    @property
+    def epoch(self) -> int:
+        return self._engine.order.epoch(self.number)
 
     # -- the loop over micro-batches
 

@@ -12,7 +12,7 @@ from unisono.watch.clock import Clock
 from unisono.watch.progress import Aside, Progress
 from unisono.watch.timeline import Timeline
 
-LINE_SECONDS = 0.005
+LINE_SECONDS = 0.02
 """Steps that are faster share a line of the timeline (the last one's number and loss, everybody's seconds)."""
 
 
