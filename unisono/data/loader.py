@@ -115,8 +115,7 @@ class Fetcher(Dataset[Any]):
             if mark() == before:
                 return batch
             self._draws = True
-        # A fetch that draws does so from its key; what this one drew from the stream, before that was seen, is drawn
-        # anew.
+        # a fetch that draws does so from its key; what it drew from the stream before that was seen is drawn anew
         stream = take_state()
         seed_everything(task.key)
         before = mark()

@@ -349,7 +349,7 @@ def version(tensor: torch.Tensor) -> int:
 
 def versions(tensors: Iterable[torch.Tensor | None]) -> list[int]:
     """How often each was written to."""
-    return [0 if t is None or t.is_inference() else t._version for t in tensors]
+    return [0 if tensor is None else version(tensor) for tensor in tensors]
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

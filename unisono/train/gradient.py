@@ -44,7 +44,7 @@ class Gradient:
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
         self.seen = False  # has a backward of it been looked at closely?
         self._given: list[torch.Tensor | None] = []  # the gradients, when they were whole
-        self._versions: list[int] = []  # and theirs
+        self._versions: list[int] = []  # how often each had been written to
         self._token = torch.zeros(1, device=group.device)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
@@ -72,7 +72,8 @@ class Gradient:
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
         grads = [p.grad for p in self.params]
-        if self.finite and all(map(is_, grads, given)) and versions(grads) == self._versions:
+        untouched = len(given) == len(grads) and all(map(is_, grads, given)) and versions(grads) == self._versions
+        if self.finite and untouched:
             return
         for p in self.params:
             if p.grad is not None and not finite(p.grad):

@@ -133,7 +133,7 @@ class Step:
                 sums = engine.meet(self, number, gradient)
         self._sums = {**self._sums, **sums} if number else sums
         self._passes += 1
-        self._waiting = (*self._waiting, gradient)
+        self._waiting = [*self._waiting, gradient]
         self._state = "whole"
         phases.enter("other")
 
