@@ -1,18 +1,19 @@
 """Two processes: what the exact exchange costs over torch's DistributedDataParallel.
 
-    python -m benchmarks.exchange            about five minutes
+    python -m benchmarks.exchange            about seven minutes
     python -m benchmarks.exchange --quick    a smoke test
 
-Three loops take turns, step by step, in the same two processes: ours with exchange=tree (exact), ours with
-exchange=allreduce, and DistributedDataParallel as its documentation advises (no_sync on all micro-batches but the last,
+Four loops take turns, step by step, in the same two processes: ours with exchange=tree (exact), the same with messages
+alone, as between hosts (on one host the processes share memory), ours with exchange=allreduce, and
+DistributedDataParallel as its documentation advises (no_sync on all micro-batches but the last,
 gradient_as_bucket_view). All have one torch thread, the same samples in the same micro-batches, the same AdamW. Ours is
 the public loop, with everything that a run does between two steps (timeline, progress). It also refuses gradients that
 are not finite and knows its loss, for which the other loop does nothing.
 
 A step takes as long as its slower process. The figure is the median, over steps, of ours / DDP in the same turn; every
-round starts new processes. "work" is the same for processor time, of both processes and all their threads: it counts
-nothing that others did on the machine in the meantime, and no waiting. At the end the three sets of weights must agree,
-and the norms of their first gradients.
+round starts new processes, and makes the loops in another order. "work" is the same for processor time, of both
+processes and all their threads: it counts nothing that others did on the machine in the meantime, and no waiting. At
+the end the sets of weights must agree, and the norms of their first gradients.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -47,7 +49,8 @@ from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
 PROCESSES = 2
-ARMS = ("tree", "allreduce", "ddp")
+OURS = {"tree": "tree / DDP", "messages": "as between hosts", "allreduce": "allreduce / DDP"}
+ARMS = (*OURS, "ddp")
 WARM_UP = 2
 """Steps that are not counted: the first allocates, and DistributedDataParallel rebuilds its buckets after it."""
 
@@ -90,32 +93,32 @@ def ddp(order: Order, group: Group, start: nn.Module, data: Dataset[Any]) -> Ite
         yield model.module, norm
 
 
-def race(world: World, name: str, virtual_ranks: int, steps: int, folder: str) -> dict[str, Any]:
-    """Let the three loops take turns: {"seconds": {arm: [of a step]}, "apart": {arm: ...}, "params": ...}."""
+def race(world: World, name: str, virtual_ranks: int, start: int, steps: int, folder: str) -> dict[str, Any]:
+    """Let the loops take turns: {"seconds": {arm: [of a step]}, "apart": {arm: ...}, "params": ...}."""
     task = TASKS[name]
     torch.manual_seed(1)
     total = steps + WARM_UP
-    start, data = task.build(), task.data(total * task.batch)
+    model, data = task.build(), task.data(total * task.batch)
     settings = Settings(epochs=1, batch=task.batch, virtual_ranks=virtual_ranks)
     order = Order(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
     with join(world) as group:
-        arms = {"ddp": ddp(order, group, start, data)}
-        for exchange in ("tree", "allreduce"):
-            run = build_run(Settings(**{**vars(settings), "exchange": exchange}), world, group, Path(folder) / exchange)
-            arms[exchange] = ours(run, start, data)
+        arms: dict[str, Iterator[Turn]] = {}
+        for arm in random.Random(f"start {start}").sample(ARMS, len(ARMS)):
+            exchange: Literal["tree", "allreduce"] = "allreduce" if arm == "allreduce" else "tree"
+            among = replace(group, neighbours={}) if arm == "messages" else group
+            run = build_run(replace(settings, exchange=exchange), world, among, Path(folder) / arm)
+            arms[arm] = ddp(order, group, model, data) if arm == "ddp" else ours(run, model, data)
         times, work = torch.empty(2, len(ARMS), total, dtype=torch.float64)
         last: dict[str, Turn] = {}
         norms: dict[str, float] = {}
         for number in range(total):
-            for arm in random.Random(number).sample(
-                range(len(ARMS)), len(ARMS)
-            ):  # nobody is always behind the same one
+            for arm in random.Random(f"{start} {number}").sample(ARMS, len(ARMS)):  # nobody always comes after the same
                 group.barrier()
                 began, worked = time.perf_counter(), time.process_time()
-                last[ARMS[arm]] = next(arms[ARMS[arm]])
-                times[arm, number] = time.perf_counter() - began
-                work[arm, number] = time.process_time() - worked
-                norms[ARMS[arm]] = norms.get(ARMS[arm]) or last[ARMS[arm]][1]
+                last[arm] = next(arms[arm])
+                times[ARMS.index(arm), number] = time.perf_counter() - began
+                work[ARMS.index(arm), number] = time.process_time() - worked
+                norms[arm] = norms.get(arm) or last[arm][1]
         for generator in arms.values():
             generator.close()  # type: ignore[attr-defined]
         group.max_(times)
@@ -136,9 +139,9 @@ def measure(name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str,
     work: dict[str, list[float]] = {arm: [] for arm in ARMS}
     round_medians: dict[str, list[float]] = {arm: [] for arm in ARMS}
     found: dict[str, Any] = {}
-    for _ in range(rounds):
+    for start in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(race, PROCESSES, name, virtual_ranks, steps, folder, seconds=300)[0]
+            found = run_ranks(race, PROCESSES, name, virtual_ranks, start, steps, folder, seconds=400)[0]
         for arm in ARMS:
             if not found["apart"][arm] <= 1e-4 or not math.isclose(
                 found["norms"][arm], found["norms"]["ddp"], rel_tol=1e-4
@@ -155,9 +158,9 @@ def measure(name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str,
         "micro_batch": TASKS[name].batch // virtual_ranks,
         "steps": len(seconds["ddp"]),
         "seconds": {arm: spread(values).median for arm, values in seconds.items()},
-        "ratio": {arm: spread(ratios(seconds, arm)) for arm in ARMS[:2]},
-        "work_ratio": {arm: spread(ratios(work, arm)) for arm in ARMS[:2]},
-        "rounds": {arm: round_medians[arm] for arm in ARMS[:2]},
+        "ratio": {arm: spread(ratios(seconds, arm)) for arm in OURS},
+        "work_ratio": {arm: spread(ratios(work, arm)) for arm in OURS},
+        "rounds": {arm: round_medians[arm] for arm in OURS},
         "apart": found["apart"],
     }
 
@@ -168,15 +171,15 @@ def ratios(seconds: dict[str, list[float]], arm: str) -> list[float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Two lines for each row: time and processor time, each over DistributedDataParallel's, with quartiles."""
-    lines = [f"{'':30} {'DDP step':>9}  {'tree / DDP':24} allreduce / DDP"]
+    lines = [f"{'':30} {'DDP step':>9}  " + " ".join(f"{title:23}" for title in OURS.values()).rstrip()]
     for row in rows:
         shape = f"V={row['virtual_ranks']}, micro-batches of {row['micro_batch']}"
         for name, key, step in (
             (f"{row['model']}, {row['params'] / 1e6:.1f} M parameters", "ratio", f"{row['seconds']['ddp']:.3f} s"),
             (f"  {shape}", "work_ratio", "work"),
         ):
-            both = [f"{row[key][arm]:.3f}" for arm in ARMS[:2]]
-            lines.append(f"{name:30} {step:>9}  {both[0]:24} {both[1]}")
+            ratios_ = [f"{row[key][arm]:.3f}" for arm in OURS]
+            lines.append(f"{name:30} {step:>9}  " + " ".join(f"{ratio:23}" for ratio in ratios_).rstrip())
     return "\n".join(lines)
 
 

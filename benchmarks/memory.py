@@ -6,9 +6,10 @@
 A model that is nothing but weights (24 square linear layers), plain SGD, and two samples a virtual rank, so that
 neither activations nor optimizer state stand beside the gradients. Every row has processes of its own; the figure is
 how far the resident memory of one of them rises during the steps (Linux's VmHWM) above what it was with the model
-alone, over the size of the gradient. The loop by hand holds one copy; so does DistributedDataParallel, whose buckets
-are the gradients. The exact exchange holds a copy for each of the r maximal subtrees of a process's span, what the
-computing of a larger subtree needs beside it (score/tree.py), and what arrives of two buckets.
+alone, over the size of the gradient. What processes share is counted once: each has its part (PSS) of the memory that
+several have open. The loop by hand holds one copy; so does DistributedDataParallel, whose buckets are the gradients.
+The exact exchange holds a copy for each of the r maximal subtrees of a process's span and what the computing of a
+larger subtree needs beside it (score/tree.py); "messages", as between hosts, also what arrives of two buckets.
 
 glibc gives large blocks that were freed back to the system only below a limit that grows by itself; what it keeps is
 half a copy here, and another half in every run. The limit is set (MALLOC_MMAP_THRESHOLD_), for all rows alike.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,9 @@ ROWS = (
     ("ours", 1, 8),
     ("DDP", 2, 2),
     ("ours", 2, 2),
+    ("messages", 2, 2),
     ("ours", 2, 8),
+    ("messages", 2, 8),
     ("ours", 3, 8),
 )
 """Who, on how many processes, with how many virtual ranks."""
@@ -59,6 +63,13 @@ def kilobytes(name: str) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
+def counted_twice() -> int:
+    """Kilobytes of shared memory that others have open as well, beyond this process's part of them."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
+    part = int(next(line.split()[1] for line in lines if line.startswith("Pss_Shmem:")))
+    return kilobytes("RssShmem") - part
+
+
 def begin() -> int:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     return kilobytes("VmRSS")
@@ -71,7 +82,9 @@ def rise(world: World, who: str, virtual_ranks: int, width: int, folder: str) ->
     with join(world) as group:
         placed = network(width)
         before = begin()
-        if who == "ours":
+        twice = 0
+        if who in ("ours", "messages"):
+            group = group if who == "ours" else replace(group, neighbours={})
             settings = Settings(steps=STEPS, batch=2 * virtual_ranks, virtual_ranks=virtual_ranks)
             run = build_run(settings, world, group, Path(folder))
             model = run.place(placed)
@@ -83,6 +96,9 @@ def rise(world: World, who: str, virtual_ranks: int, width: int, folder: str) ->
                     step.backward(F.mse_loss(model(x), x, reduction="sum"), weight=len(x))
                 step.update(optimizer)
                 peak = kilobytes("VmHWM")
+                group.barrier()  # all have what they have
+                twice = counted_twice()
+                group.barrier()
                 if step.number == STEPS - 2:  # after the last one it is saved
                     run.stop()
         else:
@@ -97,7 +113,7 @@ def rise(world: World, who: str, virtual_ranks: int, width: int, folder: str) ->
             peak = kilobytes("VmHWM")
         size = sum(p.numel() * p.element_size() for p in model.parameters()) / 1024
         del model  # DistributedDataParallel's, before its group
-    return (peak - before) / size
+    return (peak - twice - before) / size
 
 
 def measure(who: str, size: int, virtual_ranks: int, width: int) -> dict[str, Any]:
@@ -117,7 +133,7 @@ def measure(who: str, size: int, virtual_ranks: int, width: int) -> dict[str, An
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'':10} processes  virtual ranks  copies of the gradient  r + 2"]
     for row in rows:
-        promised = f"{row['subtrees'] + 2:5}" if row["who"] == "ours" else ""
+        promised = f"{row['subtrees'] + 2:5}" if row["who"] in ("ours", "messages") else ""
         who = f"{row['who']:10} {row['processes']:9}  {row['virtual_ranks']:13}"
         lines.append(f"{who}  {row['copies']:22.2f}  {promised}".rstrip())
     return "\n".join(lines)

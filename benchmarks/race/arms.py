@@ -178,12 +178,12 @@ def ours(course: Course) -> Laps:
     from benchmarks.ours import build_run
     from unisono.env import World
     from unisono.settings import Settings
-    from unisono.world.collectives import Group
+    from unisono.world.start import build_group
 
     virtual_ranks = course.size * course.accumulate
     settings = Settings(epochs=10**6, batch=course.micro * virtual_ranks, virtual_ranks=virtual_ranks)
     world = World.current()
-    run = build_run(settings, world, Group(world.rank, world.size), course.folder)
+    run = build_run(settings, world, build_group(world, torch.device("cpu")), course.folder)
     model, optimizer = course.start()
     model = run.place(model)
     run.track(model=model, optimizer=optimizer)

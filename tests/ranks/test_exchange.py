@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,12 +77,24 @@ def step(
 
 
 def exchange_on(
-    world: World, virtual_ranks: int, spans: Any, pieces: dict[int, int], bucket_bytes: int, seldom: bool = False
+    world: World,
+    virtual_ranks: int,
+    spans: Any,
+    pieces: dict[int, int],
+    bucket_bytes: int,
+    hosts: str = "aaaaaaaa",
+    seldom: bool = False,
 ) -> Any:
     with join(world) as group:
         params = parameters()
-        exchange = in_buckets(Tree(params, virtual_ranks, group), bucket_bytes)
+        exchange = in_buckets(Tree(params, virtual_ranks, on_hosts(group, hosts)), bucket_bytes)
         return [step(exchange, params, spans, pieces, group.rank, seldom and i > 0) for i in range(3)]
+
+
+def on_hosts(group: Group, hosts: str) -> Group:
+    """As if rank r were on the host hosts[r]: only those on its own are neighbours."""
+    assert len(group.neighbours) == group.size - 1  # this machine can share memory
+    return replace(group, neighbours={r: pid for r, pid in group.neighbours.items() if hosts[r] == hosts[group.rank]})
 
 
 def in_buckets(exchange: Tree, bucket_bytes: int) -> Tree:
@@ -92,32 +105,33 @@ def in_buckets(exchange: Tree, bucket_bytes: int) -> Tree:
     return exchange
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aaa", "abb", "abc", "aaaa", "abab", "abca"])
 @pytest.mark.parametrize(
     ("virtual_ranks", "pieces", "bucket_bytes"), [(8, 1, 100), (8, 3, 2**20), (5, 1, 2**20), (7, 2, 600)]
 )
-def test_the_sum_is_the_trees_sum(size: int, virtual_ranks: int, pieces: int, bucket_bytes: int) -> None:
+def test_the_sum_is_the_trees_sum(hosts: str, virtual_ranks: int, pieces: int, bucket_bytes: int) -> None:
     counts = dict.fromkeys(range(virtual_ranks), pieces)
-    expected = by_the_book(virtual_ranks, counts)
-    for rank in run_ranks(exchange_on, size, virtual_ranks, place_evenly(virtual_ranks, size), counts, bucket_bytes):
+    expected, spans = by_the_book(virtual_ranks, counts), place_evenly(virtual_ranks, len(hosts))
+    for rank in run_ranks(exchange_on, len(hosts), virtual_ranks, spans, counts, bucket_bytes, hosts):
         for grads in rank:
             assert grads == expected
 
 
+@pytest.mark.parametrize("hosts", ["aaa", "abc", "aab"])
 @pytest.mark.parametrize("spans", [((0, 1), (1, 8)), ((0, 0), (0, 8)), ((0, 3), (3, 3), (3, 8)), ((0, 7), (7, 8))])
-def test_any_cut_gives_the_same_sum(spans: Any) -> None:
+def test_any_cut_gives_the_same_sum(spans: Any, hosts: str) -> None:
     counts = {0: 1, 1: 0, 2: 2, 3: 1, 4: 0, 5: 0, 6: 1, 7: 3}
     expected = by_the_book(8, counts)
-    for rank in run_ranks(exchange_on, len(spans), 8, spans, counts, 100):
+    for rank in run_ranks(exchange_on, len(spans), 8, spans, counts, 100, hosts):
         assert rank[0] == rank[2] == expected
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_parameters_that_few_virtual_ranks_use_are_zeros_elsewhere(size: int) -> None:
+@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aba", "aaaa"])
+def test_parameters_that_few_virtual_ranks_use_are_zeros_elsewhere(hosts: str) -> None:
     """In the first step all use all; then each a part, so that buckets are complete on some processes only."""
     counts = dict.fromkeys(range(8), 1)
     whole, part = by_the_book(8, counts), by_the_book(8, counts, seldom=True)
-    for rank in run_ranks(exchange_on, size, 8, place_evenly(8, size), counts, 100, True):
+    for rank in run_ranks(exchange_on, len(hosts), 8, place_evenly(8, len(hosts)), counts, 100, hosts, True):
         assert rank == [whole, part, part]
 
 

@@ -2,7 +2,8 @@
 
     collective.py RESULT.json
 
-Plain torch on purpose: what is measured is the machine under Unisono, not Unisono.
+Plain torch on purpose: what is measured is the machine under Unisono, not Unisono. Only whether the two can read each
+other's memory is asked as a run asks it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import unisono
+from unisono.world.start import build_group
 
 SMALL, LARGE = 1, 4 * 1024 * 1024
 """Numbers of four bytes: 4 B and 16 MB."""
@@ -37,6 +39,7 @@ def main() -> None:
         "sum_is_right": bool(ones.item() == world.size),
         "latency_seconds": seconds_of(torch.ones(SMALL), 200),
         "bytes_per_second": LARGE * 4 / seconds_of(torch.ones(LARGE), 7),
+        "neighbours": len(build_group(world, torch.device("cpu")).neighbours) == world.size - 1,
     }
     if world.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(result))

@@ -228,7 +228,8 @@ def _collective() -> Finding:
             return Finding("note", "exchange", "stopped before it was measured", "unisono doctor")
         measured = json_.loads(result.read_text())
     true = f"all_reduce between two processes: {measured['latency_seconds'] * 1e6:.0f} us for 4 bytes, "
-    true += f"{measured['bytes_per_second'] / 1e9:.2f} GB/s for 16 MB"
+    true += f"{measured['bytes_per_second'] / 1e9:.2f} GB/s for 16 MB; "
+    true += "they share memory" if measured["neighbours"] else "they share no memory: gradients travel as messages"
     if not measured["sum_is_right"]:
         do = f"{sys.executable} -m pip install --force-reinstall torch"
         return Finding("broken", "exchange", "two processes added 1 and 1, and it was not 2", do)

@@ -12,8 +12,8 @@ An exchange lives through a step like this (train/step.py is the caller):
     commit()                     everybody holds the whole gradient
     zero()                       the optimizer has stepped: p.grad is given back
 
-Partial sums stay as they are until the first bucket is added up, late in the last backward. What fails before can be
-exchanged anew; what fails after is computed anew, from the step's first micro-batch, to the same bits.
+Partial sums stay as they are until somebody adds up the first bucket, late in the last backward. What fails before can
+be exchanged anew; what fails after is computed anew, from the step's first micro-batch, to the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The fast path: one gradient copy a process and the library's own all-reduce, in buckets, while backward still runs.
+"""The plain way: one gradient copy a process and the library's own all-reduce, in buckets, while backward still runs.
 
 The mathematics are the tree's (sums of losses, divided once by the total weight), but who adds what in which order
 depends on how many processes there are and on the library. Runs agree to rounding, not to the bit, and say so.

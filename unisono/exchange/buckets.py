@@ -7,12 +7,14 @@ into it, so autograd adds straight into what will travel.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from unisono.errors import LoopError
+from unisono.world.shared import Shared
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""
@@ -22,6 +24,9 @@ BLOCK = 2**18
 
 ALIGN = 16
 """Every parameter starts at a multiple of this many elements: a cache line of float32, and whole SIMD registers."""
+
+LINE = 64
+"""Bytes of a cache line, where a bucket starts in memory that holds several."""
 
 
 @dataclass
@@ -57,6 +62,20 @@ class Layout:
         for bucket in self.buckets:
             bucket.size = max(1, -(-bucket.size // (size * ALIGN))) * size * ALIGN  # a parameter may have no elements
         self.bucket_of = {number: b for b, bucket in enumerate(self.buckets) for number in bucket.members}
+        ends = itertools.accumulate(-(-b.size * b.dtype.itemsize // LINE) * LINE for b in self.buckets)
+        self._ends = [0, *ends]  # in bytes, when all buckets lie one after the other
+
+    @property
+    def bytes(self) -> int:
+        """What `cut` takes."""
+        return self._ends[-1]
+
+    def cut(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """A flat buffer for each bucket out of one piece of memory, `bytes` long."""
+        return [  # .data: each counts its own versions
+            memory[start : start + b.size * b.dtype.itemsize].view(b.dtype).data
+            for start, b in zip(self._ends, self.buckets, strict=False)
+        ]
 
 
 class Copy:
@@ -66,10 +85,16 @@ class Copy:
     cache. That is cheaper than zeroing the copy beforehand and having autograd add into it, and has the same bits.
     It is stored as 0 + g, which is g, except that -0 becomes +0. No sum is ever -0 then, so an absent gradient may
     count as zeros.
+
+    shared  in memory that neighbours can open (then the buckets are the CPU's)
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.flats = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in layout.buckets]
+    def __init__(self, layout: Layout, *, shared: bool = False) -> None:
+        self.memory = Shared(layout.bytes) if shared else None
+        if self.memory is not None:
+            self.flats = layout.cut(self.memory.bytes)
+        else:
+            self.flats = [torch.zeros(b.size, dtype=b.dtype, device=b.device) for b in layout.buckets]
         views: dict[int, torch.Tensor] = {}
         for bucket, flat in zip(layout.buckets, self.flats, strict=True):
             for number, offset in zip(bucket.members, bucket.offsets, strict=True):
@@ -202,21 +227,21 @@ def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tenso
     Autograd and the foreach optimizers are fastest when a gradient lies in memory as its parameter does.
     """
     dense = torch.empty_like(p, device="meta").stride()  # preserve_format: p's own strides if it is dense
-    return flat.as_strided(p.shape, dense, offset)
+    return flat.as_strided(p.shape, dense, flat.storage_offset() + offset)
 
 
 class Pool:
     """Copies that are not in use. One that is taken holds nothing."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, *, shared: bool) -> None:
+        self.layout, self.shared = layout, shared
         self.free: list[Copy] = []
         self.made = 0
 
     def take(self) -> Copy:
         if not self.free:
             self.made += 1
-            return Copy(self.layout)
+            return Copy(self.layout, shared=self.shared)
         copy = self.free.pop()
         copy.clear()
         return copy

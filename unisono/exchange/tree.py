@@ -7,25 +7,27 @@ bucket, while the last backward still runs. One bucket, two processes that hold 
     process 0   [ a0 | a1 ] --a1 goes to 1-->  a0 + b0  --/ weight-->  [ m0 |    ] --m0 goes to 1--> [ m0 | m1 ]
     process 1   [ b0 | b1 ] --b0 goes to 0-->  a1 + b1  --/ weight-->  [    | m1 ] --m1 goes to 0--> [ m0 | m1 ]
 
-Every message goes straight from whoever has a chunk to whoever needs it, so no library's order of addition is involved.
-Padding and chunk edges depend on the number of processes, but every operation here is elementwise: the bits do not.
+Every chunk goes straight from whoever has it to whoever needs it, so no library's order of addition is involved: in a
+message, or, on the same host, by being read where it lies (wire.py). Padding and chunk edges depend on the number of
+processes, but every operation here is elementwise: the bits do not.
 
 Memory, in gradient copies: while computing, what score/tree.py's `copies` says, less one where the second leaf of a
-pair is a single micro-batch (it is then added straight into the first). The exchange adds what arrives of two buckets:
-the sum is made in the memory of the process's first partial sum, bucket by bucket, while the last backward still runs.
+pair is a single micro-batch (it is then added straight into the first). The sum is made in the memory of the process's
+first partial sum, bucket by bucket, while the last backward still runs; what arrives in messages needs the room of two
+buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 
 import torch
 
 from unisono.exchange import Weights
-from unisono.exchange.buckets import Copy, Layout, Loose, Pool, Readiness, blocks, divide_, finite
+from unisono.exchange.buckets import Copy, Layout, Loose, Pool, Readiness, divide_
+from unisono.exchange.wire import Wire
 from unisono.score.tree import Fold, Node, Plan, parent
-from unisono.world.collectives import Group, Message, Work, send_and_receive
+from unisono.world.collectives import Group
 
 
 class Tree:
@@ -37,9 +39,9 @@ class Tree:
         self.virtual_ranks = virtual_ranks
         self.group = group
         self.layout = Layout(params, group.size)
-        self.pool = Pool(self.layout)
+        self.pool = Pool(self.layout, shared=bool(group.neighbours))
         self.ready = Readiness(self.layout, self._launch, self._merge)
-        self.wire: _Wire | None = None
+        self.wire: Wire | None = None
         self._fold: Fold[Part] = Fold(virtual_ranks, _where)
         self._current: tuple[Node, Copy | Loose] | None = None  # the leaf that backward is filling
         self._to_come = 0  # micro-batches that are still to come for it
@@ -58,7 +60,7 @@ class Tree:
         self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where), None, None
         self.ready.begin()
         if self.group.size > 1 and (self.wire is None or self.wire.plan != plan):
-            self.wire = _Wire(plan, self.layout, self.group)
+            self.wire = Wire(plan, self.layout, self.group)
         if self.wire is not None:
             self.wire.begin(weights)
 
@@ -195,9 +197,7 @@ class Tree:
         """The partial sums of a bucket are complete here: send them. Also called from inside backward."""
         assert self._result is not None
         if self.wire is not None:
-            # .data has a version of its own: what is written from here on is not taken for the loop's doing
-            roots = [None if root is None else root.flats[bucket].data for root in self._roots or []]
-            self.wire.send(bucket, roots, self._result.flats[bucket].data)
+            self.wire.send(bucket, self._roots or [], self._result)
 
 
 Part = Copy | Loose | None
@@ -207,97 +207,3 @@ Part = Copy | Loose | None
 def _where(left: Part, right: Part) -> Part:
     """Where a sum is found when it is made: x + 0 = x, since no sum is ever -0."""
     return right if left is None else left
-
-
-IN_FLIGHT = 2
-"""Buckets whose partial sums are on their way at the same time: one is added up while the other travels."""
-
-
-class _Wire:
-    """The messages of every bucket for one placement, and the sums over what they bring.
-
-    All processes post the same messages in the same order: the partial sums of bucket 0, of bucket 1, the sum of bucket
-    0, the partial sums of bucket 2, the sum of bucket 1, and so on; with those of bucket 0 go the weights to divide by.
-    """
-
-    def __init__(self, plan: Plan, layout: Layout, group: Group) -> None:
-        self.plan, self.rank, self.buckets = plan, group.rank, layout.buckets
-        self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
-        self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
-        self.additions = plan.additions()
-        foreign = len(self.holders) - len(plan.sends(group.rank))
-        self.arrived: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-        for number, b in enumerate(layout.buckets):
-            room, needed = (number % IN_FLIGHT, b.dtype, b.device), foreign * (b.size // plan.size)
-            if room not in self.arrived or self.arrived[room].numel() < needed:
-                self.arrived[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
-        self.foreign = foreign
-        self.row = torch.zeros(plan.leaves, dtype=torch.float64, device=group.device)
-
-    def begin(self, weights: Weights) -> None:
-        self.weights = weights
-        self.divisor: torch.Tensor | None = None
-        self.sent: list[tuple[list[torch.Tensor], torch.Tensor, list[Work]]] = []  # parts, where their sum goes
-        self.settled = 0  # buckets whose sum is made
-        self.finite: list[torch.Tensor] = []  # has a block of what we made a finite sum?
-        self.results: list[torch.Tensor] = []  # our chunk of every bucket
-        self.works: list[Work] = []
-
-    def send(self, bucket: int, roots: Sequence[torch.Tensor | None], result: torch.Tensor) -> None:
-        """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us.
-
-        `result` is where their sum is gathered: our first partial sum, of which others have their chunk before they
-        send us what belongs there.
-        """
-        if bucket >= IN_FLIGHT:
-            self._settle()
-        about, size = self.buckets[bucket], self.plan.size
-        chunk = about.size // size
-        room = self.arrived[bucket % IN_FLIGHT, about.dtype, about.device][: self.foreign * chunk]
-        mine = [room.new_zeros(size, chunk) if root is None else root.view(size, -1) for root in roots]
-        ours, theirs = iter(mine), iter(room.view(self.foreign, chunk))
-        parts = [next(ours)[self.rank] if holder == self.rank else next(theirs) for holder in self.holders]
-        sends = [Message(root[other], other) for other in self.others for root in mine]
-        receives = [Message(part, h) for part, h in zip(parts, self.holders, strict=True) if h != self.rank]
-        if bucket == 0:
-            rows = [self.row[slice(*span)] for span in self.plan.spans]
-            rows[self.rank].copy_(self.weights())
-            sends += [Message(rows[self.rank], other) for other in self.others]
-            receives += [Message(rows[other], other) for other in self.others]
-        self.sent.append((parts, result.view(size, -1), send_and_receive(sends, receives)))
-
-    def finish(self) -> bool:
-        """The sums are where `send` was told to put them; is all that we made of them finite?"""
-        while self.settled < len(self.sent):
-            self._settle()
-        for work in self.works:
-            work.wait()
-        self.sent, self.works = [], []  # gloo's hold its connections: a forked loader worker would close them, and hang
-        return bool(torch.stack(self.finite).all()) or all(map(finite, self.results))
-
-    def _settle(self) -> None:
-        """Of the oldest bucket under way: wait for its partial sums, add them up, send our chunk of it to everybody."""
-        parts, chunks, works = self.sent[self.settled]
-        self.settled += 1
-        for work in works:
-            work.wait()
-        if self.divisor is None:
-            self.divisor = reduce(torch.add, self.row)
-        self._add_up(parts, self.divisor, chunks[self.rank])
-        self.works += send_and_receive(
-            [Message(chunks[self.rank], other) for other in self.others],
-            [Message(chunks[other], other) for other in self.others],
-        )
-
-    def _add_up(self, parts: list[torch.Tensor], divisor: torch.Tensor, out: torch.Tensor) -> None:
-        """The plan's total over the divisor. A block at a time, while that is in the cache."""
-        self.results.append(out)
-        for stretch in blocks(out):
-            block, result = [part[stretch] for part in parts], out[stretch]
-            for i, j in self.additions[:-1]:
-                block[i].add_(block[j])
-            for i, j in self.additions[-1:]:  # the last sum is the total: no need to write it twice
-                torch.add(block[i], block[j], out=result).div_(divisor)
-            if not self.additions:
-                torch.div(block[0], divisor, out=result)
-            self.finite.append(torch.isfinite(result.sum()))

@@ -6,7 +6,7 @@ Objects travel as JSON in byte tensors, never as pickles: nothing that arrives c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +61,7 @@ def peers(what: str) -> Iterator[None]:
     """A block of collectives: if a peer is gone, raises PeerLost, which says what was being done."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError) as error:
         first = str(error).splitlines()[0]
         if not any(
             sign in first for sign in ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out")
@@ -76,11 +76,16 @@ def peers(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of a run. `device` is where collectives find their tensors."""
+    """The processes of a run.
+
+    device      where collectives find their tensors
+    neighbours  {rank: process id} of those that share memory with this one (world/shared.py)
+    """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    neighbours: Mapping[int, int] = field(default_factory=dict)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""

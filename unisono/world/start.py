@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import distributed_c10d
 from unisono.env import World
 from unisono.errors import WorldError
 from unisono.world.collectives import Group
+from unisono.world.shared import find_neighbours
 
 TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
@@ -53,10 +55,16 @@ def group(world: World) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     _join(world, dist.get_default_backend_for_device(device))
-    joined = Group(world.rank, world.size, device)
+    joined = build_group(world, device)
     yield joined
     joined.barrier()
     dist.destroy_process_group()
+
+
+def build_group(world: World, device: torch.device) -> Group:
+    """The processes of `world`, whose process group is there. Every one of them must call this."""
+    group = Group(world.rank, world.size, device)
+    return replace(group, neighbours=find_neighbours(group))
 
 
 def _join(world: World, backend: str) -> None:
