@@ -1,8 +1,8 @@
 """The race, from its first start to benchmarks/RESULTS.md.
 
     make bench                                                     builds the peers' environment, runs this and the rest
-    python -m benchmarks.race --peers .venv-peers/bin/python       about half an hour
-    python -m benchmarks.race --peers PYTHON --only steps          one part again; the others stay as they are written
+    python -m benchmarks.race --peers .venv-peers/bin/python       about an hour
+    python -m benchmarks.race --peers PYTHON --only GPT-2          one part again; the others stay as they are written
     python -m benchmarks.race --peers PYTHON --quick               a smoke test: nothing is written
 
 Everything runs in the peers' Python, where Unisono is installed as well; one torch thread a process. On a machine that
@@ -15,7 +15,8 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ ONE = [("MLP 32-32-32", False), ("MLP 64-64-10", False), ("MLP 32-32-32", True),
 """On one process: a network so small that a step is Python and dispatch; is its data a TensorDataset?"""
 TWO = [("GPT", 2), ("GPT", 8), ("CNN", 2), ("CNN", 8)]
 """On two: the model, and how many virtual ranks (micro-batches of all processes in a step)."""
-ROUNDS = {"GPT": (5, 9), "CNN": (6, 14)}
+ROUNDS = {"GPT": (8, 9), "CNN": (6, 14)}
 """How often the processes are started anew, and for how many turns."""
 
 
@@ -125,26 +126,18 @@ class Race:
             turns, steps = (3, 20) if self.quick else (40, 150)
             self.table(self.laps(1, 1, task=task, virtual_ranks=1, turns=turns, steps=steps, rows=rows), 1e6, 0)
 
-    def steps(self) -> None:
-        self.say(
-            "## A step on two processes",
-            "",
-            "Milliseconds a step. *by hand* is DistributedDataParallel with no_sync and gradient_as_bucket_view; V is"
-            " how many micro-batches both processes take together in a step, in ours the virtual ranks. Ignite's"
-            " trainer has no place for no_sync.",
-            "",
-        )
-        for task, virtual_ranks in TWO:
-            self.say(f"{task}, V = {virtual_ranks}:", "")
-            rounds, turns = (1, 2) if self.quick else ROUNDS[task]
-            self.table(self.laps(2, rounds, task=task, virtual_ranks=virtual_ranks, turns=turns), 1e3, 0)
+    def steps(self, task: str, virtual_ranks: int) -> None:
+        self.say(f"## A step on two processes: {task}, V = {virtual_ranks}", "", "Milliseconds a step.", "")
+        rounds, turns = (1, 2) if self.quick else ROUNDS[task]
+        self.table(self.laps(2, rounds, task=task, virtual_ranks=virtual_ranks, turns=turns), 1e3, 0)
 
     def starts(self) -> None:
         self.say(
             "## Time to the first step, and memory: two processes, each arm in new ones",
             "",
             "Seconds from the command (torchrun; ours: `unisono run`) until both have done a step of the CNN; then the"
-            " resident memory of the larger process at its peak, in MiB, libraries included (GPT, V = 2, 4 steps).",
+            " resident memory of the larger process at its peak, in MiB, libraries included (GPT, V = 2, 4 steps); what"
+            " two processes share counts in both.",
             "",
         )
         arms = [HAND, OURS, *MODULES]
@@ -185,8 +178,16 @@ turns, in the same processes; every arm as its documentation advises ([arms.py](
 the median (quartiles), over turns, of an arm over plain torch in the same turn; what others do on the machine only
 makes turns longer, so the quickest ones are set side by side as well. All arms end with the same weights, up to
 rounding. Each part says what it was measured on; `python -m benchmarks.race` wrote it.
+
+On two processes *by hand* is DistributedDataParallel with no_sync and gradient_as_bucket_view; V is how many
+micro-batches both take together in a step, in ours the virtual ranks. Ignite's trainer has no place for no_sync.
 """
-PARTS = ("overhead", "steps", "starts", "imports")
+PARTS: dict[str, Callable[[Race], None]] = {
+    "overhead": Race.overhead,
+    **{f"{task}-{v}": partial(Race.steps, task=task, virtual_ranks=v) for task, v in TWO},
+    "starts": Race.starts,
+    "imports": Race.imports,
+}
 
 
 def written(new: dict[str, str]) -> str:
@@ -199,14 +200,14 @@ def written(new: dict[str, str]) -> str:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--peers", required=True, help="a Python that has accelerate, lightning, ignite, greenlet")
-    flags.add_argument("--only", choices=PARTS, help="one part")
+    flags.add_argument("--only", choices=list(PARTS), help="one part")
     asked = flags.parse_args()
     # not resolved: a virtual environment's python is a link, and finds its libraries beside the link
     race = Race(str(Path(asked.peers).absolute()), quick=asked.quick)
     for part in [asked.only] if asked.only else PARTS:
         race.lines.clear()
         stand = race.stand()  # with the load that it begins under
-        getattr(race, part)()
+        PARTS[part](race)
         race.say(f"{stand}.")
         if not asked.quick:
             RESULTS.write_text(written({part: "\n".join(race.lines)}), encoding="utf-8")

@@ -19,8 +19,8 @@ from unisono.world.shared import Shared
 BUCKET_BYTES = 25 * 2**20
 """Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""
 
-BLOCK = 2**18
-"""Elements that are summed, divided and looked at in one go: a megabyte of float32."""
+BLOCK = 2**16
+"""Elements that are summed, divided and looked at in one go: 256 kB of float32, of which several fit into a cache."""
 
 ALIGN = 16
 """Every parameter starts at a multiple of this many elements: a cache line of float32, and whole SIMD registers."""

@@ -89,14 +89,18 @@ class Wire:
         mine = [
             room.new_zeros(size, chunk) if root is None else root.flats[bucket].data.view(size, -1) for root in roots
         ]
-        ours, theirs = iter(mine), iter(room.view(self.foreign, chunk))
-        parts = [
-            next(ours)[self.rank] if holder == self.rank else next(theirs) if holder in self.far else None
-            for holder in self.holders
-        ]
         sends = [Message(root[other], other) for other in self.far for root in mine]
-        receives = [Message(part, h) for part, h in zip(parts, self.holders, strict=True) if part is not None]
-        receives = [message for message in receives if message.peer != self.rank]
+        receives: list[Message] = []
+        parts: list[torch.Tensor | None] = []
+        ours, theirs = iter(mine), iter(room.view(self.foreign, chunk))
+        for holder in self.holders:
+            if holder == self.rank:
+                parts.append(next(ours)[self.rank])
+            elif holder in self.neighbours:
+                parts.append(None)
+            else:
+                parts.append(part := next(theirs))
+                receives.append(Message(part, holder))
         if bucket == 0:
             rows = [self.row[slice(*span)] for span in self.plan.spans]
             rows[self.rank].copy_(self.weights())
