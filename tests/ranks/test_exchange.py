@@ -105,7 +105,7 @@ def in_buckets(exchange: Tree, bucket_bytes: int) -> Tree:
     return exchange
 
 
-@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aaa", "abb", "abc", "aaaa", "abab", "abca"])
+@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aaa", "abb", "aaaa", "abca"])
 @pytest.mark.parametrize(
     ("virtual_ranks", "pieces", "bucket_bytes"), [(8, 1, 100), (8, 3, 2**20), (5, 1, 2**20), (7, 2, 600)]
 )
@@ -117,7 +117,7 @@ def test_the_sum_is_the_trees_sum(hosts: str, virtual_ranks: int, pieces: int, b
             assert grads == expected
 
 
-@pytest.mark.parametrize("hosts", ["aaa", "abc", "aab"])
+@pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("spans", [((0, 1), (1, 8)), ((0, 0), (0, 8)), ((0, 3), (3, 3), (3, 8)), ((0, 7), (7, 8))])
 def test_any_cut_gives_the_same_sum(spans: Any, hosts: str) -> None:
     counts = {0: 1, 1: 0, 2: 2, 3: 1, 4: 0, 5: 0, 6: 1, 7: 3}
@@ -126,7 +126,7 @@ def test_any_cut_gives_the_same_sum(spans: Any, hosts: str) -> None:
         assert rank[0] == rank[2] == expected
 
 
-@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aba", "aaaa"])
+@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aba"])
 def test_parameters_that_few_virtual_ranks_use_are_zeros_elsewhere(hosts: str) -> None:
     """In the first step all use all; then each a part, so that buckets are complete on some processes only."""
     counts = dict.fromkeys(range(8), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_what_one_writes_the_other_reads_and_nothing_is_left() -> None:
     for rank, (found, most, left, _, neighbours) in enumerate(ranks):
         assert found == [0 if r == rank else 10 + r for r in range(3)]
         assert neighbours == {r: pids[r] for r in range(3) if r != rank}
-        assert (most, left) == (4, 0)  # three mapped and our own open
+        assert (most, left) == (5, 0)  # three mapped, and our own open twice: for its neighbours, and for torch
 
 
 def some_may_not(world: World) -> Any:
@@ -69,18 +70,25 @@ def some_may_not(world: World) -> Any:
         exchange.finish(3.0)
         exchange.commit()
         assert p.grad is not None
-        return sorted(group.neighbours), p.grad.unique().tolist()
+        found = sorted(group.neighbours), p.grad.unique().tolist()
+        group.barrier()
+        gc.disable()
+        before = held()
+        exchange.close()
+        return *found, (before, held())
 
 
 def refuse(*_: Any) -> int:
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
-def test_who_may_not_share_sends_messages() -> None:
+def test_who_may_not_share_sends_messages_and_a_closed_exchange_holds_nothing() -> None:
     ranks = run_ranks(some_may_not, 3)
-    assert [neighbours for neighbours, _ in ranks] == [[2], [], [0]]
+    assert [neighbours for neighbours, *_ in ranks] == [[2], [], [0]]
     tenth = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float32)
-    assert [sums for _, sums in ranks] == [[((tenth[0] + (tenth[1] + tenth[2])) / 3.0).item()]] * 3
+    assert [sums for _, sums, _ in ranks] == [[((tenth[0] + (tenth[1] + tenth[2])) / 3.0).item()]] * 3
+    # ours, mapped and open twice, and the neighbour's: all given back when the exchange is closed, without a collector
+    assert [held for *_, held in ranks] == [(4, 0), (0, 0), (4, 0)]
 
 
 def one_leaves(world: World) -> str:
@@ -102,6 +110,46 @@ def test_a_neighbour_that_is_gone_is_named_as_what_it_is() -> None:
     told, _ = run_ranks(one_leaves, 2)
     assert "Step 3's exchange needed every process of the run" in told
     assert "memory closed by peer" in told
+
+
+def no_more_descriptors(world: World) -> str:
+    with join(world) as group:
+        mine = Shared(8)
+        name = Name(*group.gather(mine.name)[1 - world.rank])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        with pytest.raises(WorldError) as caught:
+            look(group.neighbours[1 - world.rank], name, 8)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        group.barrier()
+        return str(caught.value)
+
+
+def test_a_limit_here_is_not_told_as_a_peer_that_is_gone() -> None:
+    for told in run_ranks(no_more_descriptors, 2):
+        assert "Too many open files" in told
+        assert "ulimit -a" in told
+
+
+def test_a_fork_does_not_write_to_what_is_shared() -> None:
+    memory = Shared(3 * 4096)
+    memory.bytes.fill_(1)
+    child = os.fork()
+    if child == 0:
+        memory.bytes.add_(1)
+        os._exit(int(memory.bytes.sum()) % 251)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 2 * 3 * 4096 % 251
+    assert memory.bytes.unique().tolist() == [1]
+    memory.bytes[0] = 5  # and is still what neighbours see
+    assert look(os.getpid(), memory.name, 1).item() == 5
+
+
+def test_torch_can_send_what_is_shared_to_another_process() -> None:
+    memory = Shared(16)
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    queue.put(memory.bytes[4:8])
+    assert queue.get().tolist() == [0] * 4
 
 
 def strangers(world: World) -> Any:

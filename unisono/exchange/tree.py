@@ -130,6 +130,10 @@ class Tree:
     def close(self) -> None:
         self.ready.close()
         self.zero()
+        # a gradient's memory goes now, and not when the garbage collector comes by
+        self._fold.held.clear()
+        self._merges, self._roots, self.wire = [], None, None
+        self.pool.free.clear()
 
     # -- the fold of this process's own leaves
 

@@ -11,12 +11,15 @@ out when a group is joined (`find_neighbours`), and messages are sent instead.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
+import mmap
 import os
 import secrets
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,37 +43,75 @@ class Name(NamedTuple):
 
 
 class Shared:
-    """`size` bytes that neighbours can open, zeros at first. Given back when nobody holds them any more."""
+    """`size` bytes that neighbours can open, zeros at first. Given back when nobody holds them any more.
+
+    A fork of this process may write to it as to any other memory: nobody else sees that.
+    """
 
     def __init__(self, size: int) -> None:
         try:
             descriptor = os.memfd_create(LABEL)
             weakref.finalize(self, os.close, descriptor)
             os.ftruncate(descriptor, max(size, 1))
-            self.bytes = _map(os.getpid(), descriptor, size)
+            # not from_file: this storage keeps a descriptor, with which torch.multiprocessing can send a tensor
+            storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, max(size, 1))  # type: ignore[attr-defined]
         except (OSError, RuntimeError) as error:
-            raise WorldError(
-                f"{size} bytes of memory were to be shared with the other processes of this host.",
-                f"The system refused: {error}",
-                "look at the limits of this shell (ulimit -a): open files, file size, virtual memory.",
-            ) from error
+            raise _refused(size, error) from error
         self.name = Name(descriptor, next(_serial))
+        self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)[:size]
+        _libc()
+        _made.add(self)
+
+    def part_from_parent(self) -> None:
+        """In a fork, which has this memory open as well: what is written to it from now on stays there."""
+        begin, size = self.bytes.data_ptr(), max(len(self.bytes), 1)
+        flags = mmap.MAP_PRIVATE | MAP_FIXED
+        if _libc().mmap(begin, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.name.descriptor, 0) != begin:
+            os.abort()  # rather than let it write into its parent's gradient
+
+
+MAP_FIXED = 0x10
+"""Linux's, on every processor (asm-generic/mman-common.h); Python's mmap does not name it."""
+
+_made: weakref.WeakSet[Shared] = weakref.WeakSet()
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Made before the first fork, and what is to be done in one is noted."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    os.register_at_fork(after_in_child=_part_from_parent)
+    return libc
+
+
+def _part_from_parent() -> None:
+    for memory in list(_made):
+        memory.part_from_parent()
 
 
 def look(pid: int, name: Name, size: int) -> torch.Tensor:
     """The memory [size] bytes that process `pid` calls `name`: reading and writing, they are the same bytes there.
 
-    Raises ConnectionError if the process is gone.
+    Raises ConnectionError if the process is gone, WorldError if the system refuses.
+    https://docs.pytorch.org/docs/2.13/generated/torch.from_file.html
     """
+    path = _path(pid, name.descriptor)
     try:
-        return _map(pid, name.descriptor, size)
+        return torch.from_file(path, shared=True, size=max(size, 1), dtype=torch.uint8)[:size]
     except RuntimeError as error:
+        if os.path.lexists(path):
+            raise _refused(size, error) from error
         raise ConnectionError(f"memory closed by peer: process {pid} is gone ({error})") from error
 
 
-def _map(pid: int, descriptor: int, size: int) -> torch.Tensor:
-    """https://docs.pytorch.org/docs/2.13/generated/torch.from_file.html"""
-    return torch.from_file(_path(pid, descriptor), shared=True, size=max(size, 1), dtype=torch.uint8)[:size]
+def _refused(size: int, error: Exception) -> WorldError:
+    return WorldError(
+        f"{size} bytes of memory were to be shared with the other processes of this host.",
+        f"The system refused: {error}",
+        "look at the limits of this shell (ulimit -a): open files, file size, virtual memory.",
+    )
 
 
 def _path(pid: int, descriptor: int) -> str:
@@ -91,7 +132,7 @@ class _Probe:
             if not os.readlink(path).startswith(f"/memfd:{LABEL}"):
                 return False
             found = look(self.pid, Name(self.descriptor, 0), len(self.secret))
-        except OSError:  # nobody's, or not ours to look at
+        except (OSError, WorldError):  # nobody's, or not ours to look at
             return False
         return bytes(found.tolist()) == self.secret.encode()
 
