@@ -22,7 +22,7 @@ from pathlib import Path
 from unisono import env
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 """For a busy machine; nothing waits that long unless it hangs."""
 
 PRELUDE = """
