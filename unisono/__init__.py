@@ -17,6 +17,7 @@ _door = {
     "Settings": "unisono.settings",
     "CheckpointSettings": "unisono.settings",
     "LoaderSettings": "unisono.settings",
+    "ParallelSettings": "unisono.settings",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streams",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from unisono.errors import WorldError as WorldError
     from unisono.settings import CheckpointSettings as CheckpointSettings
     from unisono.settings import LoaderSettings as LoaderSettings
+    from unisono.settings import ParallelSettings as ParallelSettings
     from unisono.settings import Settings as Settings
     from unisono.train.run import Run as Run
     from unisono.train.step import Step as Step

@@ -25,7 +25,9 @@ from typing import Any
 from unisono.env import World
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.checkpoint", "unisono.train.run"])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "unisono.train.run"]
+)
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> list[Any]:

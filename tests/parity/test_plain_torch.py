@@ -73,7 +73,7 @@ def fetched(order: Order, kind: str, step: int, virtual_rank: int) -> list[tuple
     batches = []
     for place, samples in order.places(step, (virtual_rank, virtual_rank + 1)):
         if kind == "mlp":  # the others draw nothing
-            seed_everything(place_key(mix(order.seed, ROUND), *place))
+            seed_everything(place_key(mix(order.seed, ROUND), *place[:3]))
         batches.append(collate([data[i] for i in samples]))
     return batches
 

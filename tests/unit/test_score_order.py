@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.scores import BIG, PRIMES, orders, quick
 from unisono.score.keys import EVALUATE, INIT, ORDER, ROUND, STEP, UPDATE, mix, shuffled
 from unisono.score.order import Order, Place, deal
+from unisono.score.placement import Seat, taken
 
 
 def even(parts: list[int]) -> bool:
@@ -206,3 +207,14 @@ def test_a_window_shuffles_over_the_borders_of_blocks() -> None:
     assert moved[4096 * 3 - 50 : 4096 * 3 + 50].mean() > 50  # as much there as elsewhere
     assert replace(order, shuffle=False).permutation(3).tolist() == list(range(60_000))
     assert order.permutation(1).tolist() != walk.tolist()
+
+
+@given(st.integers(0, 40), st.integers(1, 6))
+def test_those_who_take_turns_compute_everything_once_and_equally_many(count: int, turns: int) -> None:
+    places = [(Place(3, i // 2, i % 2), [i]) for i in range(count)]
+    each = [list(taken(places, Seat(0, turn, turns))) for turn in range(turns)]
+    assert len({len(mine) for mine in each}) == 1
+    rounds = [pair for row in zip(*each, strict=True) for pair in row]
+    assert [pair for pair in rounds if not pair[0].spare] == places, "in their order, round by round"
+    assert all(samples == places[-1][1] for place, samples in rounds if place.spare)
+    assert len(rounds) - count < turns

@@ -6,6 +6,7 @@ checks everything, joins the other processes, finds the checkpoint of a resume, 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -55,6 +56,8 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     try:
         with log.patiently():
             _main(train, settings, world)
+        if "torch.distributed.fsdp" in sys.modules:
+            gc.collect()  # shards hold their group in cycles; one that lives until the interpreter ends may abort it
     except UnisonoError as error:
         if world.launcher == "unisono" or error.exit_status != 2:
             raise  # the launcher says it, last; or Python does, below its traceback

@@ -25,6 +25,7 @@ from unisono.data.workers import deaths, start, tells_of_a_death
 from unisono.errors import DataError
 from unisono.score.keys import ROUND, mix, place_key
 from unisono.score.order import Order, Place
+from unisono.score.placement import Seat, taken
 from unisono.world.collectives import Group
 
 Collate = Callable[[list[Any]], Any]
@@ -42,7 +43,7 @@ class Task(NamedTuple):
     @property
     def key(self) -> int:
         """Of its random numbers."""
-        return place_key(self.run_key, *self.place)
+        return place_key(self.run_key, *self.place[:3])
 
 
 class Schedule:
@@ -153,7 +154,7 @@ class Loader:
         order: Order,
         schedule: Schedule,
         *,
-        rank: int,
+        seat: Seat,
         first: int,
         last: int,
         device: torch.device,
@@ -162,7 +163,7 @@ class Loader:
         prefetch: int = 2,
         keyed: bool = True,
     ) -> None:
-        self.order, self.schedule, self.rank = order, schedule, rank
+        self.order, self.schedule, self.seat = order, schedule, seat
         self.first, self.last, self.device = first, last, device
         self._workers = workers
         self.horizon = first
@@ -219,9 +220,9 @@ class Loader:
         """Every task of this process, in order; what is dealt is remembered until it is yielded."""
         run_key = mix(self.order.seed, ROUND)
         for step in range(self.first, self.last):
-            span = self.schedule.at(step)[self.rank]
+            span = self.schedule.at(step)[self.seat.span]
             self.horizon = step + 1
-            for place, samples in self.order.places(step, span):
+            for place, samples in taken(self.order.places(step, span), self.seat):
                 task = Task(place, run_key, samples)
                 self._dealt.append(task)
                 yield task
@@ -230,7 +231,7 @@ class Loader:
         """The error of a fetch, with the place and the samples it was about."""
         if not self._dealt:
             return error
-        (step, virtual_rank, _), _, samples = self._dealt[0]
+        (step, virtual_rank, *_), _, samples = self._dealt[0]
         where = f"step {step}, virtual rank {virtual_rank}"
         if self._workers and tells_of_a_death(error):
             return DataError(

@@ -19,26 +19,43 @@ from unisono.data.streams import settle
 from unisono.errors import DataError
 from unisono.score.keys import EVALUATE, ROUND, mix, place_key
 from unisono.score.order import Order, deal
+from unisono.score.placement import Seat
 from unisono.settings import Settings
 from unisono.world.collectives import Group
 
 
 class MicroBatch(NamedTuple):
-    """Its number, from 0 in the data's own order; how many samples it has; what they were collated into."""
+    """Its number, from 0 in the data's own order; how many samples it has; what they were collated into.
+
+    spare  somebody else has it as well, for whom it counts
+    """
 
     number: int
     samples: int
     batch: Any
+    spare: bool = False
 
 
 class Walk:
     """Iterate over it for this process's micro-batches; then `finish` says how many there are of all processes.
 
-    what  names the data in messages
+    what      names the data in messages
+    abreast   every process must have equally many, since none can go on without the others (each holds a part of every
+              layer): who would have fewer has a spare one at the end
     """
 
-    def __init__(self, data: Any, what: str, settings: Settings, group: Group, collate: Collate | None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        what: str,
+        settings: Settings,
+        group: Group,
+        collate: Collate | None,
+        *,
+        abreast: bool = False,
+    ) -> None:
         self.data, self.what, self.settings, self.group, self.collate = data, what, settings, group, collate
+        self.abreast = abreast
         self.size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
         self.key = mix(settings.seed, EVALUATE)
         self._count = self._samples = 0
@@ -71,11 +88,14 @@ class Walk:
         order = Order(length=length, batch=self.size, virtual_ranks=1, seed=self.key, shuffle=False)
         self._count, self._samples = order.steps_per_epoch, length
         first, last = deal(self._count, self.group.size, self.group.rank)
+        ours = range(first, last)
+        if self.abreast and len(ours) < -(-self._count // self.group.size):  # a neighbour of ours
+            first, last = (first, last + 1) if last < self._count else (first - 1, last)
         loader = Loader(
             self.data,
             order,
             Schedule(((0, 1),)),
-            rank=0,
+            seat=Seat(0),
             first=first,
             last=last,
             device=self.group.device,
@@ -84,20 +104,26 @@ class Walk:
             prefetch=self.settings.loader.prefetch,
         )
         for place, batch in loader:
-            yield MicroBatch(place.step, order.batch_size(place.step), batch)
+            yield MicroBatch(place.step, order.batch_size(place.step), batch, spare=place.step not in ours)
 
     def _read(self) -> Iterator[MicroBatch]:
         key, collate = mix(self.key, ROUND), self.collate or default_collate
         device = None if self.group.device.type == "cpu" else self.group.device
         seed_everything(self.key)
-        samples = iter(self.data)
+        samples, last = iter(self.data), list[Any]()
+
+        def made(number: int, some: list[Any], *, spare: bool = False) -> MicroBatch:
+            batch = collate(some)
+            return MicroBatch(number, len(some), batch if device is None else to_device(batch, device), spare)
+
         while True:
             seed_everything(place_key(key, self._count, 0, 0), device)
             some = list(islice(samples, self.size))
             if not some:
-                return
-            number = self._count
+                break
+            number, last = self._count, some
             self._count, self._samples = number + 1, self._samples + len(some)
             if number % self.group.size == self.group.rank:
-                batch = collate(some)
-                yield MicroBatch(number, len(some), batch if device is None else to_device(batch, device))
+                yield made(number, some)
+        if self.abreast and self.group.rank >= (self._count % self.group.size or self.group.size):
+            yield made(self._count - 1, last, spare=True)

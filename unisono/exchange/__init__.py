@@ -57,23 +57,29 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
-_files = {"tree": "unisono.exchange.tree:Tree", "allreduce": "unisono.exchange.allreduce:AllReduce"}
+_files = {
+    "tree": "unisono.exchange.tree:Tree",
+    "allreduce": "unisono.exchange.allreduce:AllReduce",
+    "solo": "unisono.exchange.solo:Solo",
+    "scatter": "unisono.exchange.scatter:Scatter",
+}
 
 
-def _kind(name: str, virtual_ranks: int, size: int) -> Any:
-    """The class of the exchange called `name`. One virtual rank on one process needs none: solo.py."""
-    where = "unisono.exchange.solo:Solo" if virtual_ranks == size == 1 else _files[name]
-    module, cls = where.split(":")
+def _kind(name: str) -> Any:
+    module, cls = _files[name].split(":")
     return getattr(importlib.import_module(module), cls)
 
 
-def build_exchange(name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> Exchange:
-    """The exchange called `name` over these parameters."""
-    exchange: Exchange = _kind(name, virtual_ranks, group.size)(params, virtual_ranks, group)
+def build_exchange(
+    name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
+) -> Exchange:
+    """The exchange called `name` over these parameters. One virtual rank on one process needs none: solo.py."""
+    name = "solo" if virtual_ranks == group.size == 1 else name
+    exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)
     return exchange
 
 
 def promise_of(name: str, virtual_ranks: int, size: int) -> tuple[str, str]:
     """What the exchange called `name` promises of the result, and why."""
-    kind = _kind(name, virtual_ranks, size)
+    kind = _kind("solo" if virtual_ranks == size == 1 else name)
     return kind.promise, kind.reason

@@ -12,7 +12,7 @@ import torch
 
 from unisono.exchange import Weights
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
-from unisono.world.collectives import Group, Work, all_reduce
+from unisono.world.collectives import Group, Work
 
 
 class AllReduce:
@@ -68,4 +68,4 @@ class AllReduce:
 
     def _launch(self, bucket: int) -> None:
         if self.group.size > 1:
-            self._works.append(all_reduce(self.sum.flats[bucket]))
+            self._works.append(self.group.all_reduce(self.sum.flats[bucket]))

@@ -24,7 +24,7 @@ import torch
 from unisono.exchange import Weights
 from unisono.exchange.buckets import Copy, Layout, blocks, finite
 from unisono.score.tree import Plan
-from unisono.world.collectives import Group, Message, Work, send_and_receive
+from unisono.world.collectives import Group, Message, Work
 from unisono.world.shared import Name, look
 
 IN_FLIGHT = 2
@@ -47,7 +47,7 @@ class Wire:
     """The messages of every bucket for one placement, and the sums over what they bring."""
 
     def __init__(self, plan: Plan, layout: Layout, group: Group) -> None:
-        self.plan, self.layout, self.rank = plan, layout, group.rank
+        self.plan, self.layout, self.group, self.rank = plan, layout, group, group.rank
         self.neighbours = group.neighbours
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
         self.far = [rank for rank in self.others if rank not in self.neighbours]
@@ -111,7 +111,7 @@ class Wire:
         sends += [Message(self.ready if bucket else self.names[self.rank], other) for other in self.neighbours]
         receives += [Message(self.ready if bucket else self.names[other], other) for other in self.neighbours]
         chunks = result.flats[bucket].data.view(size, -1)
-        self.sent.append(_Sent(bucket, parts, chunks, send_and_receive(sends, receives)))
+        self.sent.append(_Sent(bucket, parts, chunks, self.group.send_and_receive(sends, receives)))
 
     def finish(self) -> bool:
         """The sums are where `send` was told to put them; is all that we made of them finite?"""
@@ -138,7 +138,7 @@ class Wire:
         receives = [Message(chunks[other], other) for other in self.far]
         sends += [Message(self.ready, other) for other in self.neighbours]
         receives += [Message(self.ready, other) for other in self.neighbours]
-        self.works += send_and_receive(sends, receives)
+        self.works += self.group.send_and_receive(sends, receives)
 
     def _look(self, rank: int, bucket: int) -> list[torch.Tensor]:
         """Our chunk of a bucket as a neighbour holds it: where the sum goes, then of each of its partial sums."""

@@ -70,7 +70,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.print(
         f"validation: {result['bits_per_byte']:.3f} bits per byte, on {valid_set.bytes:,} bytes it has never seen"
     )
-    if run.is_main and settings.sample_bytes:
+    if settings.sample_bytes:  # every process writes the same, since each may hold a part of the model only
         run.print(f"\nIt writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n")
 
 

@@ -26,11 +26,15 @@ from unisono.score.windows import Windows
 
 
 class Place(NamedTuple):
-    """Where a micro-batch stands in the run: its step (from 0), its virtual rank, its number within that share."""
+    """Where a micro-batch stands in the run: its step (from 0), its virtual rank, its number within that share.
+
+    spare  it is computed by somebody else, and here only to keep company (score/placement.py): it counts for nothing
+    """
 
     step: int
     virtual_rank: int
     number: int
+    spare: bool = False
 
 
 def deal(count: int, hands: int, hand: int) -> tuple[int, int]:

@@ -7,12 +7,15 @@ partial sums as possible have to travel (a span of one complete subtree sends on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
+from unisono.score.order import Place
 from unisono.score.tree import subtrees
 
 Spans = tuple[tuple[int, int], ...]
+T = TypeVar("T")
 
 
 def place(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
@@ -53,6 +56,35 @@ def _place(virtual_ranks: int, seconds: tuple[float, ...]) -> Spans:
         spans.append((began[stop], stop))
         stop = began[stop]
     return tuple(reversed(spans))
+
+
+class Seat(NamedTuple):
+    """Where a process sits: whose span it computes, and who shares that with it.
+
+    span   which of the spans
+    turn   of `turns` processes that compute its micro-batches in turn, this is number `turn`
+    """
+
+    span: int
+    turn: int = 0
+    turns: int = 1
+
+
+def taken(places: Iterable[tuple[Place, T]], seat: Seat) -> Iterator[tuple[Place, T]]:
+    """What the process at `seat` computes of its span's micro-batches, each with its samples.
+
+    Those who take turns compute equally many, since none can go on without the others (each holds a part of every
+    layer). Where a last round runs out, the last micro-batch is computed once more, as a spare one:
+
+        five micro-batches, two turns:      0 2 4  and  1 3 (4)
+    """
+    if seat.turns == 1:
+        yield from places
+        return
+    known = list(places)
+    for number in range(seat.turn, -(-len(known) // seat.turns) * seat.turns, seat.turns):
+        place, samples = known[min(number, len(known) - 1)]
+        yield place._replace(spare=number >= len(known)), samples
 
 
 _IDLE = 2

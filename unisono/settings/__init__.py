@@ -21,11 +21,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeGuard, TypeVar, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_type_hints
 
 from unisono.errors import Problem, SettingsError
+from unisono.settings.every import ABOUT, OURS, About, CheckpointSettings, LoaderSettings, ParallelSettings, Settings
 from unisono.settings.file import lines_of
 from unisono.settings.line import Line
 from unisono.settings.script import settings_of
@@ -35,6 +36,7 @@ from unisono.settings.words import nearest_name, plural
 __all__ = [
     "CheckpointSettings",
     "LoaderSettings",
+    "ParallelSettings",
     "Settings",
     "Loaded",
     "Entry",
@@ -58,73 +60,10 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSettings:
-    """When the state of a run is saved, and how much of it is kept."""
-
-    every: int = 0
-    keep: int = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderSettings:
-    """How a process gets its data."""
-
-    workers: int = 0
-    prefetch: int = 2
-    damaged: Literal["stop", "skip"] = "stop"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What every run has. A script's own class inherits from this one."""
-
-    steps: int | None = None
-    epochs: int | None = None
-    batch: int = 32
-    micro_batch: int | None = None
-    virtual_ranks: int = 8
-    seed: int = 0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    clip: float | None = None
-    exchange: Literal["tree", "allreduce"] = "tree"
-    threads: int = 1
-    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
-    loader: LoaderSettings = field(default_factory=LoaderSettings)
-
-
-class About(NamedTuple):
-    """What a setting means, and whether another value is another computation (so that a resume refuses it)."""
-
-    meaning: str
-    mathematics: bool
-
-
-# A table and not the fields' metadata, because a script that gives a field another default replaces the whole field.
-ABOUT = {
-    "steps": About("optimizer steps in all; these or epochs", False),
-    "epochs": About("passes over the training data; these or steps", False),
-    "batch": About("samples in one step, over all processes", True),
-    "micro_batch": About("most samples in one forward pass; none: a whole share", True),
-    "virtual_ranks": About("shares of a batch: so many processes can help", True),
-    "seed": About("where all randomness comes from", True),
-    "precision": About("numbers that forward and backward compute with", True),
-    "clip": About("the gradient's largest norm; none: no clipping", True),
-    "exchange": About("tree: the same bits on any number of processes", True),
-    "threads": About("threads of torch in each process", True),
-    "checkpoint.every": About("steps between checkpoints; 0: at a stop and the end", False),
-    "checkpoint.keep": About("how many of the newest checkpoints stay", False),
-    "loader.workers": About("processes that fetch data, for each that trains", False),
-    "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
-    "loader.damaged": About("what a damaged sample of a stream does to the run", True),
-}
-
-ENVIRONMENT = ("torch", "numpy", "device", "instruction_set", "threads")
+ENVIRONMENT = ("torch", "numpy", "device", "processor", "instruction_set", "threads")
 """What is no setting but bits depend on it (measured; see LOG.md); `threads` is both."""
 
 UNASKED = ("default", "script")  # sources of values that nobody asked for on this run
-
-OURS = (Settings, CheckpointSettings, LoaderSettings)
 
 T = TypeVar("T")
 

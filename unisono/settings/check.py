@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import prod
 from typing import Any, NamedTuple
 
 from unisono.errors import Problem, SettingsError
@@ -18,6 +19,7 @@ from unisono.settings import (
     plural,
     shown,
 )
+from unisono.settings.axes import FILL, Axes, fill, fitting
 from unisono.settings.values import Misfit, typed
 
 
@@ -61,7 +63,10 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         true = f"A batch of {batch} has {batch} samples, so at most {batch} shares."
         do = f"{line.setting(f'virtual_ranks={batch}')}, or: {line.setting(f'batch={ranks}')}"
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
-    if ranks is not None and size > ranks >= 1:
+    axes, wrong = _mesh(values, size, line)
+    problems += wrong
+    if ranks is not None and not wrong and axes.data > ranks >= 1:
+        size = axes.data
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
         # More virtual ranks are another computation, so that comes second, and with the batch they need.
         more = [f"virtual_ranks={size}", *([f"batch={size}"] if batch is not None and size > batch else [])]
@@ -93,6 +98,33 @@ def _out_of_limits(values: dict[str, Any], line: Line) -> list[Problem]:
         do = f"{line.setting('clip=1.0')}, or: {line.setting('clip=none')}"
         problems.append(Problem(f"clip = {clip}", true, do))
     return problems
+
+
+def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Problem]]:
+    """The mesh that the processes form, or why they cannot."""
+    names = {f"parallel.{name}": name for name in Axes._fields}
+    sizes = {axis: values.get(name, FILL if axis == "replicate" else 1) for name, axis in names.items()}
+    problems = [
+        Problem(f"{name} = {sizes[axis]}", "An axis has 1 or more processes; -1: what is left.", do)
+        for name, axis in names.items()
+        if sizes[axis] < 1 and sizes[axis] != FILL and (do := str(line.setting(f"{name}=1")))
+    ]
+    if problems:
+        return Axes(), problems
+    given = [name for name, axis in names.items() if sizes[axis] != FILL]
+    filled = [name for name in names if name not in given]
+    if len(filled) > 1:
+        asked = " and ".join(f"{name} = -1" for name in filled)
+        return Axes(), [Problem(asked, "One axis takes what the others leave.", str(line.setting(f"{filled[0]}=1")))]
+    axes = fill(sizes, size)
+    if axes is not None:
+        return axes, []
+    told = " times ".join(f"{name}={values[name]}" for name in given if values[name] != 1) or f"{given[0]}=1"
+    true = f"{told} makes {'multiples of ' * bool(filled)}{prod(values[name] for name in given)}."
+    dos = [str(line.in_processes(n)) for n in fitting(sizes, size)]
+    if not filled and "parallel.replicate" in given and size % prod(sizes[a] for a in sizes if a != "replicate") == 0:
+        dos.append(str(line.setting("parallel.replicate=-1")))
+    return Axes(), [Problem(plural(size, "process", "processes"), true, ", or: ".join(dos))]
 
 
 def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:

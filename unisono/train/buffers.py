@@ -21,9 +21,8 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.errors import LoopError
-from unisono.world.collectives import Group, all_gather
+from unisono.world.collectives import Group
 
-Spans = Sequence[tuple[int, int]]
 QUICK = 2**20
 """Elements of a buffer that are compared whenever it may have changed: 0.2 ms."""
 
@@ -128,6 +127,7 @@ class Buffers:
     norms: list[Norm] = field(default_factory=list)
     _holders: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # of every module's, by its name
     _now: int = -1  # the virtual rank whose micro-batches are computed
+    _spare: bool = False  # is somebody else computing it as well, for whom it counts?
     _first: int = 0  # the first one that has any, on whatever process
     _first_look: bool = True
     _rows: dict[int, Row] = field(default_factory=dict)
@@ -167,11 +167,11 @@ class Buffers:
             if slot.changed:
                 slot.remember()
 
-    def enter(self, virtual_rank: int) -> None:
-        """A micro-batch of this virtual rank begins."""
-        if virtual_rank != self._now:
+    def enter(self, virtual_rank: int, *, spare: bool = False) -> None:
+        """A micro-batch of this virtual rank begins; of a spare one nothing is to stay."""
+        if virtual_rank != self._now or spare:
             self.leave()
-            self._now = virtual_rank
+            self._now, self._spare = virtual_rank, spare
 
     def leave(self) -> None:
         """The virtual rank is done: note what it made of the buffers, and put them back."""
@@ -181,12 +181,12 @@ class Buffers:
             self._find_secrets()
         self._find_new()
         norms = [slot for norm in self.norms if norm.count.changed for slot in (norm.count, norm.mean, norm.var)]
-        if norms:
+        if norms and not self._spare:
             self._rows[self._now] = self._row()
         counted = set(map(id, norms))
         changed = [slot for slot in self.slots if id(slot) not in counted and slot.changed]
         self._others_changed |= bool(changed)
-        if self._now == self._first:
+        if self._now == self._first and not self._spare:
             self._made = {slot.name: _copy(slot.holder.get(slot.key)) for slot in changed}
         for slot in changed + norms:
             slot.put_back()
@@ -211,13 +211,12 @@ class Buffers:
             return {}
         return {"norms": bool(self._rows), "buffers": self._others_changed}
 
-    def meet(self, *, norms: bool, buffers: bool, spans: Spans) -> None:
+    def meet(self, *, norms: bool, buffers: bool) -> None:
         """Everybody calls this with the same flags: afterwards all buffers are the same everywhere."""
         if norms:
-            self._fold(self._gather_rows(spans))
+            self._fold(self._gather_rows())
         if buffers:
-            owner = next(rank for rank, (lo, hi) in enumerate(spans) if lo <= self._first < hi)
-            self._take_from(owner)
+            self._take_from_first()
 
     # -- batch norm
 
@@ -258,19 +257,13 @@ class Buffers:
                 norm.count.tensor += int(count)
                 norm.remember()
 
-    def _gather_rows(self, spans: Spans) -> list[Row]:
-        """The rows of all virtual ranks, from whoever has them."""
+    def _gather_rows(self) -> list[Row]:
+        """The rows of all virtual ranks, from whoever has them: one writer each, zeros elsewhere."""
         width = len(self.norms) + sum(self._sizes())
-        empty = torch.zeros(width, dtype=torch.float64, device=self.group.device)
-        most = max(hi - lo for lo, hi in spans)
-        lo, _ = spans[self.group.rank]
-        mine = torch.stack([self._rows.get(v, empty) for v in range(lo, lo + most)])
-        if self.group.size == 1:
-            return list(mine)
-        everybody = torch.empty(self.group.size * most * width, dtype=torch.float64, device=self.group.device)
-        all_gather(everybody, mine.flatten()).wait()
-        table = everybody.view(self.group.size, most, width)
-        return [table[rank, i] for rank, (lo, hi) in enumerate(spans) for i in range(hi - lo)]
+        rows = torch.zeros(self.virtual_ranks, width, dtype=torch.float64, device=self.group.device)
+        for virtual_rank, row in self._rows.items():
+            rows[virtual_rank] += row  # -0 becomes +0 here too, where nobody else adds zeros
+        return list(self.group.sum_(rows))
 
     def _running(self) -> list[Slot]:
         return [slot for norm in self.norms for slot in (norm.mean, norm.var)]
@@ -294,11 +287,15 @@ class Buffers:
 
     # -- anything else
 
-    def _take_from(self, owner: int) -> None:
+    def _take_from_first(self) -> None:
         """What the first virtual rank made of the other buffers, on every process."""
         told = {name: None if t is None else [list(t.shape), str(t.dtype)[6:]] for name, t in self._made.items()}
         values: dict[str, torch.Tensor | None] = {}
-        for name, kind in self.group.gather(told if owner == self.group.rank else None)[owner].items():
+        everybody = self.group.gather(told if self._made else None)
+        owner = next((rank for rank, other in enumerate(everybody) if other is not None), None)
+        if owner is None:  # others than the first one changed some
+            return
+        for name, kind in everybody[owner].items():
             if kind is None:
                 values[name] = None
             elif owner == self.group.rank:

@@ -17,16 +17,19 @@ from unisono.errors import DataError, LoopError
 from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
-from unisono.score.placement import place_evenly
+from unisono.score.placement import Seat, place_evenly
 from unisono.train.buffers import versions, watch_samples
 from unisono.train.gradient import Gradient
+from unisono.train.misfits import check_optimizer, check_schedule
 from unisono.train.models import Models
+from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
+from unisono.world.collectives import local
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
-    from unisono.world.collectives import Group
+    from unisono.world.mesh import Mesh
 
 
 BLOCK = 1 << 16
@@ -39,7 +42,8 @@ class Engine:
     def __init__(
         self,
         settings: Settings,
-        group: Group,
+        mesh: Mesh,
+        seat: Seat,
         order: Order,
         loader: Loader,
         schedule: Schedule,
@@ -49,7 +53,8 @@ class Engine:
         generators: Generators,
         scale: LossScale,
     ) -> None:
-        self.settings, self.group, self.order = settings, group, order
+        self.settings, self.mesh, self.seat, self.order = settings, mesh, seat, order
+        self.group = mesh.world
         self.schedule, self.models, self.last = schedule, models, last
         self.table, self.generators, self.scale = table, generators, scale
         self.asked = {"stop": False, "leave": False}
@@ -64,7 +69,7 @@ class Engine:
         self._whole: Gradient | None = None  # the one of all parameters
         self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
-        self._accelerator = group.device if group.device.type != "cpu" else None
+        self._accelerator = self.group.device if self.group.device.type != "cpu" else None
 
     # -- a step
 
@@ -85,6 +90,7 @@ class Engine:
     def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
         """The gradient of all parameters that train now, or of these optimizers' alone. `waiting`: is another, of the
         same step, not used yet?"""
+        self.models.rest()
         if self.models.look():  # some were frozen or unfrozen, or are new
             if waiting:
                 raise LoopError(
@@ -110,7 +116,8 @@ class Engine:
         key = tuple(map(id, params))
         if key not in self._gradients:
             only = optimizers is not None
-            self._gradients[key] = Gradient(params, self.models.names, self.settings, self.group, only=only)
+            models = self.models
+            self._gradients[key] = Gradient(params, models.names, self.settings, self.mesh, models.layers, only=only)
         if optimizers is None:
             self._whole = self._gradients[key]
         return self._gradients[key]
@@ -123,19 +130,19 @@ class Engine:
         The first pass fetches them, and leaves them in `kept` if there is such a list; the others find them there.
         """
         spans = self.schedule.at(step)
-        span = spans[self.group.rank]
+        span = spans[self.seat.span]
         pieces = self._pieces(step, span)
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
-        buffers = self.models.buffers
+        buffers, self.models.busy = self.models.buffers, True
         if self.order.virtual_ranks > 1:
             buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
-        for i in range(count := sum(pieces.values())):
+        for i in range(count := -(-sum(pieces.values()) // self.seat.turns)):
             place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
             left = count - 1 - i
-            buffers.enter(place.virtual_rank)
+            buffers.enter(place.virtual_rank, spare=place.spare)
             if gradient.seen:
                 yield place, batch, left == 0
             else:
@@ -160,7 +167,7 @@ class Engine:
         assert kept is not None
         place, batch = kept[i]
         if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
-            seed_everything(mix(place_key(self._round_key, *place), number), self._accelerator)
+            seed_everything(mix(place_key(self._round_key, *place[:3]), number), self._accelerator)
         return place, batch
 
     def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
@@ -174,6 +181,7 @@ class Engine:
     def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
         """The sums of the step's pass over all processes; afterwards p.grad is the mean gradient everywhere."""
         gradient.exchange.launch()
+        self.models.busy = False
         if self.order.virtual_ranks > 1:
             self._check_forward(step)
         gradient.seen = True
@@ -186,11 +194,26 @@ class Engine:
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:
-            buffers.meet(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0, spans=self.schedule.at(step.number))
+            self._refuse_changing(step, bool(agreed["norms"] or agreed["buffers"]))
+            buffers.meet(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0)
             # what comes now (noise on p.grad, say) must not depend on who computed what
             key = mix(self._update_key, step.number, *([number] if number else []))
             seed_everything(key, self._accelerator)
         return totals.sums
+
+    def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
+        """The 2-norm of the gradient of these parameters, before it is clipped to `limit`, if there is one. With one
+        virtual rank both are torch's own, to the bit; otherwise they do not depend on the placement (norm.py)."""
+        grads = [p.grad for p in params if p.grad is not None]
+        if self.order.virtual_ranks == 1:
+            torchs = torch.nn.utils.get_total_norm(grads)
+            if limit is not None:
+                torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)
+            return float(torchs)
+        norm = total_norm(grads, self.mesh.shard)
+        if limit is not None:
+            clip_(grads, limit, norm)
+        return norm
 
     @property
     def horizon(self) -> int:
@@ -214,6 +237,19 @@ class Engine:
 
     # -- what does not fit
 
+    def _refuse_changing(self, step: Step, changing: bool) -> None:
+        """A virtual rank's micro-batches may be computed by several processes, and then none knows its buffers."""
+        size, settings = step.samples, self.settings
+        share = -(-size // settings.virtual_ranks)
+        if changing and self.seat.turns > 1 and share > (settings.micro_batch or share):
+            raise LoopError(
+                f"The forward pass of step {step.number} changed buffers (batch norm's, say).",
+                f"With parallel.shard={self.seat.turns} and micro_batch={settings.micro_batch} a virtual rank's "
+                f"{share} samples are computed by several processes, and its buffers go from one micro-batch to the "
+                "next.",
+                "--set micro_batch=none, or --set parallel.gather=step",
+            )
+
     def _refuse_hooks(self) -> None:
         """A hook that runs after accumulation sees whatever this process has added up so far."""
         if self.order.virtual_ranks == 1:
@@ -227,29 +263,6 @@ class Engine:
                     "accumulated, and what has been accumulated then depends on the placement.",
                     "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
                 )
-
-    def check_first_loss(self, loss: Any, mean: bool) -> None:
-        """The first step's losses are looked at closely: the mistakes that are made are made in every step."""
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise LoopError(
-                "step.backward was given a loss that is not one number.",
-                f"It is {shape}.",
-                'sum it: loss.sum(), or reduction="sum".',
-            )
-        if not loss.requires_grad:
-            raise LoopError(
-                "step.backward was given a loss without a graph.",
-                "It does not depend on any parameter that needs a gradient.",
-                "look for torch.no_grad, .detach(), .item() or frozen parameters between the model and the loss.",
-            )
-        found = None if mean else _visible_mean(loss.grad_fn)
-        if found:
-            raise LoopError(
-                "step.backward was given a loss that is a mean.",
-                f"It was made by {found}; the step needs a sum, to divide by the total weight itself.",
-                'use reduction="sum" and weight=<how many it sums>, or say step.backward(loss, weight, mean=True).',
-            )
 
     def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> bool:
         """Is the loss finite? Refuse what cannot be divided, and a loss that no smaller scale would mend."""
@@ -279,44 +292,16 @@ class Engine:
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if self._held.get(id(optimizer)) == count:
             return
-        if isinstance(optimizer, torch.optim.SparseAdam) and self.order.virtual_ranks > 1:
-            raise LoopError(
-                "step.update was given SparseAdam.",
-                f"It takes sparse gradients only, and those of {self.order.virtual_ranks} virtual ranks are added up "
-                "as dense ones.",
-                "use AdamW, or --set virtual_ranks=1.",
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise LoopError(
-                "step.update was given LBFGS.",
-                "It calls a closure several times a step, and a step here is one gradient.",
-                "use an optimizer that takes no closure.",
-            )
-        ours = {id(p) for p in self.models.trained}
-        strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in ours]
-        if strange:
-            raise LoopError(
-                f"step.update was given {type(optimizer).__name__}.",
-                f"{len(strange)} of its parameters belong to no placed model, so their gradients would not be "
-                f"exchanged; the first has shape {tuple(strange[0].shape)}.",
-                "make every model that trains with run.place, and the optimizer from the model it returns; let a model "
-                "grow between two steps.",
-            )
+        check_optimizer(optimizer, self.models.trained, self.order.virtual_ranks)
         if id(optimizer) not in self._held:
             self.steppers.append(optimizer)
         self._held[id(optimizer)] = count
 
     def know_schedule(self, schedule: Any) -> None:
         """Look at a schedule when it is first stepped."""
-        if any(known is schedule for known in self.steppers):
-            return
-        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise LoopError(
-                "step.update was given ReduceLROnPlateau.",
-                "It needs a metric, which step.update does not have.",
-                "call schedule.step(metric) yourself, with a value that is equal everywhere (run.evaluate's is).",
-            )
-        self.steppers.append(schedule)
+        if not any(known is schedule for known in self.steppers):
+            check_schedule(schedule)
+            self.steppers.append(schedule)
 
     def _check_forward(self, step: Step) -> None:
         """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
@@ -372,7 +357,7 @@ class Engine:
 
 def bits_of(tensor: torch.Tensor) -> int:
     """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
-    flat = tensor.detach().reshape(-1)
+    flat = local(tensor.detach()).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     places = torch.arange(min(BLOCK, len(words)), device=flat.device)
@@ -388,7 +373,7 @@ def build_engine(
     data: Any,
     *,
     settings: Settings,
-    group: Group,
+    mesh: Mesh,
     models: Models,
     table: Table,
     generators: Generators,
@@ -410,30 +395,22 @@ def build_engine(
         shards=shards,
         window=window,
     )
-    schedule = Schedule(place_evenly(settings.virtual_ranks, group.size))
+    by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
+    seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
+    schedule = Schedule(place_evenly(settings.virtual_ranks, (mesh.replicate if by_layer else mesh.data).size))
+    if by_layer and settings.micro_batch is not None:
+        table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
     loader = Loader(
         data,
         order,
         schedule,
-        rank=group.rank,
+        seat=seat,
         first=first,
         last=last,
-        device=group.device,
+        device=mesh.world.device,
         collate=collate,
         workers=settings.loader.workers,
         prefetch=settings.loader.prefetch,
         keyed=settings.virtual_ranks > 1,
     )
-    return kind(settings, group, order, loader, schedule, models, last, table, generators, scale)
-
-
-def _visible_mean(node: Any, depth: int = 8) -> str | None:
-    """The name of the operator that made a loss a mean, where it shows: at its end, or in a term of a sum."""
-    if node is None or depth == 0:
-        return None
-    name = node.name().removesuffix("0").removesuffix("Backward")
-    if name.startswith("Mean") or getattr(node, "_saved_reduction", None) == 1:
-        return f"{name}, whose reduction is 'mean'"
-    if name.startswith(("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Reshape")):
-        return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
-    return None
+    return kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale)

@@ -22,9 +22,9 @@ Measure = Callable[..., Any]
 def evaluate(outputs: Outputs, measure: Measure) -> dict[str, float]:
     """See Run.evaluate."""
     rows: dict[str, list[tuple[int, float, float]]] = {}
-    for (number, _, batch), output in outputs:
-        for name, (total, weight) in _named(measure, measure(output, *parts(batch))).items():
-            rows.setdefault(name, []).append((number, float(total), float(weight)))
+    for micro_batch, output in outputs:
+        for name, (total, weight) in _named(measure, measure(output, *parts(micro_batch.batch))).items():
+            rows.setdefault(name, []).append((micro_batch.number, float(total), float(weight)))
     return _fold(rows, outputs.count, outputs.group)
 
 

@@ -12,9 +12,11 @@ from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
 from unisono.train.buffers import versions
-from unisono.world.collectives import Group
+from unisono.world.collectives import local
+from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
+    from unisono.parallel.shard import Layer
     from unisono.settings import Settings
     from unisono.train.step import Step
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 class Gradient:
     """Its parameters, and the exchange that makes it whole.
 
-    only    None: all parameters that train. Otherwise these alone, whatever else the loss depends on
+    params  what optimizers hold: all parameters that train; or some, and then these alone (`only`), whatever else the
+            loss depends on
+    leaves  what backward finds a gradient for: the same, unless they are shards that are gathered for a step
     finite  is what the last pass made of it finite, on every process?
     """
 
@@ -33,22 +37,36 @@ class Gradient:
         params: Sequence[torch.nn.Parameter],
         names: Mapping[int, str],
         settings: Settings,
-        group: Group,
+        mesh: Mesh,
+        layers: Sequence[Layer],
         *,
         only: bool = False,
     ) -> None:
-        self.params, self.names, self.group = params, names, group
-        self.inputs = list(params) if only else None
-        self.exchange = build_exchange(settings.exchange, params, settings.virtual_ranks, group)
+        self.params, self.names, self.group = params, names, mesh.world
+        ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
+        self.gathered = [] if by_layer else list(layers)
+        self.leaves = self._gather() if self.gathered else params
+        if layers and by_layer:
+            self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
+        else:
+            self.exchange = build_exchange(settings.exchange, self.leaves, ranks, mesh.data)
+        self.inputs = list(self.leaves) if only and not (layers and by_layer) else None
         self.finite = True
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
         self.seen = False  # has a backward of it been looked at closely?
         self._given: list[torch.Tensor | None] = []  # the gradients, when they were whole
         self._versions: list[int] = []  # how often each had been written to
-        self._token = torch.zeros(1, device=group.device)
+        self._token = torch.zeros(1, device=mesh.world.device)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        if self.gathered:
+            self._gather()
         self.exchange.begin(spans, pieces, weights)
+
+    def _gather(self) -> list[torch.nn.Parameter]:
+        """Gather all layers of all models, until `finish`. Returns the whole of every parameter."""
+        whole = {id(s): p for layer in self.gathered for s, p in zip(layer.params, layer.gather(), strict=True)}
+        return [whole[id(p)] for p in self.params]
 
     def finish(self, weight: float, *, unused: bool) -> None:
         """p.grad becomes the sum over all processes, divided by `weight`; None, where nobody used the parameter."""
@@ -56,7 +74,7 @@ class Gradient:
         whole = exchange.finish(weight)
         if unused:
             used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
-            for p, by_anyone in zip(self.params, self.group.max_(used).tolist(), strict=True):
+            for p, by_anyone in zip(self.leaves, self.group.max_(used).tolist(), strict=True):
                 if not by_anyone:
                     p.grad = None  # as in plain torch
         if self.group.size > 1:  # nobody finishes this unless everybody holds the whole gradient
@@ -64,15 +82,21 @@ class Gradient:
             whole = self.group.sum_(self._token).item() == 0.0
         exchange.commit()
         self.finite = whole
+        if self.gathered:
+            ours = set(map(id, self.params))
+            for layer in self.gathered:
+                layer.divide(ours)
+                layer.rest()
         self._given = [p.grad for p in self.params]
-        self._versions = versions(self._given)
+        self._versions = versions(map(local, self._given))
 
     def check_finite(self, step: Step) -> None:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
         given, self._given = self._given, []
         # the exchange knows what it has made, but not what the loop has put there since
         grads = [p.grad for p in self.params]
-        untouched = len(given) == len(grads) and all(map(is_, grads, given)) and versions(grads) == self._versions
+        untouched = len(given) == len(grads) and all(map(is_, grads, given))
+        untouched = untouched and versions(map(local, grads)) == self._versions
         if self.finite and untouched:
             return
         for p in self.params:
@@ -86,6 +110,8 @@ class Gradient:
 
     def zero(self) -> None:
         self.exchange.zero()
+        for p in self.params if self.gathered else ():
+            p.grad = None
 
     def close(self) -> None:
         self.exchange.close()

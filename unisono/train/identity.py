@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "numpy": np.__version__,
         "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -33,6 +35,24 @@ def environment(device: torch.device) -> dict[str, Any]:
             ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY")
         ),
     }
+
+
+def processor(info: Path = Path("/proc/cpuinfo"), caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> str:
+    """The kind of processor and its caches. The libraries of linear algebra choose and cut their kernels by them: with
+    the same instruction set, two generations of one maker's processors gave other bits (measured; see LOG.md)."""
+    try:
+        lines = [line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines()]
+    except OSError:
+        return platform.processor() or platform.machine()
+    known = {name.strip(): value.strip() for name, _, value in lines}
+    kind = [known[name] for name in ("vendor_id", "CPU implementer", "CPU part") if name in known]
+    kind += [f"{word} {known[name]}" for name, word in (("cpu family", "family"), ("model", "model")) if name in known]
+    sizes = [
+        (index / "size").read_text().strip()
+        for index in sorted(caches.glob("index*"))
+        if (index / "size").is_file() and (index / "type").read_text().strip() != "Instruction"
+    ]
+    return " ".join([*(kind or [platform.machine()]), *(["caches", "+".join(sizes)] if sizes else [])])
 
 
 def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str) -> list[Problem]:

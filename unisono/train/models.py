@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,7 +15,11 @@ from torch.nn.modules.module import (
 
 from unisono.errors import LoopError
 from unisono.train.buffers import Buffers
-from unisono.world.collectives import Group
+from unisono.world.mesh import Mesh
+
+if TYPE_CHECKING:
+    from unisono.parallel.shard import Layer
+    from unisono.settings import ParallelSettings
 
 
 class Models:
@@ -26,23 +30,40 @@ class Models:
     names    of parameters, by id
     """
 
-    def __init__(self, group: Group, virtual_ranks: int) -> None:
-        self.group = group
+    def __init__(self, mesh: Mesh, virtual_ranks: int) -> None:
+        self.mesh, self.group = mesh, mesh.world
         self.modules: list[torch.nn.Module] = []
         self.names: dict[int, str] = {}
         self.params: list[torch.nn.Parameter] = []
         self.trained: list[torch.nn.Parameter] = []
-        self.buffers = Buffers(group, virtual_ranks)
+        self.layers: list[Layer] = []
+        """What is gathered at once, of all models, if they are sharded."""
+        self.buffers = Buffers(mesh.data, virtual_ranks)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""
+        self.busy = False
+        """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def add(self, model: torch.nn.Module) -> None:
-        """A model was placed: every process has the same content of it from here on."""
+    def add(self, model: torch.nn.Module, parallel: ParallelSettings, together: Callable[[], None]) -> None:
+        """Place a model: every process has the same content of it from here on, or its part of that.
+
+        together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
+        """
         self.group.share_([*model.parameters(), *model.buffers()])
+        if self.mesh.shards is not None:
+            from unisono.parallel.shard import apply_shard  # half a second
+
+            self.layers += apply_shard(model, self.mesh.shards, parallel, self.group.device)
+
+            def meet(*_: Any) -> None:
+                if not self.busy:
+                    together()
+
+            model.register_forward_pre_hook(meet, prepend=True)
         self.names |= {id(p): name for name, p in model.named_parameters()}
         self.modules.append(model)
         self.params = list({id(p): p for p in [*self.params, *model.parameters()]}.values())
@@ -107,6 +128,11 @@ class Models:
     def _notice(self, *_: Any) -> None:
         """torch calls this whenever a module, any module, is given a parameter or a module."""
         self._grew = True
+
+    def rest(self) -> None:
+        """Parameters are what they are between two steps: shards, if somebody has gathered them."""
+        for layer in self.layers:
+            layer.rest()
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""

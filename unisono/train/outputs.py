@@ -35,9 +35,11 @@ class Outputs:
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         for micro_batch in self.walk:
-            if self.hurry():
+            if self.hurry() and not self.walk.abreast:  # others would wait for our part of a layer
                 break
-            yield micro_batch, self.forward(self.model, micro_batch.batch)
+            output = self.forward(self.model, micro_batch.batch)
+            if not micro_batch.spare:
+                yield micro_batch, output
         leaves = torch.tensor([self.hurry()], dtype=torch.uint8, device=self.group.device)
         if self.group.max_(leaves).item():
             raise Stopped

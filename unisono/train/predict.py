@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec
 from unisono.data.walk import MicroBatch
 from unisono.errors import LoopError
 from unisono.train.outputs import Outputs
-from unisono.world.collectives import Group, all_gather
+from unisono.world.collectives import Group
 
 
 def predict(outputs: Outputs) -> Any:
@@ -97,7 +97,7 @@ def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: Gr
     sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=group.device)
     sent[: counts[group.rank] * row_bytes] = mine.contiguous().reshape(-1).view(torch.uint8).to(group.device)
     everybody = torch.empty(group.size * len(sent), dtype=torch.uint8, device=group.device)
-    all_gather(everybody, sent).wait()
+    group.all_gather(everybody, sent).wait()
     parts = []
     for line, count, place in zip(everybody.cpu().view(group.size, -1), counts, places, strict=True):
         rows = line[: count * row_bytes].view(dtype).view(count, *shape)

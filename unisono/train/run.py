@@ -24,6 +24,7 @@ from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
+from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
@@ -35,6 +36,7 @@ from unisono.train.step import Step
 from unisono.train.table import Table
 from unisono.watch.watcher import Watcher
 from unisono.world.collectives import peers
+from unisono.world.mesh import build_mesh
 
 if TYPE_CHECKING:
     from unisono.env import World
@@ -75,7 +77,9 @@ class Run(Generic[S]):
         self.changes: list[dict[str, Any]] = list(resumed.about["changes"]) if resumed else []
         self.differences: list[str] = []
         """What differs between the machines of this run and changes bits, in words."""
-        self._group = group
+        axes = fill(wanted(settings.parallel), group.size)
+        assert axes is not None, "checked before"
+        self._mesh, self._group = build_mesh(axes, group), group
         self._identity = dict(identity)
         self._accepted = accepted
         self._table = Table(settings.virtual_ranks, group)
@@ -83,7 +87,7 @@ class Run(Generic[S]):
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
         self._state.track(**{RANDOM: self._generators, SCALE: self._scale})
-        self._models = Models(group, settings.virtual_ranks)
+        self._models = Models(self._mesh, settings.virtual_ranks)
         self._total_steps = settings.steps
         self._kind = engine
         self._engine: Engine | None = None
@@ -151,7 +155,7 @@ class Run(Generic[S]):
             refuse_sync(model)
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
-        self._models.add(placed)
+        self._models.add(placed, self.settings.parallel, lambda: self._table.together("a forward pass"))
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 
@@ -217,7 +221,7 @@ class Run(Generic[S]):
             self._kind,
             data,
             settings=settings,
-            group=self._group,
+            mesh=self._mesh,
             models=self._models,
             table=self._table,
             generators=self._generators,
@@ -377,15 +381,20 @@ class Run(Generic[S]):
         if self._last_step is not None:
             self._last_step.refuse_within(verb)
         self._table.together(verb)
-        walk = Walk(data, f"The data set of {verb}", self.settings, self._group, collate)
+        abreast = bool(self._models.layers)
+        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
         with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
+            self._models.busy = True
             yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
+            self._models.busy = False
+            self._models.rest()
 
     # -- saving
 
     def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
         self._table.together("a checkpoint")
+        self._models.rest()
         about = {"identity": self._identity, "changes": [*self.changes, *more_changes]}
         self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
 

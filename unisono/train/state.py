@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import save
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
+from unisono.train.whole import apart, lies_apart, whole
 from unisono.world.collectives import Group
 
 RANDOM = "random_numbers"
@@ -72,7 +73,7 @@ class State:
         try:
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
                 state = self._with_its_length(name, thing, state)
-            thing.load_state_dict(state)
+            thing.load_state_dict(apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
                 _keep_dtypes(thing, state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
@@ -166,8 +167,8 @@ class State:
         """Write a checkpoint after `steps` steps. Every process must call it; all raise if it cannot be written."""
         with phases.phase("checkpoint"):
             problem = None
+            states = self._whole(self.tracked)
             if self.group.rank == 0:
-                states = {name: thing.state_dict() for name, thing in self.tracked.items()}
                 try:
                     save(self.run_dir, steps, states, {**about, "models": sorted(self.models)}, keep)
                 except CheckpointError as error:
@@ -177,9 +178,15 @@ class State:
                 raise CheckpointError(*problem)
             self.saved_after = steps
 
+    def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
+        """Their states by name: whole on the main process, together with the others."""
+        return {name: whole(thing.state_dict(), keep=self.group.rank == 0) for name, thing in things.items()}
+
     def fingerprint(self) -> str:
-        """sha256 over the tracked models' weights and buffers."""
-        return loading.fingerprint_of({name: model.state_dict() for name, model in self.models.items()})
+        """sha256 over the tracked models' weights and buffers. All processes must call this together."""
+        parted = any(lies_apart(p) for model in self.models.values() for p in model.parameters())
+        found = loading.fingerprint_of(self._whole(self.models))
+        return str(self.group.share(found)) if parted else found
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from unisono import phases
 from unisono.errors import LoopError
 from unisono.score.order import Place
+from unisono.train.misfits import check_loss
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.table import LOSS
 from unisono.world.collectives import peers
@@ -159,11 +160,11 @@ class Step:
         assert self._place is not None
         assert self._gradient is not None
         if not self._gradient.seen:
-            self._engine.check_first_loss(loss, mean)
+            check_loss(loss, mean)
         if mean:
             loss = loss * weight
         engine = self._engine
-        engine.table.add(self._place.virtual_rank, LOSS, loss, weight)
+        engine.table.add(self._place, LOSS, loss, weight)
         if engine.scale.on:
             loss = loss * engine.scale.value
         self._ready = False
@@ -184,7 +185,7 @@ class Step:
             raise self._breach(
                 "was asked to add 'loss'", "That name is taken by backward's own sum.", "choose another."
             )
-        self._engine.table.add(self._place.virtual_rank, name, total, weight)
+        self._engine.table.add(self._place, name, total, weight)
 
     # -- after the rounds
 
@@ -230,15 +231,14 @@ class Step:
                     "ask between the rounds and step.update(...), or clip.",
                 )
             assert self._gradient is not None
-            grads = [p.grad for p in self._gradient.params if p.grad is not None]
-            self._grad_norm = float(torch.nn.utils.get_total_norm(grads))
+            self._grad_norm = self._engine.clip(self._gradient.params, None)
         return self._grad_norm
 
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
         """Check that the gradient is finite, clip it, step optimizers and then schedules, and forget the gradient.
 
         steppers  optimizers and learning-rate schedules of torch.optim, or anything with a `step()`
-        clip      the gradient's largest 2-norm (torch.nn.utils.clip_grad_norm_); None: no clipping; left out: the
+        clip      the gradient's largest 2-norm (as in torch.nn.utils.clip_grad_norm_); None: no clipping; left out: the
                   setting `clip`
 
         After several passes it uses the gradients that these optimizers hold, and leaves the others for a later call.
@@ -258,8 +258,7 @@ class Step:
             for gradient in ready:
                 gradient.check_finite(self)
             if limit is not None:
-                params = [p for gradient in ready for p in gradient.params]
-                self._grad_norm = float(torch.nn.utils.clip_grad_norm_(params, limit))
+                self._grad_norm = engine.clip([p for gradient in ready for p in gradient.params], limit)
             self._step(steppers, optimizers)
         else:
             self.skipped = True

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from unisono.errors import LoopError
+from unisono.score.order import Place
 from unisono.score.tree import chain
 from unisono.world.collectives import Group, peers
 
@@ -31,6 +32,7 @@ VERBS = (
     "run.predict",
     "run.deal",
     "a checkpoint",
+    "a forward pass",
     "the script's end",
 )
 """What a process may be doing when it meets the others."""
@@ -58,38 +60,47 @@ class Totals:
 
 
 class Table:
-    """The rows of one step at a time. The names of the columns are agreed on when they first appear, and remembered."""
+    """The rows of one step at a time. The names of the columns are agreed on when they first appear, and remembered.
+
+    pieces  how many rows a virtual rank has: as many as it has micro-batches, if several processes compute them, so
+            that each row has one writer
+    """
+
+    pieces = 1
 
     def __init__(self, virtual_ranks: int, group: Group) -> None:
         self.virtual_ranks, self.group = virtual_ranks, group
         self.names: list[str] = [LOSS]
-        self._entries: list[tuple[int, str, Any, Any]] = []
+        self._entries: list[tuple[Place, str, Any, Any]] = []
 
-    def add(self, virtual_rank: int, name: str, total: Any, weight: Any) -> None:
-        """Add to a virtual rank's row: numbers, or tensors of one element. Those of an accelerator are read when the
-        step meets (no sync); they may be changed until then (a running sum), so they are copied."""
-        self._entries.append((virtual_rank, name, _read(total), _read(weight)))
+    def add(self, place: Place, name: str, total: Any, weight: Any) -> None:
+        """Add to the row of a micro-batch's virtual rank, unless it is a spare one: numbers, or tensors of one element.
+        Those of an accelerator are read when the step meets (no sync); they may be changed until then (a running sum),
+        so they are copied."""
+        if not place.spare:
+            self._entries.append((place, name, _read(total), _read(weight)))
 
     def weights(self, span: tuple[int, int]) -> torch.Tensor:
         """What the virtual ranks of a span weigh so far, float64 [hi - lo]: their losses' weights, in order."""
         row = torch.zeros(span[1] - span[0], dtype=torch.float64, device=self.group.device)
-        for virtual_rank, name, _, weight in self._entries:
+        for place, name, _, weight in self._entries:
             if name == LOSS:
-                row[virtual_rank - span[0]] += weight
+                row[place.virtual_rank - span[0]] += weight
         return row
 
     def meet(self, flags: Mapping[str, bool]) -> Totals:
         """Add up everybody's rows. Every process must call it once a step."""
         entries, self._entries = self._entries, []
-        if self.virtual_ranks == 1 and len(entries) == 1:  # nothing to fold, nobody to ask
+        if self.virtual_ranks == 1 and len(entries) == 1 and self.group.size == 1:  # nothing to fold, nobody to ask
             _, name, total, weight = entries[0]
             alone = float(total)
             return Totals({name: (alone, float(weight))}, flags, [alone])
         rows: dict[str, list[list[float]]] = {}
-        for virtual_rank, name, total, weight in entries:
-            row = rows.setdefault(name, [[0.0] * self.virtual_ranks, [0.0] * self.virtual_ranks])
-            row[0][virtual_rank] += float(total)
-            row[1][virtual_rank] += float(weight)
+        for place, name, total, weight in entries:
+            row = rows.setdefault(name, [[0.0] * self._length, [0.0] * self._length])
+            number = place.virtual_rank * self.pieces + place.number % self.pieces
+            row[0][number] += float(total)
+            row[1][number] += float(weight)
         news = any(name not in self.names for name in rows)
         told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS] + _doing(STEP)
         columns, counts = self._sum(rows, told)
@@ -105,6 +116,16 @@ class Table:
             {flag: int(count) for flag, count in zip(FLAGS, counts, strict=False)},
             columns[LOSS][0],
         )
+
+    @property
+    def _length(self) -> int:
+        return self.virtual_ranks * self.pieces
+
+    def _ranks(self, rows: list[float]) -> list[float]:
+        """One number for each virtual rank: its rows from first to last."""
+        if self.pieces == 1:
+            return rows
+        return [chain(rows[first : first + self.pieces]) for first in range(0, len(rows), self.pieces)]
 
     def together(self, verb: str) -> None:
         """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
@@ -127,11 +148,11 @@ class Table:
     def _sum(
         self, rows: Mapping[str, list[list[float]]], told: list[float]
     ) -> tuple[dict[str, list[list[float]]], list[float]]:
-        v = self.virtual_ranks
+        v = self._length
         empty = [[0.0] * v, [0.0] * v]
         flat = [x for name in self.names for column in rows.get(name, empty) for x in column] + told
         if self.group.size > 1:
             flat = self.group.sum_(torch.tensor(flat, dtype=torch.float64, device=self.group.device)).tolist()
         cut = [flat[i : i + v] for i in range(0, 2 * v * len(self.names), v)]
-        columns = {name: [cut[2 * i], cut[2 * i + 1]] for i, name in enumerate(self.names)}
+        columns = {name: [self._ranks(cut[2 * i]), self._ranks(cut[2 * i + 1])] for i, name in enumerate(self.names)}
         return columns, flat[2 * v * len(self.names) :]

@@ -17,6 +17,11 @@ import torch.distributed as dist
 from unisono.errors import PeerLost
 
 
+def local(tensor: Any) -> Any:
+    """What this process holds of a tensor that lies over several (torch's DTensor); of any other, itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class Work(Protocol):
     """A collective under way; `wait` returns when the result is there, and raises if a peer is lost."""
 
@@ -27,33 +32,11 @@ class Work(Protocol):
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_reduce(tensor: torch.Tensor) -> Work:
-    """Begin to sum `tensor` over all processes, in place."""
-    work: Work = dist.all_reduce(tensor, async_op=True)
-    return work
-
-
-def all_gather(out: torch.Tensor, mine: torch.Tensor) -> Work:
-    """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
-    work: Work = _all_gather(out, mine, async_op=True)
-    return work
-
-
 class Message(NamedTuple):
-    """A contiguous tensor, and the process that it goes to or comes from."""
+    """A contiguous tensor, and the rank that it goes to or comes from."""
 
     tensor: torch.Tensor
     peer: int
-
-
-def send_and_receive(sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
-    """Begin to send and to receive these. Between two processes, messages arrive in the order they were sent.
-
-    With gloo this takes half the time of all_to_all and all_gather, which copy what stays where it is.
-    """
-    ops = [dist.P2POp(dist.irecv, *message) for message in receives if message.tensor.numel()]
-    ops += [dist.P2POp(dist.isend, *message) for message in sends if message.tensor.numel()]
-    return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
 @contextmanager
@@ -76,27 +59,55 @@ def peers(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of a run.
+    """The processes of a run, or some of them: those of one line of its mesh (world/mesh.py).
 
+    rank        of this process among them, 0 to size - 1
     device      where collectives find their tensors
     neighbours  {rank: process id} of those that share memory with this one (world/shared.py)
+    members     the rank in the whole run of each; empty: they are the whole run
+    handle      torch's own group; None: that of the whole run
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     neighbours: Mapping[int, int] = field(default_factory=dict)
+    members: tuple[int, ...] = ()
+    handle: dist.ProcessGroup | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Begin to sum `tensor` over all processes, in place."""
+        work: Work = dist.all_reduce(tensor, group=self.handle, async_op=True)
+        return work
+
+    def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
+        """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
+        work: Work = _all_gather(out, mine, group=self.handle, async_op=True)
+        return work
+
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
+        """Begin to send and to receive these. Between two processes, messages arrive in the order they were sent.
+
+        With gloo this takes half the time of all_to_all and all_gather, which copy what stays where it is.
+        """
+        ops = [self._op(dist.irecv, message) for message in receives if message.tensor.numel()]
+        ops += [self._op(dist.isend, message) for message in sends if message.tensor.numel()]
+        return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    def _op(self, what: Any, message: Message) -> dist.P2POp:
+        peer = self.members[message.peer] if self.members else message.peer
+        return dist.P2POp(what, message.tensor, peer, self.handle)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.handle)
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.handle)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -106,12 +117,12 @@ class Group:
         mine = json.dumps(value).encode()
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         sizes[self.rank] = len(mine)
-        dist.all_reduce(sizes)
+        self.sum_(sizes)
         longest = int(sizes.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everybody = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        all_gather(everybody, padded.to(self.device)).wait()
+        self.all_gather(everybody, padded.to(self.device)).wait()
         rows = everybody.cpu().view(self.size, longest)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
 
@@ -126,11 +137,12 @@ class Group:
         for tensor in tensors:
             dense = tensor.detach().contiguous()
             if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
-                dist.broadcast(dense.reshape(-1).view(torch.uint8), src=source)
+                root = self.members[source] if self.members else source
+                dist.broadcast(dense.reshape(-1).view(torch.uint8), src=root, group=self.handle)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
     def barrier(self) -> None:
         """Wait until everybody is here."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1, device=self.device))
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.handle)

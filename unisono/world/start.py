@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -71,27 +71,66 @@ def _join(world: World, backend: str) -> None:
     """Wait until everybody is there, however long a host takes to start; then connect, and soon, or try again."""
     store = _store(world)
     _count(store, world.size, "here")
+
+    def connect(attempt: int, patience: timedelta) -> None:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"attempt-{attempt}", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=patience,
+        )
+
+    def part() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    _connect(store, world.rank, world.size, "connected", connect, part)
+    distributed_c10d._set_pg_timeout(TIMEOUT)
+
+
+def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int) -> dist.ProcessGroup:
+    """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together."""
+    made: list[dist.ProcessGroup] = []
+
+    def connect(attempt: int, patience: timedelta) -> None:
+        made.extend(dist.new_group(list(line), timeout=patience) for line in lines)
+
+    def part() -> None:
+        for group in made:
+            if isinstance(group, dist.ProcessGroup):  # torch returns a number for a line that we are not in
+                dist.destroy_process_group(group)
+        made.clear()
+
+    store = dist.PrefixStore(f"lines-{lines}", distributed_c10d._get_default_store())
+    _connect(store, rank, size, "connected", connect, part)
+    mine = next(group for line, group in zip(lines, made, strict=True) if rank in line)
+    distributed_c10d._set_pg_timeout(TIMEOUT, mine)
+    return mine
+
+
+def _connect(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    what: str,
+    connect: Callable[[int, timedelta], None],
+    part: Callable[[], None],
+) -> None:
+    """Connect, with everybody; where one process cannot, all `part` again and try anew, with more patience."""
     for attempt in range(1, ATTEMPTS + 1):
         error: RuntimeError | None = None
         try:
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore(f"attempt-{attempt}", store),
-                rank=world.rank,
-                world_size=world.size,
-                timeout=2 ** (attempt - 1) * (CONNECT + world.size * timedelta(seconds=0.1)),
-            )
+            connect(attempt, 2 ** (attempt - 1) * (CONNECT + size * timedelta(seconds=0.1)))
         except RuntimeError as caught:
             error = caught
         # who has connected to somebody who has not must try again as well
-        if _count(store, world.size, f"connected-{attempt}", error is None) == world.size:
-            distributed_c10d._set_pg_timeout(TIMEOUT)
+        if _count(store, size, f"{what}-{attempt}", error is None) == size:
             return
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        part()
     reason = str(error).splitlines()[0] if error else "another process could not."
     raise WorldError(
-        f"Process {world.rank} was to connect to the other {world.size - 1}.",
+        f"Process {rank} was to connect to the other {size - 1}.",
         f"They met, but {ATTEMPTS} attempts to connect failed: {reason}",
         "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
     ) from error

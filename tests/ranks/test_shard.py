@@ -1,0 +1,229 @@
+"""Shards: a model whose parameters are divided among processes is the model of one process, to the bit."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.loops import Numbers, attempt, linear, train, whole
+from tests.ranks.training import settings
+from tests.ranks.training import train as train_kind
+from unisono.env import World
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.world.collectives import local
+from unisono.world.start import group as join
+
+PLACEMENTS = {
+    "two shards": (2, ParallelSettings(shard=2)),
+    "three shards": (3, ParallelSettings(shard=3)),
+    "two models of two shards": (4, ParallelSettings(shard=2)),
+    "three shards, gathered once a step": (3, ParallelSettings(shard=3, gather="step")),
+    "two models of two shards, gathered once a step": (4, ParallelSettings(shard=2, gather="step")),
+    "two shards in the CPU's memory": (2, ParallelSettings(shard=2, offload=True)),
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "mlp, clipped": {"clip": 0.2},
+    "gpt": {},
+    "gpt, several micro-batches": {"batch": 24, "virtual_ranks": 4, "micro_batch": 2},
+    "gpt, bf16": {"precision": "bf16"},
+}
+
+
+def train_with(world: World, kind: str, config: Any, folder: str, more: dict[str, Any]) -> dict[str, Any]:
+    return train_kind(world, kind, config, folder, **more)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case on one process. 53 is prime: the last batch of an epoch is short."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        case: run_ranks(train_with, 1, case.split(",")[0], settings(**changes), str(folder / case), {"length": 53})[0]
+        for case, changes in CASES.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_any_division_gives_the_bits_of_one_process(
+    tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
+) -> None:
+    size, parallel = PLACEMENTS[placement]
+    config = settings(**CASES[case], parallel=parallel)
+    first = alone[case]
+    for run in run_ranks(train_with, size, case.split(",")[0], config, str(tmp_path), {"length": 53}):
+        assert run["state"] == first["state"]
+        assert run["losses"] == first["losses"]
+        assert run["norms"] == first["norms"]
+        assert run["result"]["right"] == first["result"]["right"]
+        assert run["result"]["promise"] == "exact"
+
+
+def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
+    """Saved in mid-epoch by one placement, continued by another, three times over: as if never stopped."""
+    config, folder = settings(clip=0.5), tmp_path / "parts"
+    never_stopped = run_ranks(train_with, 1, "gpt", config, str(tmp_path / "whole"), {"length": 53})[0]
+    stops = [(2, ParallelSettings(shard=2), 2), (3, ParallelSettings(), 4), (4, ParallelSettings(shard=2), 6)]
+    for size, parallel, stop in stops:
+        more = {"length": 53, "resume": stop > 2, "stop_after": stop}
+        run_ranks(train_with, size, "gpt", replace(config, parallel=parallel), str(folder), more)
+    last = replace(config, parallel=ParallelSettings(shard=3, gather="step"))
+    ended = run_ranks(train_with, 3, "gpt", last, str(folder), {"length": 53, "resume": True})[0]
+    assert ended["state"] == never_stopped["state"]
+
+
+class Normed(nn.Sequential):
+    """With running statistics, in layers and outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()) for _ in range(3)))
+        self.append(nn.BatchNorm1d(3))
+        self.append(nn.Linear(3, 2))
+
+
+class Repeated(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.rows[1](self.rows[0](self.rows[0](x).relu()).relu()))
+        return out
+
+
+def normed(run: Run[Any]) -> Any:
+    return train(run, build=Normed, data=Numbers(48))
+
+
+def repeated(run: Run[Any]) -> Any:
+    return train(run, build=Repeated, data=Numbers(48))
+
+
+@pytest.mark.parametrize(("loop", "gather"), [(normed, "layer"), (normed, "step"), (repeated, "step")])
+def test_running_statistics_and_a_layer_that_is_called_twice(tmp_path: Path, loop: Any, gather: Any) -> None:
+    config = settings(batch=16, virtual_ranks=4, steps=4)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert isinstance(told, list), told
+    for size in (2, 4):
+        config = replace(config, parallel=ParallelSettings(shard=2, gather=gather))
+        assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [told] * size
+
+
+def scores(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - x.sum(1, keepdim=True)).pow(2).sum(), len(i)
+
+
+def outputs(run: Run[Any]) -> Any:
+    """Evaluate and predict over sets that processes share unevenly, one of them only read from front to back."""
+    torch.manual_seed(0)
+    model = run.place(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
+    told: list[Any] = []
+    for length in (1, 5, 9, 11):
+        data = Numbers(length)
+        told.append(run.evaluate(model, data, scores))
+        told.append(run.evaluate(model, (data[i] for i in range(length)), scores))
+        told.append(run.predict(model, data).tolist())
+    return told
+
+
+@pytest.mark.parametrize(("size", "gather"), [(2, "layer"), (3, "layer"), (2, "step")])
+def test_evaluation_and_prediction(tmp_path: Path, size: int, gather: Any) -> None:
+    config = settings(batch=8, virtual_ranks=4)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", outputs, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(shard=size, gather=gather))
+    assert run_ranks(attempt, size, tmp_path / "n", outputs, config) == [told] * size
+
+
+class Scaled(nn.Linear):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def on_main_only(run: Run[Any]) -> Any:
+    model = run.place(linear)
+    if run.is_main:
+        model(torch.zeros(1, 3))
+    return run.evaluate(model, Numbers(), scores)
+
+
+def unknown_layer(run: Run[Any]) -> Any:
+    return train(run, build=lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)))
+
+
+def scaled(run: Run[Any]) -> Any:
+    return train(run, build=Scaled)
+
+
+SHARED = ParallelSettings(shard=2)
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "a layer called twice": (repeated, {}, "called twice in one forward pass.*parallel.gather=step"),
+    "a parameter without a dimension": (scaled, {}, "1 of its parameters are single numbers.*scale.*torch.ones"),
+    "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
+    "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),
+    "a class that the model has not": (
+        unknown_layer,
+        {"parallel": replace(SHARED, layers=["Block"])},
+        "parallel.layers names Block.*Linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> None:
+    loop, changes, words = WRONG[what]
+    config = settings(**{"batch": 16, "virtual_ranks": 4, "parallel": SHARED} | changes)
+    told = run_ranks(attempt, 2, tmp_path, loop, config)
+    for words_here in told:
+        assert isinstance(words_here, str), words_here
+        assert re.search(words, words_here, re.DOTALL), words_here
+
+
+def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
+    """Bytes of parameters, gradients and optimizer state that lie here when a step is about to be updated."""
+    with join(world) as group:
+        config = settings(batch=8, virtual_ranks=8, parallel=parallel)
+        run: Run[Any] = Run(
+            config, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=io.StringIO()
+        )
+        model = run.place(
+            lambda: nn.Sequential(nn.Linear(3, 96), *(nn.Linear(96, 96) for _ in range(4)), nn.Linear(96, 2))
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        found = [0, 0, 0]
+        for step in run.steps(Numbers(64)):
+            for x, i in step:
+                whole(step, model, x, i)
+            for p in model.parameters():
+                found[0] += local(p).nbytes * (not step.number)
+                found[1] += local(p.grad).nbytes * (not step.number)
+            step.update(optimizer)
+            for state in optimizer.state.values():
+                found[2] += sum(local(v).nbytes for v in state.values() if v.dim()) * (not step.number)
+        run.close()
+        return found
+
+
+def test_memory_is_divided(tmp_path: Path) -> None:
+    (alone,) = run_ranks(memory, 1, tmp_path, ParallelSettings())
+    for size in (2, 4):
+        for here in run_ranks(memory, size, tmp_path, ParallelSettings(shard=size)):
+            for mine, all_ in zip(here, alone, strict=True):
+                assert mine <= 1.1 * all_ / size

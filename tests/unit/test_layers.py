@@ -1,0 +1,53 @@
+"""Which parts of a model are gathered at once, and which of their parameters are theirs."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from unisono.errors import LoopError
+from unisono.parallel.shard import layers_of, own_parameters, untied
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(nn.init.ones_(nn.Linear(1, 1).weight))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+
+
+def test_what_occurs_in_a_row_is_a_layer() -> None:
+    net = Net()
+    assert layers_of(net) == list(net.blocks)[::-1]
+    assert layers_of(net, ["Linear"]) == [p for p in net.modules() if isinstance(p, nn.Linear)][::-1]
+    assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+def test_a_class_that_is_not_there_is_told() -> None:
+    with pytest.raises(LoopError, match=r"(?s)parallel\.layers names Bolck.*class Block, Linear"):
+        layers_of(Net(), ["Bolck"])
+
+
+def test_every_parameter_belongs_to_one_layer() -> None:
+    net = Net()
+    modules = [*layers_of(net), net]
+    names = [own_parameters(m, [other for other in modules if other is not m]) for m in modules]
+    assert names[0] == ["up.weight", "up.bias", "down.weight", "down.bias", "scale"], "its parts' come before its own"
+    assert sum(map(len, names)) == len(list(net.parameters()))
+
+
+def test_layers_that_share_a_parameter_with_others_are_not_gathered_alone() -> None:
+    net = Net()
+    first, second, third = [part for part in net.modules() if isinstance(part, Block)]
+    second.up.weight = first.up.weight
+    assert untied(net, [*layers_of(net), net]) == [third, net]
+    third.scale = third.up.weight  # within one it is no matter
+    assert third in untied(net, [*layers_of(net), net])

@@ -1,0 +1,267 @@
+"""Scatter: the tree over shards. A micro-batch's gradient is taken apart at once, and nobody ever adds up a whole one.
+
+For a model that is gathered layer by layer (parallel/shard.py): when backward is done with a layer, each process has
+the layer's whole gradient of its own micro-batch, and keeps of it nothing but its own chunk of everybody's:
+
+    process 0, micro-batch 0   [ a0 | a1 ] --a1--> 1      holds chunk 0 of the layer:   a0, then b0
+    process 1, micro-batch 1   [ b0 | b1 ] --b0--> 0      holds chunk 1 of the layer:   a1, then b1
+
+The processes that share a model's parameters compute the micro-batches of one span in turn (score/placement.py), so
+the chunks arrive in the order of the tree's leaves, and are folded as they come: the very additions that the exchange
+`tree` makes, for one chunk. Whole models beside each other (the axis `replicate`) have spans of their own; their
+partial sums of a chunk meet when the step ends, cut once more into a piece for each.
+
+Memory, in gradient copies divided by the number of shards: what score/tree.py's `copies` says. While a layer's gradient
+travels, it is there twice: made, and arriving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from unisono.errors import LoopError
+from unisono.exchange import Weights
+from unisono.exchange.buckets import divide_
+from unisono.score.tree import Fold, Node, Plan
+from unisono.world.collectives import Group, Message, Work
+
+Sum = torch.Tensor | None
+"""A sum of chunks; None: of nothing, zeros."""
+
+
+class Layer(Protocol):
+    """What is gathered at once (parallel/shard.py)."""
+
+    params: Sequence[torch.nn.Parameter]
+    """The shards of its parameters, in the order in which their gradients are laid out."""
+    used: list[bool]
+    """Which of them have taken part in a backward pass since somebody looked."""
+
+    def reduce_by(self, comm: Any) -> None:
+        """Hand gradients to `comm` from now on."""
+
+
+class Sent(NamedTuple):
+    """A layer's gradients of one round, under way."""
+
+    chunk: Any
+    rows: Sequence[torch.Tensor]
+    """Our chunk of everybody's, in the order of their turns."""
+    source: torch.Tensor
+    works: list[Work]
+
+
+class Chunk:
+    """Our chunk of one layer's gradient. Stands where FSDP2 would reduce and scatter it.
+
+    FSDP2 hands over [processes, length], flat: of each parameter as many rows as torch.chunk gives, and padding.
+    """
+
+    def __init__(self, layer: Layer, params: Sequence[torch.nn.Parameter], scatter: Scatter, size: int) -> None:
+        self.layer, self.params, self.scatter, self.size = layer, params, scatter, size
+        self.offsets: list[int] = []
+        self.length = 0
+        for p in params:
+            self.offsets.append(self.length)
+            self.length += -(-p.shape[0] // size) * p.shape[1:].numel()
+        self.fold: Fold[Sum] = Fold(1, _add)
+        self.leaf: Sum = None
+        self.rounds = 0
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
+        """A backward pass is done with the layer. What is put out means nothing: the sum is made when the step ends."""
+        assert input_tensor.numel() == self.size * self.length
+        self.scatter.send(self, input_tensor)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A chunk as gradients, one for each parameter."""
+        found: list[torch.Tensor] = []
+        for p, offset in zip(self.params, self.offsets, strict=True):
+            assert isinstance(p, DTensor)
+            shard = p.to_local()
+            mine = flat[offset : offset + shard.numel()].view(shard.shape).to(shard.device)
+            found.append(
+                DTensor.from_local(mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+            )
+        return found
+
+
+class Drop(Chunk):
+    """A layer that a pass is not for: its gradient is nobody's."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
+        pass
+
+
+class Scatter:
+    """`group`: those that hold the same shards, each with a span of its own; `shard`: those that share one model."""
+
+    promise = "exact"
+    reason = "one fixed tree adds the gradients of the virtual ranks, chunk by chunk, wherever they were computed"
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        virtual_ranks: int,
+        group: Group,
+        *,
+        shard: Group,
+        layers: Sequence[Layer],
+    ) -> None:
+        self.params, self.virtual_ranks, self.group, self.shard = params, virtual_ranks, group, shard
+        ours = set(map(id, params))
+        self.chunks: list[Chunk] = []
+        self.dropped: list[Chunk] = []
+        for layer in layers:
+            trained = [p for p in layer.params if p.requires_grad]
+            if any(id(p) in ours for p in trained):
+                self.chunks.append(Chunk(layer, trained, self, shard.size))
+            else:
+                self.dropped.append(Drop(layer, trained, self, shard.size))
+        self._sent: Sent | None = None
+
+    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
+        """A step begins: we and those who share our model compute the span of our place in the group."""
+        self.plan = Plan(self.virtual_ranks, tuple(spans))
+        self.span = self.plan.spans[self.group.rank]
+        self.pieces = pieces
+        self.places = [(v, n) for v in range(*self.span) for n in range(pieces[v])]
+        self.round = -1
+        for chunk in self.chunks:
+            chunk.fold, chunk.leaf, chunk.rounds = Fold(self.virtual_ranks, _add), None, 0
+            chunk.layer.used[:] = [False] * len(chunk.layer.used)
+
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        self.round += 1
+        for chunk in [*self.chunks, *self.dropped]:
+            chunk.layer.reduce_by(chunk)
+
+    def leave(self) -> None:
+        self._settle()
+        for chunk in [*self.chunks, *self.dropped]:
+            for p in chunk.params:
+                p.grad = None  # what FSDP2 makes of the nothing that we put out
+
+    def launch(self) -> None:
+        """All is sent already."""
+
+    def send(self, chunk: Chunk, gradient: torch.Tensor) -> None:
+        """Everybody gets their chunk of our gradient, unless it is a spare one; ours of theirs is on its way to us.
+        While it travels, the one before it is added up, and backward goes on."""
+        if chunk.rounds > self.round:
+            raise LoopError(
+                f"{type(chunk.layer).__name__} of {len(chunk.params)} parameters was called twice in one forward pass.",
+                "With parallel.gather=layer its gradient leaves when backward is first done with it.",
+                "--set parallel.gather=step, or let the part of the model that repeats it be the layer: "
+                "--set 'parallel.layers=[\"...\"]'",
+            )
+        chunk.rounds += 1
+        self._settle()
+        rows = gradient.view(self.shard.size, chunk.length)
+        rank, others = self.shard.rank, [r for r in range(self.shard.size) if r != self.shard.rank]
+        present = min(self.shard.size, len(self.places) - self.round * self.shard.size)
+        room = iter(rows.new_empty(present - (rank < present), chunk.length))
+        ours = [rows[rank] if turn == rank else next(room) for turn in range(present)]
+        sends = [Message(rows[other], other) for other in others if rank < present]
+        receives = [Message(ours[turn], turn) for turn in range(present) if turn != rank]
+        self._sent = Sent(chunk, ours, gradient, self.shard.send_and_receive(sends, receives))
+
+    def _settle(self) -> None:
+        """What is under way arrives, and is folded."""
+        if self._sent is None:
+            return
+        (chunk, rows, _, works), self._sent = self._sent, None
+        for work in works:
+            work.wait()
+        first = self.round * self.shard.size
+        for (virtual_rank, number), row in zip(self.places[first:], rows, strict=False):
+            if number == 0:
+                _nothing(chunk.fold, self.span[0], virtual_rank)
+                chunk.leaf = row + 0.0  # its own memory; and -0 becomes +0, as everywhere (buckets.py)
+            else:
+                assert chunk.leaf is not None
+                chunk.leaf.add_(row)
+            if number + 1 == self.pieces[virtual_rank]:
+                chunk.fold.push(Node(virtual_rank, virtual_rank + 1), chunk.leaf)
+                chunk.leaf = None
+
+    def finish(self, weight: float) -> bool:
+        whole = True
+        ours = set(map(id, self.params))
+        for chunk in self.chunks:
+            total = self._total(chunk)
+            whole &= divide_(total, total.new_tensor(weight, dtype=torch.float64))
+            for p, grad in zip(chunk.params, chunk.views(total), strict=True):
+                p.grad = grad if id(p) in ours else None
+        return whole
+
+    def _total(self, chunk: Chunk) -> torch.Tensor:
+        """The sum over all virtual ranks: our partial sums meet those of the others who hold this very chunk."""
+        _nothing(chunk.fold, *self.span)
+        like = torch.empty(0, dtype=chunk.params[0].dtype, device=self.shard.device)
+        roots = [like.new_zeros(chunk.length) if held is None else held for _, held in chunk.fold.held]
+        chunk.fold.held = []
+        if self.group.size == 1:
+            return roots[0]
+        size, rank = self.group.size, self.group.rank
+        piece = -(-chunk.length // size)
+        ours = [torch.nn.functional.pad(root, (0, size * piece - chunk.length)).view(size, piece) for root in roots]
+        others = [(rank + i) % size for i in range(1, size)]
+        parts = {holder: [like.new_empty(piece) for _ in self.plan.sends(holder)] for holder in others}
+        sends = [Message(root[other], other) for other in others for root in ours]
+        receives = [Message(part, holder) for holder in others for part in parts[holder]]
+        _wait(self.group.send_and_receive(sends, receives))
+        parts[rank] = [root[rank] for root in ours]
+        sums = [part for holder in range(size) for part in parts[holder]]
+        for i, j in self.plan.additions():
+            sums[i].add_(sums[j])
+        whole = like.new_empty(size, piece)
+        whole[rank] = sums[0]
+        sends = [Message(whole[rank], other) for other in others]
+        _wait(self.group.send_and_receive(sends, [Message(whole[other], other) for other in others]))
+        return whole.flatten()[: chunk.length]
+
+    def commit(self) -> None:
+        pass
+
+    def zero(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """Which parameters took part in a backward of this step, on this process, in a micro-batch that counts."""
+        known = {
+            id(p): was for chunk in self.chunks for p, was in zip(chunk.layer.params, chunk.layer.used, strict=True)
+        }
+        return [known[id(p)] for p in self.params]
+
+    def close(self) -> None:
+        self.zero()
+        self._sent = None
+        self.chunks = []
+
+
+def _add(left: Sum, right: Sum) -> Sum:
+    """x + 0 = x, since no sum is ever -0."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)
+
+
+def _nothing(fold: Fold[Sum], first: int, end: int) -> None:
+    """Virtual ranks from the last one that had something to do up to `end` had nothing."""
+    for nothing in range(fold.held[-1][0].hi if fold.held else first, end):
+        fold.push(Node(nothing, nothing + 1), None)
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()

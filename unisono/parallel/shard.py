@@ -1,0 +1,198 @@
+"""Shards: each process of the axis holds a part of every parameter, and gathers whole ones when it needs them.
+
+torch's FSDP2 does the gathering (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al.,
+PyTorch FSDP, VLDB 2023). One layer is gathered at a time: a block of a transformer, say; what is in none is the
+model's own. Two ways to use it, by the setting `parallel.gather`:
+
+    layer   gather a layer, compute, let go of it; again in the backward pass, and reduce its gradient into shards at
+            once. Least memory: parameters, gradients and optimizer state are divided by the number of processes.
+    step    gather all at a step's first micro-batch, and let go after the last one; gradients are whole meanwhile.
+            Parameters travel once a step, and only optimizer state, and what is between two steps, is divided.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from unisono.errors import LoopError
+
+if TYPE_CHECKING:
+    from unisono.settings import ParallelSettings
+
+
+@dataclass
+class Layer:
+    """What is gathered at once.
+
+    module  a part of a model that FSDP2 has taken over
+    names   of its own parameters within it: not those of layers inside it
+    params  the shards of these
+    """
+
+    module: nn.Module
+    names: list[str]
+    params: list[nn.Parameter] = field(default_factory=list)
+    used: list[bool] = field(default_factory=list)
+    """Which of them have taken part in a backward pass since somebody looked."""
+    _watched: set[int] = field(default_factory=set)
+
+    def current(self) -> list[nn.Parameter]:
+        """Its parameters as the module has them now: whole while they are gathered, shards otherwise."""
+        return [self.module.get_parameter(name) for name in self.names]
+
+    def watch(self, *_: Any) -> None:
+        """It is gathered, and about to be used: whole parameters need a gradient where their shards do, and tell when
+        they get one."""
+        for i, (p, shard) in enumerate(zip(self.current(), self.params, strict=True)):
+            if p.requires_grad != shard.requires_grad:
+                p.requires_grad_(shard.requires_grad)
+            if p.requires_grad and i not in self._watched:
+                self._watched.add(i)
+                p.register_post_accumulate_grad_hook(partial(_note, self.used, i))
+
+    def prepare(self, *, by_layer: bool) -> None:
+        """FSDP2 has just taken the module over: nothing of it is gathered yet."""
+        self.params = self.current()
+        self.used = [False] * len(self.params)
+        self.module.register_forward_pre_hook(self.watch)  # after FSDP2's own, which gathers
+        self._fsdp.set_reshard_after_backward(by_layer, recurse=False)
+        self._fsdp.set_requires_gradient_sync(by_layer, recurse=False)
+        self._fsdp.set_reduce_scatter_unused_params(True, recurse=False)
+        self._fsdp.set_gradient_divide_factor(1.0)
+        self._fsdp.set_force_sum_reduction_for_comms(True)
+
+    def gather(self) -> list[nn.Parameter]:
+        """Gather it until `rest`; returns its whole parameters, the same objects every time."""
+        self._fsdp.unshard()
+        self.watch()
+        return self.current()
+
+    def divide(self, wanted: Collection[int]) -> None:
+        """Whole parameters have gradients: every shard that is wanted (by id) gets its part."""
+        for whole, shard in zip(self.current(), self.params, strict=True):
+            if id(shard) in wanted:
+                shard.grad = None if whole.grad is None else part_of(whole.grad, shard)
+
+    def rest(self) -> None:
+        """Let go of whole parameters, if there are any."""
+        self._fsdp.reshard()
+
+    def reduce_by(self, comm: Any) -> None:
+        """Hand gradients to `comm` from now on, as the sums that they are."""
+        self._fsdp.set_custom_reduce_scatter(comm)
+
+    @property
+    def _fsdp(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule)
+        return self.module
+
+
+def _note(used: list[bool], i: int, _: torch.Tensor) -> None:
+    """A hook that knows nothing of its layer: a cycle through a hook is never collected, and with it neither would the
+    process group be, which aborts when the interpreter ends."""
+    used[i] = True
+
+
+def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device) -> list[Layer]:
+    """Divide a model's parameters among the processes of the mesh. Every one of them has the same content before.
+
+    Raises LoopError for a parameter that cannot be divided.
+    """
+    scalars = [name for name, p in model.named_parameters() if p.dim() == 0]
+    if scalars:
+        raise LoopError(
+            f"run.place was given a {type(model).__name__}, to be shared by {mesh.size()} processes.",
+            f"{len(scalars)} of its parameters are single numbers without a dimension (the first is {scalars[0]}).",
+            "give it one: nn.Parameter(torch.ones(1)).",
+        )
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": parallel.gather == "layer",
+        "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
+    }
+    modules = untied(model, [*layers_of(model, parallel.layers), model])
+    layers = []
+    for module in modules:
+        names = own_parameters(module, [other for other in modules if other is not module])
+        if names:
+            fully_shard(module, **options)
+            layers.append(Layer(module, names))
+    for layer in layers:
+        layer.prepare(by_layer=parallel.gather == "layer")
+    return layers
+
+
+def part_of(whole: torch.Tensor, shard: torch.Tensor) -> DTensor:
+    """This process's part of a whole tensor, lying as `shard` lies. Shares its memory, if it is on the same device."""
+    assert isinstance(shard, DTensor)
+    local, mesh = shard.to_local(), shard.device_mesh
+    first = min(mesh.get_local_rank() * -(-len(whole) // mesh.size()), len(whole))
+    mine = whole[first : first + len(local)].to(local.device)
+    return DTensor.from_local(mine, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride())
+
+
+def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
+    """The parts of a model that are gathered at once, inner ones before what contains them.
+
+    classes  the names of their classes; otherwise the members of every ModuleList or Sequential in which two or more
+             are of one class with parameters: a transformer's blocks, a network's stages
+    """
+    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
+    if classes:
+        missing = set(classes) - {type(part).__name__ for part in parts}
+        if missing:
+            known = sorted({type(part).__name__ for part in parts})
+            raise LoopError(
+                f"parallel.layers names {' and '.join(sorted(missing))}.",
+                f"{type(model).__name__} has parts with parameters of class {', '.join(known)}.",
+                f"--set 'parallel.layers=[\"{known[0] if known else ''}\"]', or leave it out.",
+            )
+        found = [part for part in parts if type(part).__name__ in classes]
+    else:
+        rows = [part for part in [model, *parts] if isinstance(part, nn.ModuleList | nn.Sequential)]
+        found = []
+        for row in rows:
+            count = Counter(type(part) for part in row.children() if part in parts)
+            found += [part for part in row.children() if count[type(part)] > 1 and part not in found]
+    return found[::-1]
+
+
+def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that share no parameter with what is outside of them: it would have to be gathered twice."""
+    uses = Counter(p for part in model.modules() for p in part.parameters(recurse=False))
+
+    def alone(module: nn.Module) -> bool:
+        inside = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+        return all(uses[p] == count for p, count in inside.items())
+
+    return [module for module in modules if alone(module)]
+
+
+def own_parameters(module: nn.Module, others: Sequence[nn.Module]) -> list[str]:
+    """The names of a module's parameters but for those of `others` inside it, each once, in the order in which FSDP2
+    lays them out: those of its parts come before its own."""
+    names: dict[nn.Parameter, str] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(part: nn.Module, prefix: str) -> None:
+        if part in seen or part in others:
+            return
+        seen.add(part)
+        for name, child in part.named_children():
+            visit(child, f"{prefix}{name}.")
+        for name, p in part.named_parameters(recurse=False):
+            names.setdefault(p, f"{prefix}{name}")
+
+    visit(module, "")
+    return list(names.values())

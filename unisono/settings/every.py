@@ -1,0 +1,87 @@
+"""What every run has: its settings, what each means, and whether another value is another computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When the state of a run is saved, and how much of it is kept."""
+
+    every: int = 0
+    keep: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderSettings:
+    """How a process gets its data."""
+
+    workers: int = 0
+    prefetch: int = 2
+    damaged: Literal["stop", "skip"] = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """How a model lies over devices: the sizes of the axes of one mesh, and how it uses them."""
+
+    replicate: int = -1
+    shard: int = 1
+    gather: Literal["layer", "step"] = "layer"
+    layers: list[str] = field(default_factory=list)
+    offload: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every run has. A script's own class inherits from this one."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    batch: int = 32
+    micro_batch: int | None = None
+    virtual_ranks: int = 8
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    clip: float | None = None
+    exchange: Literal["tree", "allreduce"] = "tree"
+    threads: int = 1
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    loader: LoaderSettings = field(default_factory=LoaderSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+
+
+class About(NamedTuple):
+    """What a setting means, and whether another value is another computation (so that a resume refuses it)."""
+
+    meaning: str
+    mathematics: bool
+
+
+# A table and not the fields' metadata, because a script that gives a field another default replaces the whole field.
+ABOUT = {
+    "steps": About("optimizer steps in all; these or epochs", False),
+    "epochs": About("passes over the training data; these or steps", False),
+    "batch": About("samples in one step, over all processes", True),
+    "micro_batch": About("most samples in one forward pass; none: a whole share", True),
+    "virtual_ranks": About("shares of a batch: so many processes can help", True),
+    "seed": About("where all randomness comes from", True),
+    "precision": About("numbers that forward and backward compute with", True),
+    "clip": About("the gradient's largest norm; none: no clipping", True),
+    "exchange": About("tree: the same bits on any number of processes", True),
+    "threads": About("threads of torch in each process", True),
+    "checkpoint.every": About("steps between checkpoints; 0: at a stop and the end", False),
+    "checkpoint.keep": About("how many of the newest checkpoints stay", False),
+    "loader.workers": About("processes that fetch data, for each that trains", False),
+    "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
+    "loader.damaged": About("what a damaged sample of a stream does to the run", True),
+    "parallel.replicate": About("whole models, each for its part of a batch; -1: what is left", False),
+    "parallel.shard": About("processes that share one model's parameters", False),
+    "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
+    "parallel.layers": About("classes that are gathered at once; none: found", False),
+    "parallel.offload": About("keep shards in the CPU's memory between uses", False),
+}
+
+OURS = (Settings, CheckpointSettings, LoaderSettings, ParallelSettings)

@@ -1,0 +1,82 @@
+"""What a loop may hand over that cannot work: a loss, an optimizer, a schedule. Looked at when it first comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.errors import LoopError
+
+
+def check_loss(loss: Any, mean: bool) -> None:
+    """The first step's losses are looked at closely: the mistakes that are made are made in every step."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise LoopError(
+            "step.backward was given a loss that is not one number.",
+            f"It is {shape}.",
+            'sum it: loss.sum(), or reduction="sum".',
+        )
+    if not loss.requires_grad:
+        raise LoopError(
+            "step.backward was given a loss without a graph.",
+            "It does not depend on any parameter that needs a gradient.",
+            "look for torch.no_grad, .detach(), .item() or frozen parameters between the model and the loss.",
+        )
+    found = None if mean else _visible_mean(loss.grad_fn)
+    if found:
+        raise LoopError(
+            "step.backward was given a loss that is a mean.",
+            f"It was made by {found}; the step needs a sum, to divide by the total weight itself.",
+            'use reduction="sum" and weight=<how many it sums>, or say step.backward(loss, weight, mean=True).',
+        )
+
+
+def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtual_ranks: int) -> None:
+    """Can this optimizer step here, and does it hold parameters of the run?"""
+    if isinstance(optimizer, torch.optim.SparseAdam) and virtual_ranks > 1:
+        raise LoopError(
+            "step.update was given SparseAdam.",
+            f"It takes sparse gradients only, and those of {virtual_ranks} virtual ranks are added up as dense ones.",
+            "use AdamW, or --set virtual_ranks=1.",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise LoopError(
+            "step.update was given LBFGS.",
+            "It calls a closure several times a step, and a step here is one gradient.",
+            "use an optimizer that takes no closure.",
+        )
+    ours = set(map(id, trained))
+    strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in ours]
+    if strange:
+        raise LoopError(
+            f"step.update was given {type(optimizer).__name__}.",
+            f"{len(strange)} of its parameters belong to no placed model, so their gradients would not be "
+            f"exchanged; the first has shape {tuple(strange[0].shape)}.",
+            "make every model that trains with run.place, and the optimizer from the model it returns; let a model "
+            "grow between two steps.",
+        )
+
+
+def check_schedule(schedule: Any) -> None:
+    """Can this schedule be stepped by step.update?"""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise LoopError(
+            "step.update was given ReduceLROnPlateau.",
+            "It needs a metric, which step.update does not have.",
+            "call schedule.step(metric) yourself, with a value that is equal everywhere (run.evaluate's is).",
+        )
+
+
+def _visible_mean(node: Any, depth: int = 8) -> str | None:
+    """The name of the operator that made a loss a mean, where it shows: at its end, or in a term of a sum."""
+    if node is None or depth == 0:
+        return None
+    name = node.name().removesuffix("0").removesuffix("Backward")
+    if name.startswith("Mean") or getattr(node, "_saved_reduction", None) == 1:
+        return f"{name}, whose reduction is 'mean'"
+    if name.startswith(("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Reshape")):
+        return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
+    return None
