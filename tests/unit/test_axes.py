@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,15 +18,15 @@ small = st.integers(1, 6)
 
 @given(small, small)
 def test_every_rank_has_a_place_of_its_own(replicate: int, shard: int) -> None:
-    axes = Axes(replicate, shard)
+    axes = Axes(replicate=replicate, shard=shard, tensor=2)
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.size)]
-    assert len(set(places)) == axes.size == replicate * shard
+    assert len(set(places)) == axes.size == 2 * replicate * shard
     assert places == sorted(places), "ranks count through the last axis first"
 
 
 @given(small, small, st.sampled_from([("replicate",), ("shard",), ("replicate", "shard")]))
 def test_the_lines_of_an_axis_cover_everybody_once(replicate: int, shard: int, names: tuple[str, ...]) -> None:
-    axes = Axes(replicate, shard)
+    axes = Axes(replicate=replicate, shard=shard, tensor=2)
     lines = axes.lines(*names)
     assert sorted(rank for line in lines for rank in line) == list(range(axes.size))
     for line in lines:
@@ -56,7 +58,7 @@ LINE = Line(("unisono", "run", "text", "--ranks", "4"))
             {"shard": 3},
             "4 processes",
             "parallel.shard=3 makes multiples of 3.",
-            "--ranks 3, or: unisono run text --ran",
+            "--ranks 3, or: unisono run text",
         ),
         ({"shard": 3, "replicate": 1}, "4 processes", "parallel.shard=3 makes 3.", "unisono run text --ranks 3"),
         ({"shard": 2, "replicate": 1}, "4 processes", "parallel.shard=2 makes 2.", "--set parallel.replicate=-1"),
@@ -65,7 +67,7 @@ LINE = Line(("unisono", "run", "text", "--ranks", "4"))
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would(
-    parallel: dict[str, int], asked: str, true: str, do: str
+    parallel: dict[str, Any], asked: str, true: str, do: str
 ) -> None:
     (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), 4, LINE)
     assert problem.asked == asked

@@ -49,5 +49,7 @@ def test_layers_that_share_a_parameter_with_others_are_not_gathered_alone() -> N
     first, second, third = [part for part in net.modules() if isinstance(part, Block)]
     second.up.weight = first.up.weight
     assert untied(net, [*layers_of(net), net]) == [third, net]
-    third.scale = third.up.weight  # within one it is no matter
+    shared = third.up.weight
+    assert isinstance(shared, nn.Parameter)
+    third.scale = shared  # within one it is no matter
     assert third in untied(net, [*layers_of(net), net])

@@ -20,8 +20,11 @@ FILL = -1
 class Axes(NamedTuple):
     """The size of every axis, outermost first."""
 
+    pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
+    tensor: int = 1
 
     @property
     def size(self) -> int:

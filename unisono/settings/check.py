@@ -109,6 +109,13 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
         for name, axis in names.items()
         if sizes[axis] < 1 and sizes[axis] != FILL and (do := str(line.setting(f"{name}=1")))
     ]
+    problems += [
+        Problem(
+            f"parallel.{axis} = {sizes[axis]}", "This axis is not built yet.", str(line.setting(f"parallel.{axis}=1"))
+        )
+        for axis in UNBUILT
+        if sizes[axis] != 1
+    ]
     if problems:
         return Axes(), problems
     given = [name for name, axis in names.items() if sizes[axis] != FILL]
@@ -140,6 +147,9 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
         return [Problem(f"steps = {steps} and epochs = {epochs}", "Only one of them can say when it ends.", do)]
     return []
 
+
+UNBUILT = ("tensor", "pipeline", "context")
+"""Axes that the mesh knows and nothing uses yet."""
 
 LIMITS: dict[str, tuple[float, float]] = {
     "steps": (1, float("inf")),

@@ -29,6 +29,9 @@ class ParallelSettings:
 
     replicate: int = -1
     shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
     gather: Literal["layer", "step"] = "layer"
     layers: list[str] = field(default_factory=list)
     offload: bool = False
@@ -79,6 +82,9 @@ ABOUT = {
     "loader.damaged": About("what a damaged sample of a stream does to the run", True),
     "parallel.replicate": About("whole models, each for its part of a batch; -1: what is left", False),
     "parallel.shard": About("processes that share one model's parameters", False),
+    "parallel.tensor": About("processes that share every matrix, and compute with their parts of it", False),
+    "parallel.pipeline": About("processes that hold one stretch of the layers each", False),
+    "parallel.context": About("processes that share every sequence", False),
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
     "parallel.layers": About("classes that are gathered at once; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),

@@ -42,7 +42,7 @@ class Gradient:
         *,
         only: bool = False,
     ) -> None:
-        self.params, self.names, self.group = params, names, mesh.world
+        self.params, self.names, self.mesh = params, names, mesh
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
@@ -73,13 +73,13 @@ class Gradient:
         exchange = self.exchange
         whole = exchange.finish(weight)
         if unused:
-            used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.group.device)
-            for p, by_anyone in zip(self.leaves, self.group.max_(used).tolist(), strict=True):
+            used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.mesh.world.device)
+            for p, by_anyone in zip(self.leaves, self.mesh.data.max_(used).tolist(), strict=True):
                 if not by_anyone:
                     p.grad = None  # as in plain torch
-        if self.group.size > 1:  # nobody finishes this unless everybody holds the whole gradient
+        if self.mesh.world.size > 1:  # nobody finishes this unless everybody holds the whole gradient
             self._token.fill_(not whole)
-            whole = self.group.sum_(self._token).item() == 0.0
+            whole = self.mesh.world.sum_(self._token).item() == 0.0
         exchange.commit()
         self.finite = whole
         if self.gathered:

@@ -54,10 +54,11 @@ class Models:
         together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
         """
         self.group.share_([*model.parameters(), *model.buffers()])
-        if self.mesh.shards is not None:
+        if self.mesh.shard.size > 1:
             from unisono.parallel.shard import apply_shard  # half a second
 
-            self.layers += apply_shard(model, self.mesh.shards, parallel, self.group.device)
+            self.layers += apply_shard(model, self.mesh.torch_mesh("shard"), parallel, self.group.device)
+        if self.mesh.torchs is not None:
 
             def meet(*_: Any) -> None:
                 if not self.busy:

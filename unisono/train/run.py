@@ -82,7 +82,7 @@ class Run(Generic[S]):
         self._mesh, self._group = build_mesh(axes, group), group
         self._identity = dict(identity)
         self._accepted = accepted
-        self._table = Table(settings.virtual_ranks, group)
+        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks)
         self._state = State(run_dir, group, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)

@@ -68,8 +68,9 @@ class Table:
 
     pieces = 1
 
-    def __init__(self, virtual_ranks: int, group: Group) -> None:
-        self.virtual_ranks, self.group = virtual_ranks, group
+    def __init__(self, virtual_ranks: int, group: Group, *, speaks: bool = True) -> None:
+        """`speaks`: of the processes that see the same samples, is this the one whose rows count?"""
+        self.virtual_ranks, self.group, self.speaks = virtual_ranks, group, speaks
         self.names: list[str] = [LOSS]
         self._entries: list[tuple[Place, str, Any, Any]] = []
 
@@ -96,7 +97,7 @@ class Table:
             alone = float(total)
             return Totals({name: (alone, float(weight))}, flags, [alone])
         rows: dict[str, list[list[float]]] = {}
-        for place, name, total, weight in entries:
+        for place, name, total, weight in entries if self.speaks else ():
             row = rows.setdefault(name, [[0.0] * self._length, [0.0] * self._length])
             number = place.virtual_rank * self.pieces + place.number % self.pieces
             row[0][number] += float(total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,8 +20,11 @@ class Mesh:
     world      all of them
     data       those that see different samples; they hold the same part of a model, or shards of it
     replicate  of these, those that hold the very same
-    shard      of these, those that share one model's parameters
-    shards     the shard axis as torch's own classes take it; None: nothing is sharded
+    shard      of these, those that share its parameters
+    tensor     those that share every matrix; they see the same samples, as those of the next two do
+    context    those that share every sequence
+    pipeline   those that hold one stretch of the layers each
+    torchs     the axes of more than one process as torch's own classes take them; None: there is none but replicate
     """
 
     axes: Axes = field(default_factory=Axes)
@@ -28,25 +32,43 @@ class Mesh:
     data: Group = field(default_factory=Group)
     replicate: Group = field(default_factory=Group)
     shard: Group = field(default_factory=Group)
-    shards: DeviceMesh | None = None
+    tensor: Group = field(default_factory=Group)
+    context: Group = field(default_factory=Group)
+    pipeline: Group = field(default_factory=Group)
+    torchs: DeviceMesh | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Of those that see the same samples, is this the one that says what came of them?"""
+        return self.tensor.rank == 0 and self.context.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
+
+    def torch_mesh(self, *axes: str) -> DeviceMesh:
+        """torch's mesh of these axes, which have more than one process each."""
+        assert self.torchs is not None
+        return self.torchs if self.torchs.mesh_dim_names == axes else self.torchs[axes]
 
 
 def build_mesh(axes: Axes, world: Group) -> Mesh:
     """The mesh over all processes. Every one of them must call this."""
     assert axes.size == world.size
-    alone = Group(device=world.device)
     if axes.replicate == world.size:
-        return Mesh(axes, world, world, world, alone)
-    shard = _line(axes, world, "shard")
-    handle = shard.handle or dist.group.WORLD
-    assert handle is not None
+        alone = Group(device=world.device)
+        return Mesh(axes, world, world, world, alone, alone, alone, alone)
+    lines = {name: _line(axes, world, name) for name in axes._fields}
+    whole = axes.shard == 1  # then replicate is all there is to it
+    long = [name for name, size in zip(axes._fields, axes, strict=True) if size > 1]
+    handles = [lines[name].handle or dist.group.WORLD for name in long]
     return Mesh(
         axes,
         world,
-        _line(axes, world, "replicate", "shard"),
-        _line(axes, world, "replicate"),
-        shard,
-        DeviceMesh.from_group(handle, world.device.type, mesh_dim_names=("shard",)),
+        lines["replicate"] if whole else _line(axes, world, "replicate", "shard"),
+        **lines,
+        torchs=DeviceMesh.from_group(
+            handles if len(long) > 1 else handles[0],  # type: ignore[arg-type]  # all are there
+            world.device.type,
+            mesh=torch.arange(world.size).view([size for size in axes if size > 1]) if len(long) > 1 else None,
+            mesh_dim_names=tuple(long),
+        ),
     )
 
 
