@@ -24,7 +24,7 @@ from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
-from unisono.settings.axes import fill, wanted
+from unisono.settings.axes import fill, layout, wanted
 from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
@@ -40,6 +40,7 @@ from unisono.world.mesh import build_mesh
 
 if TYPE_CHECKING:
     from unisono.env import World
+    from unisono.parallel.tensor import Plan
     from unisono.world.collectives import Group
 
 S = TypeVar("S", bound=Settings)
@@ -133,10 +134,11 @@ class Run(Generic[S]):
 
     # -- before the loop
 
-    def place(self, model: Callable[[], Module] | Module) -> Module:
-        """Put a model where it trains, and give every process the same weights; returns the model.
+    def place(self, model: Callable[[], Module] | Module, *, plan: Plan | None = None) -> Module:
+        """Put a model where it trains, and give every process the same weights, or its part; returns the model.
 
         model  a function that builds it (it runs under the run's seed), or a ready module (rank 0's weights are taken)
+        plan   for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
@@ -155,7 +157,7 @@ class Run(Generic[S]):
             refuse_sync(model)
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
-        self._models.add(placed, self.settings.parallel, lambda: self._table.together("a forward pass"))
+        self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 
@@ -384,7 +386,7 @@ class Run(Generic[S]):
         abreast = bool(self._models.layers)
         walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
-        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
+        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
             yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
             self._models.busy = False
@@ -406,7 +408,9 @@ class Run(Generic[S]):
             return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
-        return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+        promise, reason = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+        divided = layout(self.settings.parallel, self._mesh.axes)
+        return promise, reason if divided == "whole" else f"{reason}; other layouts than {divided} agree to rounding"
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""
