@@ -36,6 +36,7 @@ Sum = torch.Tensor | None
 class Layer(Protocol):
     """What is gathered at once (parallel/shard.py)."""
 
+    called: str
     params: Sequence[torch.nn.Parameter]
     """The shards of its parameters, in the order in which their gradients are laid out."""
     shapes: Sequence[torch.Size]
@@ -157,7 +158,7 @@ class Scatter:
         While it travels, the one before it is added up, and backward goes on."""
         if chunk.rounds > self.round:
             raise LoopError(
-                f"{type(chunk.layer).__name__} of {len(chunk.params)} parameters was called twice in one forward pass.",
+                f"{chunk.layer.called} was called twice in one forward pass.",
                 "With parallel.gather=layer its gradient leaves when backward is first done with it.",
                 "--set parallel.gather=step, or let the part of the model that repeats it be the layer: "
                 "--set 'parallel.layers=[\"...\"]'",

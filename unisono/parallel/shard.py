@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 class Layer:
     """What is gathered at once.
 
+    called  in messages
     module  a part of a model that FSDP2 has taken over
     names   of its own parameters within it: not those of layers inside it
     shapes  of these, as this process has them when they are gathered
@@ -41,6 +42,7 @@ class Layer:
     params  the shards of these
     """
 
+    called: str
     module: nn.Module
     names: list[str]
     shapes: list[torch.Size]
@@ -132,13 +134,15 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
     }
     modules = untied(model, [*layers_of(model, parallel.layers), model])
+    known = {part: name for name, part in model.named_modules()}
     layers = []
     for module in modules:
         names = own_parameters(module, [other for other in modules if other is not module])
         if names:
             shapes = [local(module.get_parameter(name).detach()).shape for name in names]
             fully_shard(module, **options)
-            layers.append(Layer(module, names, shapes, (mesh.get_local_rank(), mesh.size())))
+            called = f"The {type(module).__mro__[2].__name__} {known[module]}".strip()  # FSDP2 has made a class of it
+            layers.append(Layer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
     return layers

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from unisono.errors import PeerLost
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What nearly every tensor is: asking one of these for what it has not takes its time."""
+
 
 def lies_apart(tensor: Any) -> bool:
     """Does it lie over several processes (torch's DTensor), so that this one holds a part of it?"""
-    return hasattr(tensor, "to_local")
+    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Any:
