@@ -62,6 +62,7 @@ _files = {
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
+    "slices": "unisono.exchange.slices:Slices",
 }
 
 

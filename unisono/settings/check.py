@@ -148,7 +148,7 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     return []
 
 
-UNBUILT = ("tensor", "pipeline", "context")
+UNBUILT = ("tensor", "pipeline")
 """Axes that the mesh knows and nothing uses yet."""
 
 LIMITS: dict[str, tuple[float, float]] = {

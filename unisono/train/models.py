@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from unisono.errors import LoopError
+from unisono.parallel.context import Context
 from unisono.train.buffers import Buffers
 from unisono.world.mesh import Mesh
 
@@ -39,6 +40,7 @@ class Models:
         self.layers: list[Layer] = []
         """What is gathered at once, of all models, if they are sharded."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
+        self.context = Context(mesh.context)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""
         self.busy = False
@@ -137,6 +139,7 @@ class Models:
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""
+        self.context.close()
         notices, self._notices = self._notices, []
         for notice in notices:
             notice.remove()

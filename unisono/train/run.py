@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
@@ -40,6 +40,7 @@ from unisono.world.mesh import build_mesh
 
 if TYPE_CHECKING:
     from unisono.env import World
+    from unisono.parallel.sequence import Sequence as Sequences
     from unisono.world.collectives import Group
 
 S = TypeVar("S", bound=Settings)
@@ -82,7 +83,7 @@ class Run(Generic[S]):
         self._mesh, self._group = build_mesh(axes, group), group
         self._identity = dict(identity)
         self._accepted = accepted
-        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks)
+        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks, slices=self._mesh.context)
         self._state = State(run_dir, group, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
@@ -133,10 +134,11 @@ class Run(Generic[S]):
 
     # -- before the loop
 
-    def place(self, model: Callable[[], Module] | Module) -> Module:
+    def place(self, model: Callable[[], Module] | Module, *, sequence: Sequences | None = None) -> Module:
         """Put a model where it trains, and give every process the same weights; returns the model.
 
-        model  a function that builds it (it runs under the run's seed), or a ready module (rank 0's weights are taken)
+        model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
+        sequence  what lies along the sequence that parallel.context divides: unisono.Sequence(positions={"cos": 0})
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
@@ -156,6 +158,7 @@ class Run(Generic[S]):
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
         self._models.add(placed, self.settings.parallel, lambda: self._table.together("a forward pass"))
+        self._models.context.add(placed, sequence)
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 
@@ -352,7 +355,7 @@ class Run(Generic[S]):
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
         with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
-            return evaluate(outputs, measure)
+            return evaluate(outputs, measure, self._mesh.context)
 
     def predict(
         self,
@@ -381,12 +384,13 @@ class Run(Generic[S]):
         if self._last_step is not None:
             self._last_step.refuse_within(verb)
         self._table.together(verb)
-        abreast = bool(self._models.layers)
-        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
+        together = bool(self._models.layers) or self._mesh.context.size > 1
+        part = self._models.context.part if verb == "run.evaluate" else nullcontext
+        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=together)
         models = [model, *self._models.modules, *self._models.tracked]
         with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
             self._models.busy = True
-            yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
+            yield Outputs(model, walk, forward, part, hurry=lambda: self._leave and self._ended is not None)
             self._models.busy = False
             self._models.rest()
 
@@ -406,7 +410,8 @@ class Run(Generic[S]):
             return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
-        return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+        exchange = "slices" if self._mesh.context.size > 1 else self.settings.exchange
+        return promise_of(exchange, self.settings.virtual_ranks, self.size)
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""
