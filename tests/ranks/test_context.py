@@ -3,9 +3,9 @@ any number of whole models or shards beside it."""
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def attended(group: Group, changes: dict[str, Any]) -> float:
     """How far attention in slices is from torch's own: the worst of its output and of the gradients of what goes in."""
-    how = {"batch": (2,), "heads": 12, "length": 24, "value": 5, "dtype": torch.float32, "mask": ()} | changes
-    kinds = {name: how[name] for name in ("is_causal", "scale", "enable_gqa") if name in how}
+    how: dict[str, Any] = {
+        "batch": (2,),
+        "heads": 12,
+        "length": 24,
+        "value": 5,
+        "dtype": torch.float32,
+        "mask": (),
+    } | changes
+    kinds: dict[str, Any] = {name: how[name] for name in ("is_causal", "scale", "enable_gqa") if name in how}
     length, heads, random = how["length"], how["heads"], torch.Generator().manual_seed(4)
 
     def draw(heads: int, width: int) -> Tensor:
@@ -78,8 +85,8 @@ def attended(group: Group, changes: dict[str, Any]) -> float:
     with context.part(torch.arange(length).view(1, length)) as part:
         here = part[0]
         own = mask[..., here] if mask is not None and how["mask"][-1] == "l" else mask
-        of_slice = [t[..., here, :] for t in (query, key, value)]
-        ours = F.scaled_dot_product_attention(*of_slice, own, **kinds)
+        q, k, v = (t[..., here, :] for t in (query, key, value))
+        ours = F.scaled_dot_product_attention(q, k, v, own, **kinds)
         found = torch.autograd.grad(ours, leaves, weight[..., here, :])
     away = [(ours - complete[..., here, :]).norm() / complete.norm()]
     away += [(group.sum_(a.contiguous()) - b).norm() / (b.norm() + 1e-9) for a, b in zip(found, truth, strict=True)]
@@ -115,7 +122,8 @@ class Recomputed(GPT):
         x = self.tokens(tokens) + self.rows(torch.arange(length))
         for block in self.blocks:
             x = checkpoint(block, x, self.cos[:length], self.sin[:length], use_reentrant=False)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 MODEL = Model(width=16, depth=2, heads=4, context=16)
@@ -173,19 +181,13 @@ def recomputed(run: Run[Any]) -> Any:
     return learn(run, "recomputed")
 
 
-def one(run: Run[Any]) -> Any:
-    return learn(run)
-
-
 CONFIG = settings(steps=5, batch=12, virtual_ranks=4, clip=1.0)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alone")
-    return {
-        loop: run_ranks(attempt, 1, folder / loop.__name__, loop, CONFIG)[0] for loop in (recipe, tiny, recomputed)
-    }
+    return {loop: run_ranks(attempt, 1, folder / loop.__name__, loop, CONFIG)[0] for loop in (recipe, tiny, recomputed)}
 
 
 def close_to(found: dict[str, Any], truth: dict[str, Any]) -> None:
@@ -269,3 +271,132 @@ def test_other_settings(tmp_path: Path, what: str) -> None:
         sharded = replace(config, parallel=replace(parallel, shard=2))
         rest += run_ranks(attempt, 4, tmp_path / "sharded", recipe, sharded)
         assert [of(run) for run in rest] == [of(first)] * 7
+
+
+def with_dropout(run: Run[Any]) -> Any:
+    """Two steps with dropout, in attention and elsewhere; and what a dropout makes of ones on this process."""
+    model = run.place(lambda: TinyGPT(dropout=0.3), sequence=Sequence(positions={"place": 0}))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    losses, drawn, after = [], [], []
+    for step in run.steps(Sentences(24), collate_fn=padded):
+        for tokens, targets in step:
+            step.backward(*cross_entropy(model(tokens), tokens, targets))
+            drawn.append(F.dropout(torch.ones(64), 0.5).tolist())
+        after.append(torch.rand(()).item())
+        step.update(optimizer)
+        losses.append(step.loss)
+    return {"drawn": drawn, "same": [losses, after, run._state.fingerprint()]}
+
+
+@pytest.mark.parametrize("ranks", [4, 1])
+def test_every_slice_draws_its_own_dropout(tmp_path: Path, ranks: int) -> None:
+    config = replace(CONFIG, steps=2, virtual_ranks=ranks, parallel=ParallelSettings(context=2))
+    first, second = run_ranks(attempt, 2, tmp_path / "2", with_dropout, config)
+    assert first["same"] == second["same"]
+    assert not any(a == b for a, b in zip(first["drawn"], second["drawn"], strict=True))
+    if ranks > 1:
+        runs = run_ranks(attempt, 4, tmp_path / "4", with_dropout, config)
+        assert [run["same"] for run in runs] == [first["same"]] * 4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast(tmp_path: Path, precision: Any) -> None:
+    config = replace(CONFIG, precision=precision, steps=2)
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", recipe, config)
+    for run in run_ranks(attempt, 2, tmp_path / "2", recipe, replace(config, parallel=ParallelSettings(context=2))):
+        assert run["losses"] == pytest.approx(truth["losses"], rel=1e-2)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2))])
+def test_a_checkpoint_goes_from_any_number_of_slices_to_any_other(
+    tmp_path: Path, alone: Any, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """Each with (processes, slices)."""
+    for (size, context), steps in ((before, 2), (after, 5)):
+        config = replace(CONFIG, steps=steps, parallel=ParallelSettings(context=context))
+        told = run_ranks(resumed, size, tmp_path, config, steps == 5)[0]
+        assert isinstance(told, dict), told
+    assert told["losses"] == pytest.approx(alone[recipe]["losses"][2:], rel=1e-5)
+
+
+def resumed(world: World, folder: Path, config: Any, resume: bool) -> Any:
+    return attempt(world, folder, recipe, config, resume=resume)
+
+
+# -- what cannot be
+
+
+class Other(nn.Module):
+    """Looks back on what came before, in a way that is given."""
+
+    seen: Tensor
+
+    def __init__(self, look: Any = None, heads: int = 4) -> None:
+        super().__init__()
+        self.heads, self.look = heads, look
+        self.tokens, self.out = nn.Embedding(23, 12), nn.Linear(12, 23)
+        self.norm = nn.BatchNorm1d(12) if look == "norm" else nn.LayerNorm(12)
+        self.multi = nn.MultiheadAttention(12, 2, batch_first=True)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.norm(self.tokens(tokens))
+        if self.look == "buffer":
+            self.seen += 1
+        logits: Tensor = self.out(x + self.back(x))
+        return logits
+
+    def back(self, x: Tensor) -> Tensor:
+        if self.look == "hand":
+            return (x @ x.mT).softmax(-1) @ x
+        if self.look == "weights":
+            seen, _ = self.multi(x, x, x)
+            return torch.as_tensor(seen)
+        heads = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        mask = torch.ones(2 * x.shape[1:2], dtype=torch.bool).tril() if self.look == "mask" else None
+        key = F.pad(heads, (0, 0, 1, 0)) if self.look == "longer" else heads
+        return F.scaled_dot_product_attention(heads, key, key, mask).transpose(1, 2).flatten(2)
+
+
+def other(run: Run[Any], build: Any, sequence: Sequence | None, data: Any = None) -> Any:
+    model = run.place(build, sequence=sequence)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data or Sentences(24), collate_fn=padded if data is None else None):
+        step.run(model, cross_entropy)
+        step.update(optimizer)
+    return run.evaluate(model, Sentences(3), cross_entropy, collate_fn=padded)
+
+
+WRONG: dict[str, tuple[Any, Sequence | None, Any, str]] = {
+    "heads": (lambda: Other(heads=3), Sequence(), None, "3 heads.*no multiple of 2.*parallel.context=1.*has 4 heads"),
+    "nothing said of positions": (Other, None, None, r"Its buffers are: seen \(\).*sequence=unisono.Sequence"),
+    "no such positions": (Other, Sequence(positions={"cos": 0}), None, r"none of this name.*positions=.*'seen'"),
+    "no such dim": (Other, Sequence(positions={"tokens.weight": 2}), None, r"shape \(23, 12\).*name the dim"),
+    "no such part": (Other, Sequence(batch={2: 1}), None, r"batch=\{2: 1\}.*It has 0: \(\d+, \d+\), 1: "),
+    "nothing to divide": (Other, Sequence(), list(range(24)), "no tensor of two or more dims"),
+    "attention by hand": (lambda: Other("hand"), Sequence(), None, "never called F.scaled_dot.*positions have not met"),
+    "attention weights": (lambda: Other("weights"), Sequence(), None, "with its weights.*need_weights=False"),
+    "a mask of a slice": (lambda: Other("mask"), Sequence(), None, "mask of . x . positions.*is_causal=True"),
+    "another length": (lambda: Other("longer"), Sequence(), None, "to . positions was to be.*of which . are here"),
+    "batch norm": (lambda: Other("norm"), Sequence(), None, "1 of its parts are batch norms.*norm.*LayerNorm"),
+    "a buffer that changes": (lambda: Other("buffer"), Sequence(), None, "changed buffers.*slice of the sequences"),
+}
+
+
+@pytest.mark.parametrize("ranks", [4, 1])
+def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, ranks: int) -> None:
+    """All of it, one after the other: each is refused before anything is computed that others wait for."""
+    for told in run_ranks(refused, 2, tmp_path, ranks):
+        for what, words in told.items():
+            assert isinstance(words, str), what
+            assert re.search(WRONG[what][-1], words, re.DOTALL), words
+
+
+def refused(world: World, folder: Path, ranks: int) -> dict[str, Any]:
+    config = replace(CONFIG, steps=1, virtual_ranks=ranks, parallel=ParallelSettings(context=2))
+    return {
+        what: attempt(world, folder / str(i), partial(other, build=build, sequence=sequence, data=data), config)
+        for i, (what, (build, sequence, data, _)) in enumerate(WRONG.items())
+    }

@@ -77,6 +77,7 @@ class Context:
         self.now: Cut | None = None
         self._batch: Sequence | None = None  # what divides a batch
         self._went = self._met = False  # since `now` is: was a model called, has it attended?
+        self._fast = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         return self  # a copy of a model is of the same run
@@ -130,15 +131,14 @@ class Context:
             return
         self.now, mine = divide(batch, self._batch.batch if self._batch else None, self.group)
         self._went = self._met = False
-        fast = torch.backends.mha.get_fastpath_enabled()  # nn.MultiheadAttention's own kernel, in eval mode
-        torch.backends.mha.set_fastpath_enabled(False)
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention's own kernel, in eval mode
         F.scaled_dot_product_attention = self.attend  # type: ignore[assignment]
         F.multi_head_attention_forward = _multi_head
         try:
             yield mine
         finally:
             self.close()
-            torch.backends.mha.set_fastpath_enabled(fast)
         if self._went and not self._met:
             raise LoopError(
                 f"A model was to compute slices of sequences, with parallel.context = {self.group.size}.",
@@ -150,7 +150,10 @@ class Context:
 
     def close(self) -> None:
         """Attention is torch's own again; closing twice changes nothing."""
+        if self.now is None:
+            return
         self.now = None
+        torch.backends.mha.set_fastpath_enabled(self._fast)
         F.scaled_dot_product_attention = torchs_attention
         F.multi_head_attention_forward = torchs_multi_head
 
