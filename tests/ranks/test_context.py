@@ -324,6 +324,29 @@ def resumed(world: World, folder: Path, config: Any, resume: bool) -> Any:
     return attempt(world, folder, recipe, config, resume=resume)
 
 
+def in_passes(run: Run[Any]) -> Any:
+    """Two passes a step, over sequences of two tokens, of which some processes have none; an average of the weights."""
+    model = run.place(lambda: GPT(MODEL), sequence=Sequence(positions=POSITIONS["gpt"]))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    first, second = (torch.optim.SGD(params, lr=0.1) for params in (model.blocks.parameters(), [model.tokens.weight]))
+    run.track(model=model, average=average, first=first, second=second)
+    told = []
+    for step in run.steps([torch.arange(i, i + 3) for i in range(24)], collate_fn=padded):
+        for optimizer in (first, second):
+            step.run(model, cross_entropy, over=[optimizer])
+            told += [step.loss, step.grad_norm]
+            step.update(optimizer)
+        average.update_parameters(model)
+    return [*told, run.evaluate(average, Sentences(9), cross_entropy, collate_fn=padded)["cross_entropy"]]
+
+
+def test_passes_averages_and_slices_without_a_position(tmp_path: Path) -> None:
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", in_passes, replace(CONFIG, steps=2))
+    config = replace(CONFIG, steps=2, parallel=ParallelSettings(context=4))
+    for told in run_ranks(attempt, 4, tmp_path / "4", in_passes, config):
+        assert told == pytest.approx(truth, rel=1e-5)
+
+
 # -- what cannot be
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from unisono.errors import LoopError
 from unisono.parallel.sequence import Cut, Sequence, divide, lay_along
-from unisono.world.collectives import Group
+from unisono.world.collectives import Group, peers
 
 torchs_attention = F.scaled_dot_product_attention
 torchs_multi_head = F.multi_head_attention_forward
@@ -184,9 +184,10 @@ class Context:
         self._check(query, key)
         mask = None if attn_mask is None else self._whole_mask(attn_mask, query)
         ours = [_as_computed(t) for t in (query, self._enough_heads(key), self._enough_heads(value))]
-        q, k, v = Trade.apply(group, lengths, True, *ours)
-        seen = torchs_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        (out,) = Trade.apply(group, lengths, False, seen)
+        with peers("An attention in slices"):
+            q, k, v = Trade.apply(group, lengths, True, *ours)
+            seen = torchs_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            (out,) = Trade.apply(group, lengths, False, seen)
         return out
 
     def _check(self, query: Tensor, key: Tensor) -> None:
