@@ -26,14 +26,9 @@ from unisono.world.collectives import Group, local
 class Slices:
     """`inner` exchanges along the axes of data, where our span is number `place`; `slices` is the axis of context."""
 
-    promise = "tolerance"
-    reason = (
-        "parallel.context divides sequences: the same bits on any number of models or shards beside each other, "
-        "rounding beside whole sequences"
-    )
-
     def __init__(self, inner: Exchange, params: Sequence[torch.nn.Parameter], slices: Group, place: int) -> None:
         self.inner, self.params, self.slices, self.place = inner, params, slices, place
+        self.promise, self.reason = inner.promise, inner.reason
         self.used: Sequence[bool] = ()
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:

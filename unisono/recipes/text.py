@@ -124,7 +124,7 @@ class Block(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         width = model.width
-        self.heads = model.heads
+        self.head_width = width // model.heads  # a process that holds some of the heads finds out how many
         self.norm_look = nn.RMSNorm(width)
         self.query_key_value = linear(width, 3 * width)
         self.look = linear(width, width, gain=0.3)
@@ -134,8 +134,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.query_key_value(self.norm_look(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width per head]
+        qkv = self.query_key_value(self.norm_look(x)).unflatten(-1, (-1, 3, self.head_width))
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each [batch, heads, length, width per head]
         seen = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True)
         x = x + self.dropout(self.look(seen.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.down(F.relu(self.up(self.norm_think(x))).square()))

@@ -131,6 +131,8 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
     dos = [str(line.in_processes(n)) for n in fitting(sizes, size)]
     if not filled and "parallel.replicate" in given and size % prod(sizes[a] for a in sizes if a != "replicate") == 0:
         dos.append(str(line.setting("parallel.replicate=-1")))
+    elif size == 1:
+        dos.append(str(line.setting(*(f"{name}=1" for name in given if values[name] != 1))))
     return Axes(), [Problem(plural(size, "process", "processes"), true, ", or: ".join(dos))]
 
 
@@ -148,7 +150,7 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     return []
 
 
-UNBUILT = ("tensor", "pipeline")
+UNBUILT = ("pipeline",)
 """Axes that the mesh knows and nothing uses yet."""
 
 LIMITS: dict[str, tuple[float, float]] = {

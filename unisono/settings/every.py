@@ -32,6 +32,8 @@ class ParallelSettings:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    sequence: bool = False
+    loss: bool = False
     gather: Literal["layer", "step"] = "layer"
     layers: list[str] = field(default_factory=list)
     offload: bool = False
@@ -85,6 +87,8 @@ ABOUT = {
     "parallel.tensor": About("processes that share every matrix, and compute with their parts of it", False),
     "parallel.pipeline": About("processes that hold one stretch of the layers each", False),
     "parallel.context": About("processes that share every sequence", False),
+    "parallel.sequence": About("between blocks, divide sequences over the axis tensor", False),
+    "parallel.loss": About("leave logits divided by classes over the axis tensor", False),
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
     "parallel.layers": About("classes that are gathered at once; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.errors import LoopError
+from unisono.parallel.context import Context
 from unisono.score.tree import chain
 from unisono.train.outputs import Outputs, parts
 from unisono.world.collectives import Group
@@ -19,13 +20,14 @@ from unisono.world.collectives import Group
 Measure = Callable[..., Any]
 
 
-def evaluate(outputs: Outputs, measure: Measure, slices: Group) -> dict[str, float]:
-    """See Run.evaluate. `slices`: the processes that compute a slice each of every sequence."""
+def evaluate(outputs: Outputs, measure: Measure, context: Context) -> dict[str, float]:
+    """See Run.evaluate. Where sequences are divided, the sums of all slices count."""
+    outputs.part = context.part
     rows: dict[str, list[tuple[int, float, float]]] = {}
     for micro_batch, output in outputs:
         for name, (total, weight) in _named(measure, measure(output, *parts(micro_batch.batch))).items():
             rows.setdefault(name, []).append((micro_batch.number, float(total), float(weight)))
-    return _fold(rows, outputs.count, outputs.group, slices)
+    return _fold(rows, outputs.count, outputs.group, context.group)
 
 
 def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,14 +13,17 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
 from unisono.parallel.context import Context
 from unisono.train.buffers import Buffers
+from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
     from unisono.parallel.shard import Layer
+    from unisono.parallel.tensor import Plan
     from unisono.settings import ParallelSettings
 
 
@@ -45,17 +49,29 @@ class Models:
         """What has buffers and was tracked, placed or not."""
         self.busy = False
         """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
+        self.divided_loss = False
+        """Do logits come out of a model divided by classes?"""
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def add(self, model: torch.nn.Module, parallel: ParallelSettings, together: Callable[[], None]) -> None:
+    def add(
+        self, model: torch.nn.Module, parallel: ParallelSettings, plan: Plan | None, together: Callable[[], None]
+    ) -> None:
         """Place a model: every process has the same content of it from here on, or its part of that.
 
+        plan      how its matrices are cut, under tensor parallel
         together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
         """
         self.group.share_([*model.parameters(), *model.buffers()])
+        if self.mesh.tensor.size > 1:
+            from unisono.parallel.tensor import apply_tensor  # half a second
+
+            across = self.mesh.torch_mesh("tensor")
+            apply_tensor(model, across, plan, sequence=parallel.sequence, loss=parallel.loss)
+            self.divided_loss = parallel.loss
+            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
         if self.mesh.shard.size > 1:
             from unisono.parallel.shard import apply_shard  # half a second
 
@@ -131,6 +147,20 @@ class Models:
     def _notice(self, *_: Any) -> None:
         """torch calls this whenever a module, any module, is given a parameter or a module."""
         self._grew = True
+
+    @property
+    def abreast(self) -> bool:
+        """Does a forward pass need other processes, so that all must compute equally many micro-batches?"""
+        return bool(self.layers) or self.mesh.context.size > 1
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        """In it, torch computes a cross entropy of logits that are divided by classes, and its gradient."""
+        if not self.divided_loss:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel  # half a second
+
+        context: AbstractContextManager[None] = loss_parallel()
+        return context
 
     def rest(self) -> None:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,21 +23,21 @@ class Outputs:
     hurry to leave, it raises Stopped on all of them.
 
     forward  forward(model, batch) -> output
-    part     in this context a batch is what this process computes of it
     hurry    does this process want to leave?
+    part     in this context a batch is what this process computes of it: all of it, unless somebody says otherwise
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         walk: Walk,
-        forward: Forward | None,
-        part: Callable[[Any], AbstractContextManager[Any]],
         *,
+        forward: Forward | None,
         hurry: Callable[[], bool],
     ) -> None:
         self.model, self.walk, self.group = model, walk, walk.group
-        self.forward, self.hurry, self.part = forward or call, hurry, part
+        self.forward, self.hurry = forward or call, hurry
+        self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:

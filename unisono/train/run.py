@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
@@ -24,7 +24,7 @@ from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
-from unisono.settings.axes import fill, wanted
+from unisono.settings.axes import fill, layout, wanted
 from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
@@ -41,6 +41,7 @@ from unisono.world.mesh import build_mesh
 if TYPE_CHECKING:
     from unisono.env import World
     from unisono.parallel.sequence import Sequence as Sequences
+    from unisono.parallel.tensor import Plan
     from unisono.world.collectives import Group
 
 S = TypeVar("S", bound=Settings)
@@ -134,11 +135,14 @@ class Run(Generic[S]):
 
     # -- before the loop
 
-    def place(self, model: Callable[[], Module] | Module, *, sequence: Sequences | None = None) -> Module:
-        """Put a model where it trains, and give every process the same weights; returns the model.
+    def place(
+        self, model: Callable[[], Module] | Module, *, plan: Plan | None = None, sequence: Sequences | None = None
+    ) -> Module:
+        """Put a model where it trains, and give every process the same weights, or its part; returns the model.
 
         model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
-        sequence  what lies along the sequence that parallel.context divides: unisono.Sequence(positions={"cos": 0})
+        plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}
+        sequence  for parallel.context: what goes with positions, as in unisono.Sequence(positions={"cos": 0})
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
@@ -157,7 +161,7 @@ class Run(Generic[S]):
             refuse_sync(model)
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
-        self._models.add(placed, self.settings.parallel, lambda: self._table.together("a forward pass"))
+        self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
         self._models.context.add(placed, sequence)
         apply_precision(placed, self.settings.precision, self.device)
         return placed
@@ -355,7 +359,7 @@ class Run(Generic[S]):
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
         with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
-            return evaluate(outputs, measure, self._mesh.context)
+            return evaluate(outputs, measure, self._models.context)
 
     def predict(
         self,
@@ -367,8 +371,7 @@ class Run(Generic[S]):
     ) -> Any:
         """The model's output for every sample, in the data's order, on every process and with the same bits.
 
-        data     as for `evaluate`
-        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
+        data, forward  as for `evaluate`
 
         The output is a tensor [micro-batch, ...], or tuples, lists and dicts of them; returned is the same with
         [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises LoopError for an output without
@@ -384,13 +387,12 @@ class Run(Generic[S]):
         if self._last_step is not None:
             self._last_step.refuse_within(verb)
         self._table.together(verb)
-        together = bool(self._models.layers) or self._mesh.context.size > 1
-        part = self._models.context.part if verb == "run.evaluate" else nullcontext
-        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=together)
+        abreast = self._models.abreast
+        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
-        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
+        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
-            yield Outputs(model, walk, forward, part, hurry=lambda: self._leave and self._ended is not None)
+            yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
             self._models.busy = False
             self._models.rest()
 
@@ -410,8 +412,9 @@ class Run(Generic[S]):
             return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
-        exchange = "slices" if self._mesh.context.size > 1 else self.settings.exchange
-        return promise_of(exchange, self.settings.virtual_ranks, self.size)
+        promise, reason = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+        divided = layout(self.settings.parallel, self._mesh.axes)
+        return promise, reason if divided == "whole" else f"{reason}; other layouts than {divided} agree to rounding"
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""

@@ -14,8 +14,8 @@ from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import save
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
-from unisono.train.whole import apart, lies_apart, whole
-from unisono.world.collectives import Group
+from unisono.train.whole import apart, whole
+from unisono.world.collectives import Group, lies_apart
 
 RANDOM = "random_numbers"
 """What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from unisono.world.collectives import lies_apart
 
-def lies_apart(tensor: Any) -> bool:
-    """Does this process hold a part of it only (torch's DTensor)?"""
-    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "full_tensor")
+
+def whole_here(value: Any) -> Any:
+    """A tensor, whole on every process; anything else as it is. All processes must call this together."""
+    return value.full_tensor() if lies_apart(value) else value
 
 
 def whole(state: Any, *, keep: bool) -> Any:

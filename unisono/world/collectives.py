@@ -16,10 +16,31 @@ import torch.distributed as dist
 
 from unisono.errors import PeerLost
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What nearly every tensor is: asking one of these for what it has not takes its time."""
+
+
+def lies_apart(tensor: Any) -> bool:
+    """Does it lie over several processes (torch's DTensor), so that this one holds a part of it?"""
+    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
+
 
 def local(tensor: Any) -> Any:
-    """What this process holds of a tensor that lies over several (torch's DTensor); of any other, itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """What this process holds of a tensor that lies over several; of any other, itself."""
+    return tensor.to_local() if lies_apart(tensor) else tensor
+
+
+def like(part: torch.Tensor, whole: Any) -> torch.Tensor:
+    """This process's part of a tensor that lies as `whole` does; where that lies here only, the part is all of it."""
+    if not lies_apart(whole):
+        return part
+    from torch.distributed.tensor import DTensor  # half a second
+
+    mesh, placements = whole.device_mesh, whole.placements
+    made: torch.Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
 
 
 class Work(Protocol):
