@@ -18,6 +18,7 @@ _door = {
     "CheckpointSettings": "unisono.settings",
     "LoaderSettings": "unisono.settings",
     "ParallelSettings": "unisono.settings",
+    "Sequence": "unisono.parallel.sequence",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streams",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from unisono.errors import SettingsError as SettingsError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
+    from unisono.parallel.sequence import Sequence as Sequence
     from unisono.settings import CheckpointSettings as CheckpointSettings
     from unisono.settings import LoaderSettings as LoaderSettings
     from unisono.settings import ParallelSettings as ParallelSettings

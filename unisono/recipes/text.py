@@ -50,7 +50,8 @@ def main(run: unisono.Run[Settings]) -> None:
     train_set = ByteWindows(corpus.train, settings.model.context)
     valid_set = ByteWindows(corpus.valid[: settings.validate_bytes], settings.model.context)
 
-    model = run.place(lambda: GPT(settings.model))
+    angles = unisono.Sequence(positions={"cos": 0, "sin": 0})  # where sequences are divided, so are these
+    model = run.place(lambda: GPT(settings.model), sequence=angles)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
     )

@@ -150,7 +150,7 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     return []
 
 
-UNBUILT = ("pipeline", "context")
+UNBUILT = ("pipeline",)
 """Axes that the mesh knows and nothing uses yet."""
 
 LIMITS: dict[str, tuple[float, float]] = {

@@ -11,6 +11,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
+from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
 from unisono.world.collectives import local
 from unisono.world.mesh import Mesh
@@ -50,6 +51,8 @@ class Gradient:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
         else:
             self.exchange = build_exchange(settings.exchange, self.leaves, ranks, mesh.data)
+        if mesh.context.size > 1:
+            self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not (layers and by_layer) else None
         self.finite = True
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
+from unisono.parallel.context import Context
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
@@ -43,6 +44,7 @@ class Models:
         self.layers: list[Layer] = []
         """What is gathered at once, of all models, if they are sharded."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
+        self.context = Context(mesh.context)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""
         self.busy = False
@@ -146,6 +148,11 @@ class Models:
         """torch calls this whenever a module, any module, is given a parameter or a module."""
         self._grew = True
 
+    @property
+    def abreast(self) -> bool:
+        """Does a forward pass need other processes, so that all must compute equally many micro-batches?"""
+        return bool(self.layers) or self.mesh.context.size > 1
+
     def around_loss(self) -> AbstractContextManager[None]:
         """In it, torch computes a cross entropy of logits that are divided by classes, and its gradient."""
         if not self.divided_loss:
@@ -162,6 +169,7 @@ class Models:
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""
+        self.context.close()
         notices, self._notices = self._notices, []
         for notice in notices:
             notice.remove()

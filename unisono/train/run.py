@@ -40,6 +40,7 @@ from unisono.world.mesh import build_mesh
 
 if TYPE_CHECKING:
     from unisono.env import World
+    from unisono.parallel.sequence import Sequence as Sequences
     from unisono.parallel.tensor import Plan
     from unisono.world.collectives import Group
 
@@ -83,7 +84,7 @@ class Run(Generic[S]):
         self._mesh, self._group = build_mesh(axes, group), group
         self._identity = dict(identity)
         self._accepted = accepted
-        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks)
+        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks, slices=self._mesh.context)
         self._state = State(run_dir, group, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
@@ -134,11 +135,14 @@ class Run(Generic[S]):
 
     # -- before the loop
 
-    def place(self, model: Callable[[], Module] | Module, *, plan: Plan | None = None) -> Module:
+    def place(
+        self, model: Callable[[], Module] | Module, *, plan: Plan | None = None, sequence: Sequences | None = None
+    ) -> Module:
         """Put a model where it trains, and give every process the same weights, or its part; returns the model.
 
-        model  a function that builds it (it runs under the run's seed), or a ready module (rank 0's weights are taken)
-        plan   for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}
+        model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
+        plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}
+        sequence  for parallel.context: what goes with positions, as in unisono.Sequence(positions={"cos": 0})
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
@@ -158,6 +162,7 @@ class Run(Generic[S]):
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
         self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
+        self._models.context.add(placed, sequence)
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 
@@ -354,7 +359,7 @@ class Run(Generic[S]):
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
         with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
-            return evaluate(outputs, measure)
+            return evaluate(outputs, measure, self._models.context)
 
     def predict(
         self,
@@ -366,8 +371,7 @@ class Run(Generic[S]):
     ) -> Any:
         """The model's output for every sample, in the data's order, on every process and with the same bits.
 
-        data     as for `evaluate`
-        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
+        data, forward  as for `evaluate`
 
         The output is a tensor [micro-batch, ...], or tuples, lists and dicts of them; returned is the same with
         [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises LoopError for an output without
@@ -383,7 +387,7 @@ class Run(Generic[S]):
         if self._last_step is not None:
             self._last_step.refuse_within(verb)
         self._table.together(verb)
-        abreast = bool(self._models.layers)
+        abreast = self._models.abreast
         walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
         with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():

@@ -119,6 +119,27 @@ class Group:
         peer = self.members[message.peer] if self.members else message.peer
         return dist.P2POp(what, message.tensor, peer, self.handle)
 
+    def trade(self, mine: torch.Tensor, sizes: list[int], theirs: list[int]) -> torch.Tensor:
+        """Of `mine`, flat, process p gets sizes[p] elements, in order; returned is what came, theirs[p] from each."""
+        if mine.dtype is torch.bool:  # gloo does not know it
+            return self.trade(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
+        out = mine.new_empty(sum(theirs))
+        dist.all_to_all_single(out, mine, theirs, sizes, group=self.handle)
+        return out
+
+    def add_up(self, flat: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's `flat` [n], added in the order of ranks: the same bits on each, every time. Each
+        process adds up one chunk of it. Elementwise, so the bits do not depend on where chunks end either."""
+        if self.size == 1:
+            return flat
+        chunk = -(-len(flat) // self.size)
+        padded = torch.nn.functional.pad(flat, (0, self.size * chunk - len(flat)))
+        total, *others = self.trade(padded, [chunk] * self.size, [chunk] * self.size).view(self.size, chunk)
+        for other in others:
+            total += other
+        self.all_gather(padded, total).wait()
+        return padded[: len(flat)]
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""
         if self.size > 1:
