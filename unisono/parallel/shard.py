@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unisono.errors import LoopError
+from unisono.parallel.layers import layers_of
 from unisono.world.collectives import like, local
 
 if TYPE_CHECKING:
@@ -146,32 +147,6 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
     return layers
-
-
-def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
-    """The parts of a model that are gathered at once, inner ones before what contains them.
-
-    classes  the names of their classes; otherwise the members of every ModuleList or Sequential in which two or more
-             are of one class with parameters: a transformer's blocks, a network's stages
-    """
-    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
-    if classes:
-        missing = set(classes) - {type(part).__name__ for part in parts}
-        if missing:
-            known = sorted({type(part).__name__ for part in parts})
-            raise LoopError(
-                f"parallel.layers names {' and '.join(sorted(missing))}.",
-                f"{type(model).__name__} has parts with parameters of class {', '.join(known)}.",
-                f"--set 'parallel.layers=[\"{known[0] if known else ''}\"]', or leave it out.",
-            )
-        found = [part for part in parts if type(part).__name__ in classes]
-    else:
-        rows = [part for part in [model, *parts] if isinstance(part, nn.ModuleList | nn.Sequential)]
-        found = []
-        for row in rows:
-            count = Counter(type(part) for part in row.children() if part in parts)
-            found += [part for part in row.children() if count[type(part)] > 1 and part not in found]
-    return found[::-1]
 
 
 def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
+from unisono.parallel.recipe import parallelize
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
@@ -62,18 +63,10 @@ class Models:
         plan      how its matrices are cut, under tensor parallel
         together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
         """
-        self.group.share_([*model.parameters(), *model.buffers()])
         if self.mesh.tensor.size > 1:
-            from unisono.parallel.tensor import apply_tensor  # half a second
-
-            across = self.mesh.torch_mesh("tensor")
-            apply_tensor(model, across, plan, sequence=parallel.sequence, loss=parallel.loss)
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
-        if self.mesh.shard.size > 1:
-            from unisono.parallel.shard import apply_shard  # half a second
-
-            self.layers += apply_shard(model, self.mesh.torch_mesh("shard"), parallel, self.group.device)
+        self.layers += parallelize(model, self.mesh, parallel, plan)
         if self.mesh.torchs is not None:
 
             def meet(*_: Any) -> None:

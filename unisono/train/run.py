@@ -21,6 +21,7 @@ from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
+from unisono.parallel.recipe import promise_of_placement
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
@@ -155,7 +156,7 @@ class Run(Generic[S]):
             )
         if self.settings.virtual_ranks > 1:
             refuse_sync(model)
-        placed: Module = model.to(self.device)  # type: ignore[assignment]
+        placed: Module = model  # type: ignore[assignment]
         self._table.together("run.place")
         self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
         apply_precision(placed, self.settings.precision, self.device)
@@ -408,6 +409,8 @@ class Run(Generic[S]):
             return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
+        if placed := promise_of_placement(self.settings.parallel):
+            return placed
         promise, reason = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
         divided = layout(self.settings.parallel, self._mesh.axes)
         return promise, reason if divided == "whole" else f"{reason}; other layouts than {divided} agree to rounding"
