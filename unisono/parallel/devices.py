@@ -52,9 +52,10 @@ def _problems_of(
     """What is wrong with one way of using several devices. `here`: the kind of device, and how many accelerators."""
     kind, count = here
     what = f"parallel.{way} = {asked}"
-    share = "parallel.shard" if way == "split" else "parallel.replicate"
-    apart = [f"parallel.{way}=1", *([f"{share}={asked}"] if way == "split" else [])]
-    instead = str(line.setting("parallel.devices=[]", *apart).in_processes(asked))
+    apart = [f"parallel.{way}=1"]
+    apart += [f"parallel.shard={asked}"] if way == "split" else []
+    apart += ["parallel.devices=[]"] if parallel.devices else []
+    instead = str(line.setting(*apart).in_processes(asked))
     if parallel.devices:
         problem = _misnamed(parallel.devices, kind, count)
         if problem is not None:

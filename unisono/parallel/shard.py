@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import layers_of
+from unisono.parallel.layers import layers_of, outermost
 from unisono.world.collectives import like, local
 
 if TYPE_CHECKING:
@@ -134,7 +134,10 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
     }
-    modules = untied(model, [*layers_of(model, parallel.layers), model])
+    found = layers_of(model, parallel.layers)
+    if parallel.recompute == "selective":  # torch counts the operators within a layer, and gathering would be some
+        found = [layer for layer in outermost(model, parallel.layers) if layer is not model]
+    modules = untied(model, [*found, model])
     known = {part: name for name, part in model.named_modules()}
     layers = []
     for module in modules:
