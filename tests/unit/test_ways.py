@@ -10,9 +10,10 @@ from torch import nn
 
 from tests.unit.test_settings import Settings
 from unisono.parallel.devices import devices_of, problems_of_machine
-from unisono.parallel.recipe import promise_of_placement
+from unisono.parallel.recipe import promised
 from unisono.parallel.threads import restore
 from unisono.settings import Line, ParallelSettings
+from unisono.settings.axes import Axes
 from unisono.settings.check import check
 
 LINE = Line(("unisono", "run", "text"))
@@ -93,10 +94,9 @@ def test_devices_are_the_first_ones_unless_they_are_named() -> None:
 
 
 def test_threads_promise_less() -> None:
-    assert promise_of_placement(ParallelSettings(split=2)) is None
-    told = promise_of_placement(ParallelSettings(threads=2))
-    assert told is not None
-    assert told[0] == "tolerance"
+    exchange = ("exact", "a tree")
+    assert promised(exchange, ParallelSettings(split=2), Axes(), []) == exchange
+    assert promised(exchange, ParallelSettings(threads=2), Axes(), [])[0] == "tolerance"
 
 
 def test_a_copy_that_a_thread_computes_with_has_its_own_forward() -> None:
