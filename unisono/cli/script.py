@@ -24,6 +24,7 @@ import torch
 
 from unisono import __version__, env
 from unisono.checkpoint.load import Checkpoint, about, load, newest
+from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import recipes
@@ -177,6 +178,8 @@ class Asked:
             line=self.line(),
         )
         loaded, problems = examine(gathered, self.world.size)
+        if loaded is not None and not problems:
+            problems += problems_here(loaded.settings, self.world.size, self.line())
         if self.world.launcher == "python":  # others have several processes, and one of them will look
             problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=self.line())
         problems += request.problems_of_accepted((), self.line())

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unisono.errors import LoopError
+from unisono.parallel.layers import layers_of, outermost
 from unisono.world.collectives import like, local
 
 if TYPE_CHECKING:
@@ -133,7 +134,10 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
     }
-    modules = untied(model, [*layers_of(model, parallel.layers), model])
+    found = layers_of(model, parallel.layers)
+    if parallel.recompute == "selective":  # torch counts the operators within a layer, and gathering would be some
+        found = [layer for layer in outermost(model, parallel.layers) if layer is not model]
+    modules = untied(model, [*found, model])
     known = {part: name for name, part in model.named_modules()}
     layers = []
     for module in modules:
@@ -146,32 +150,6 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
     return layers
-
-
-def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
-    """The parts of a model that are gathered at once, inner ones before what contains them.
-
-    classes  the names of their classes; otherwise the members of every ModuleList or Sequential in which two or more
-             are of one class with parameters: a transformer's blocks, a network's stages
-    """
-    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
-    if classes:
-        missing = set(classes) - {type(part).__name__ for part in parts}
-        if missing:
-            known = sorted({type(part).__name__ for part in parts})
-            raise LoopError(
-                f"parallel.layers names {' and '.join(sorted(missing))}.",
-                f"{type(model).__name__} has parts with parameters of class {', '.join(known)}.",
-                f"--set 'parallel.layers=[\"{known[0] if known else ''}\"]', or leave it out.",
-            )
-        found = [part for part in parts if type(part).__name__ in classes]
-    else:
-        rows = [part for part in [model, *parts] if isinstance(part, nn.ModuleList | nn.Sequential)]
-        found = []
-        for row in rows:
-            count = Counter(type(part) for part in row.children() if part in parts)
-            found += [part for part in row.children() if count[type(part)] > 1 and part not in found]
-    return found[::-1]
 
 
 def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:

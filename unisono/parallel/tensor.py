@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from unisono.errors import LoopError
-from unisono.parallel.shard import layers_of
+from unisono.parallel.layers import layers_of
 
 FIRST = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "qkv", "query_key_value"),

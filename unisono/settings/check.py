@@ -21,6 +21,7 @@ from unisono.settings import (
 )
 from unisono.settings.axes import FILL, Axes, fill, fitting
 from unisono.settings.values import Misfit, typed
+from unisono.settings.ways import problems_of_ways
 
 
 class Examined(NamedTuple):
@@ -57,6 +58,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
     values = {name: value for name, value in flatten(settings).items() if name not in unknown}
     problems += _out_of_limits(values, line)
     problems += _without_one_end(values, line)
+    problems += problems_of_ways(values, line)
 
     ranks, batch = values.get("virtual_ranks"), values.get("batch")
     if ranks is not None and batch is not None and ranks > batch >= 1:
@@ -165,4 +167,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "checkpoint.keep": (1, float("inf")),
     "loader.workers": (0, float("inf")),
     "loader.prefetch": (1, float("inf")),
+    "parallel.split": (1, float("inf")),
+    "parallel.threads": (1, float("inf")),
 }

@@ -37,6 +37,11 @@ class ParallelSettings:
     gather: Literal["layer", "step"] = "layer"
     layers: list[str] = field(default_factory=list)
     offload: bool = False
+    split: int = 1
+    threads: int = 1
+    devices: list[str] = field(default_factory=list)
+    recompute: Literal["none", "layer", "selective"] = "none"
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +95,13 @@ ABOUT = {
     "parallel.sequence": About("between blocks, divide sequences over the axis tensor", False),
     "parallel.loss": About("leave logits divided by classes over the axis tensor", False),
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
-    "parallel.layers": About("classes that are gathered at once; none: found", False),
+    "parallel.layers": About("classes of the model's layers; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),
+    "parallel.split": About("devices of one process that share the layers of one model", False),
+    "parallel.threads": About("devices of one process that each compute a piece of a micro-batch", True),
+    "parallel.devices": About("which devices these two use, as torch names them; none: the first ones", False),
+    "parallel.recompute": About("what is computed again in backward, instead of kept", False),
+    "parallel.compile": About("compile layers with torch.compile", True),
 }
 
 OURS = (Settings, CheckpointSettings, LoaderSettings, ParallelSettings)

@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
 from unisono.parallel.context import Context
+from unisono.parallel.recipe import parallelize
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
+    from unisono.parallel.placement import Placement
     from unisono.parallel.shard import Layer
     from unisono.parallel.tensor import Plan
     from unisono.settings import ParallelSettings
@@ -49,6 +51,8 @@ class Models:
         """What has buffers and was tracked, placed or not."""
         self.busy = False
         """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
+        self.plans: list[Plan | Placement | None] = []
+        """How each model is cut, where the axis tensor has several processes; None: as is found."""
         self.divided_loss = False
         """Do logits come out of a model divided by classes?"""
         self._signature: list[bool] | None = None
@@ -57,25 +61,22 @@ class Models:
         self._buffers: dict[int, torch.Tensor] = {}
 
     def add(
-        self, model: torch.nn.Module, parallel: ParallelSettings, plan: Plan | None, together: Callable[[], None]
+        self,
+        model: torch.nn.Module,
+        parallel: ParallelSettings,
+        plan: Plan | Placement | None,
+        together: Callable[[], None],
     ) -> None:
         """Place a model: every process has the same content of it from here on, or its part of that.
 
-        plan      how its matrices are cut, under tensor parallel
+        plan      how it is cut, under tensor parallel
         together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
         """
-        self.group.share_([*model.parameters(), *model.buffers()])
         if self.mesh.tensor.size > 1:
-            from unisono.parallel.tensor import apply_tensor  # half a second
-
-            across = self.mesh.torch_mesh("tensor")
-            apply_tensor(model, across, plan, sequence=parallel.sequence, loss=parallel.loss)
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
-        if self.mesh.shard.size > 1:
-            from unisono.parallel.shard import apply_shard  # half a second
-
-            self.layers += apply_shard(model, self.mesh.torch_mesh("shard"), parallel, self.group.device)
+        self.layers += parallelize(model, self.mesh, parallel, plan)
+        self.plans.append(plan)
         if self.mesh.torchs is not None:
 
             def meet(*_: Any) -> None:

@@ -55,6 +55,7 @@ def _rows(grad: torch.Tensor, shard: Group) -> torch.Tensor:
     """The norm of every row, float64 [rows]; zeros for those that other processes of the axis `shard` hold."""
     mine: torch.Tensor = local(grad.detach())
     norms = mine.abs().reshape(-1) if mine.dim() < 2 else torch.linalg.vector_norm(mine.flatten(1), dim=1)
+    norms = norms.to(shard.device)  # a model may lie over several devices of this process
     if shard.size == 1:
         return norms.double()
     length = _length(grad)

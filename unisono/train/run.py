@@ -21,10 +21,11 @@ from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
+from unisono.parallel.recipe import promised
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
-from unisono.settings.axes import fill, layout, wanted
+from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
@@ -40,6 +41,7 @@ from unisono.world.mesh import build_mesh
 
 if TYPE_CHECKING:
     from unisono.env import World
+    from unisono.parallel.placement import Placement
     from unisono.parallel.sequence import Sequence as Sequences
     from unisono.parallel.tensor import Plan
     from unisono.world.collectives import Group
@@ -136,12 +138,16 @@ class Run(Generic[S]):
     # -- before the loop
 
     def place(
-        self, model: Callable[[], Module] | Module, *, plan: Plan | None = None, sequence: Sequences | None = None
+        self,
+        model: Callable[[], Module] | Module,
+        *,
+        plan: Plan | Placement | None = None,
+        sequence: Sequences | None = None,
     ) -> Module:
         """Put a model where it trains, and give every process the same weights, or its part; returns the model.
 
         model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
-        plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}
+        plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}, or a Placement
         sequence  for parallel.context: what goes with positions, as in unisono.Sequence(positions={"cos": 0})
         """
         if not isinstance(model, torch.nn.Module):
@@ -159,7 +165,7 @@ class Run(Generic[S]):
             )
         if self.settings.virtual_ranks > 1:
             refuse_sync(model)
-        placed: Module = model.to(self.device)  # type: ignore[assignment]
+        placed: Module = model  # type: ignore[assignment]
         self._table.together("run.place")
         self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
         self._models.context.add(placed, sequence)
@@ -412,9 +418,8 @@ class Run(Generic[S]):
             return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
-        promise, reason = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
-        divided = layout(self.settings.parallel, self._mesh.axes)
-        return promise, reason if divided == "whole" else f"{reason}; other layouts than {divided} agree to rounding"
+        exchange = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+        return promised(exchange, self.settings.parallel, self._mesh.axes, self._models.plans)
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""

@@ -177,7 +177,7 @@ class Group:
         if self.size == 1:
             return
         for tensor in tensors:
-            dense = tensor.detach().contiguous()
+            dense = tensor.detach().to(self.device).contiguous()
             if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
                 root = self.members[source] if self.members else source
                 dist.broadcast(dense.reshape(-1).view(torch.uint8), src=root, group=self.handle)
