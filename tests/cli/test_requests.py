@@ -119,7 +119,7 @@ from unisono.errors import Problem, SettingsError
         (
             "xyzzy",
             "unisono xyzzy --json",
-            "There is no verb xyzzy. There are run, check, copy, fingerprint, doctor.",
+            "There is no verb xyzzy. There are run, check, prove, copy, fingerprint, export, doctor.",
             "unisono --help",
         ),
         (

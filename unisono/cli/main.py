@@ -18,6 +18,7 @@ import unisono
 from unisono.cli.check import check
 from unisono.cli.copy import copy
 from unisono.cli.doctor import doctor
+from unisono.cli.export import export
 from unisono.cli.fingerprint import fingerprint
 from unisono.cli.prove import prove
 from unisono.cli.request import Request, parsed, split, table_of
@@ -67,6 +68,11 @@ Examples:
   unisono prove text --parallel shard=2 --parallel replicate=2,shard=2,gather=step
   unisono prove text --parallel shard=4 --steps 10 --set model.depth=2
 """
+EXPORT_EXAMPLES = """\
+Examples:
+  unisono export runs/mine model.safetensors
+  unisono export runs/mine/checkpoints/step-00000040 average.safetensors --model average
+"""
 DOCTOR_EXAMPLES = """\
 Examples:
   unisono doctor
@@ -93,6 +99,7 @@ def build_app(words: Sequence[str] = ()) -> App:
     app.command(prove, group=TRAIN, help_epilogue=PROVE_EXAMPLES)
     app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
     app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
+    app.command(export, group=LOOK, help_epilogue=EXPORT_EXAMPLES)
     app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
     return app
 
