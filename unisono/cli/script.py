@@ -231,9 +231,11 @@ CHANGING = ("length", "layout")
 
 
 def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
-    from unisono.train.trace import traced
+    from unisono.train import evidence, trace
 
-    return traced(asked, rank)
+    if asked.startswith("evidence:"):
+        return evidence.told(asked.removeprefix("evidence:"), rank)
+    return trace.traced(asked, rank)
 
 
 def _on_main(group: Group, decide: Callable[[], Any]) -> Any:

@@ -60,9 +60,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):
-        for tokens, targets in step:
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-            step.backward(loss, weight=(targets != IGNORED).sum())
+        step.run(model, surprise)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -75,10 +73,15 @@ def main(run: unisono.Run[Settings]) -> None:
         run.print(f"\nIt writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n")
 
 
+def surprise(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """How much these targets surprise the model, in nats, and how many there are."""
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
+
+
 def bits_per_byte(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits this model needs for these targets, and how many targets there are."""
-    nats = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
-    return nats / math.log(2), (targets != IGNORED).sum()
+    """The same in bits."""
+    nats, count = surprise(output, tokens, targets)
+    return nats / math.log(2), count
 
 
 class GPT(nn.Module):

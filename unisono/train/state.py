@@ -14,7 +14,7 @@ from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import save
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
-from unisono.train.whole import apart, whole
+from unisono.train.whole import apart, tied, whole
 from unisono.world.collectives import Group, lies_apart
 
 RANDOM = "random_numbers"
@@ -180,7 +180,10 @@ class State:
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """Their states by name: whole on the main process, together with the others."""
-        return {name: whole(thing.state_dict(), keep=self.group.rank == 0) for name, thing in things.items()}
+        states = {name: whole(thing.state_dict(), keep=self.group.rank == 0) for name, thing in things.items()}
+        for name in states.keys() & self.models.keys():
+            states[name] = tied(states[name], self.models[name])
+        return states
 
     def fingerprint(self) -> str:
         """sha256 over the tracked models' weights and buffers. All processes must call this together."""

@@ -35,6 +35,15 @@ def whole(state: Any, *, keep: bool) -> Any:
     return tree_map_only(torch.Tensor, gather, state)
 
 
+def tied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """A model's whole state in which what the model ties is one tensor again: parts were gathered name by name."""
+    first: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name and name in state and first[id(p)] in state:
+            state[name] = state[first[id(p)]]
+    return state
+
+
 def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:
     """The saved state of a model or an optimizer, each tensor lying as it lies in `thing`."""
     if isinstance(thing, torch.nn.Module):
