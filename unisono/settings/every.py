@@ -35,6 +35,11 @@ class ParallelSettings:
     gather: Literal["layer", "step"] = "layer"
     layers: list[str] = field(default_factory=list)
     offload: bool = False
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    stages: list[str] = field(default_factory=list)
+    loops: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +93,9 @@ ABOUT = {
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
     "parallel.layers": About("classes that are gathered at once; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),
+    "parallel.schedule": About("in which order a pipeline's stages compute what; torch's schedules", False),
+    "parallel.stages": About("modules with which the second and further stages begin; none: balanced", False),
+    "parallel.loops": About("stages of each process, under the schedules that have several", False),
 }
 
 OURS = (Settings, CheckpointSettings, LoaderSettings, ParallelSettings)

@@ -20,6 +20,7 @@ from unisono.world.mesh import Mesh
 if TYPE_CHECKING:
     from unisono.parallel.shard import Layer
     from unisono.settings import ParallelSettings
+    from unisono.train.pipeline import Pipeline
 
 
 class Models:
@@ -38,6 +39,8 @@ class Models:
         self.trained: list[torch.nn.Parameter] = []
         self.layers: list[Layer] = []
         """What is gathered at once, of all models, if they are sharded."""
+        self.pipeline: Pipeline | None = None
+        """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""
@@ -58,10 +61,14 @@ class Models:
             from unisono.parallel.shard import apply_shard  # half a second
 
             self.layers += apply_shard(model, self.mesh.torch_mesh("shard"), parallel, self.group.device)
+        if self.mesh.pipeline.size > 1:
+            from unisono.train.pipeline import Pipeline  # half a second
+
+            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline)
         if self.mesh.torchs is not None:
 
             def meet(*_: Any) -> None:
-                if not self.busy:
+                if not self.busy and (self.pipeline is None or self.pipeline.turn is None):
                     together()
 
             model.register_forward_pre_hook(meet, prepend=True)
@@ -118,6 +125,8 @@ class Models:
         self.params = list({id(p): p for model in self.modules for p in model.parameters()}.values())
         new = [p for p in self.params if id(p) not in known]
         if new:
+            if self.pipeline is not None:
+                raise self.pipeline.grown(len(new))
             self.group.share_(new)
         buffers = [b for model in self.modules for b in model.buffers()]
         self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])

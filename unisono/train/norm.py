@@ -33,13 +33,19 @@ def total_norm(grads: Sequence[torch.Tensor], shard: Group) -> float:
 def _rows(grad: torch.Tensor, shard: Group) -> torch.Tensor:
     """The norm of every row, float64 [rows]; zeros for those that other processes hold."""
     mine: torch.Tensor = local(grad.detach())
-    norms = mine.abs().reshape(-1) if mine.dim() < 2 else torch.linalg.vector_norm(mine.flatten(1), dim=1)
+    norms = rows_of(mine)
     if not lies_apart(grad):
-        return norms.double()
-    rows = norms.new_zeros(len(grad), dtype=torch.float64)
+        return norms
+    rows = norms.new_zeros(len(grad))
     first = min(shard.rank * -(-len(grad) // shard.size), len(grad))
     rows[first : first + len(norms)] = norms
     return rows
+
+
+def rows_of(grad: torch.Tensor) -> torch.Tensor:
+    """The norm of every row of a tensor that is whole, float64; of one without rows, its elements' absolute values."""
+    norms = grad.abs().reshape(-1) if grad.dim() < 2 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
+    return norms.double()
 
 
 def clip_(grads: Sequence[torch.Tensor], limit: float, norm: float) -> None:

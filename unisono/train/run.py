@@ -156,6 +156,7 @@ class Run(Generic[S]):
         placed: Module = model.to(self.device)  # type: ignore[assignment]
         self._table.together("run.place")
         self._models.add(placed, self.settings.parallel, lambda: self._table.together("a forward pass"))
+        self._state.stages = None if self._models.pipeline is None else self._models.pipeline.names
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 
@@ -386,7 +387,8 @@ class Run(Generic[S]):
         models = [model, *self._models.modules, *self._models.tracked]
         with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
             self._models.busy = True
-            yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
+            hurry = lambda: self._leave and self._ended is not None  # noqa: E731
+            yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
             self._models.busy = False
             self._models.rest()
 
@@ -406,6 +408,8 @@ class Run(Generic[S]):
             return f"exact until step {first}", f"then other mathematics: {what}"
         if self.differences:
             return "tolerance", "; ".join(self.differences)
+        if self._models.pipeline is not None and self._models.pipeline.names.tied:
+            return "tolerance", self._models.pipeline.why_tolerance
         return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
 
     def result(self) -> dict[str, Any]:
