@@ -13,8 +13,7 @@ from math import prod
 
 from unisono.errors import SettingsError
 from unisono.settings import Line, ParallelSettings, entries_of, nearest_name
-from unisono.settings.axes import Axes
-from unisono.settings.check import UNBUILT
+from unisono.settings.axes import BESIDE_NO_PIPELINE, Axes
 
 NAMES = tuple(entry.name for entry in entries_of(ParallelSettings))
 SECTION = "parallel."
@@ -90,10 +89,11 @@ def placement_of(text: str, line: Line) -> Placement:
 
 def fitting(most: int = 4) -> Iterator[Placement]:
     """Every placement of the axes that are built on 2 and on `most` processes: one axis alone, and two by two."""
-    axes = [name for name in ("replicate", "shard", "tensor", "pipeline", "context") if name not in UNBUILT]
+    axes = ["replicate", "shard", "tensor", "pipeline", "context"]
     sizes = sorted({2, most})
     found = [{name: str(size)} for name in axes for size in sizes]
     found += [{one: "2", other: str(most // 2)} for one, other in combinations(axes, 2) if most >= 4]
+    found = [values for values in found if "pipeline" not in values or not values.keys() & BESIDE_NO_PIPELINE.keys()]
     for values in found:
         yield Placement(values)
         if "shard" in values:

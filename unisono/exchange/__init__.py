@@ -36,6 +36,7 @@ class Exchange(Protocol):
 
     promise: str
     reason: str
+    params: Sequence[torch.nn.Parameter]
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None: ...
 

@@ -21,6 +21,13 @@ INSIDE = ("pipeline", "context", "tensor")
 """Axes whose processes see the same samples, and compute parts of one result."""
 
 
+BESIDE_NO_PIPELINE = {
+    "shard": "A stage is held whole by each process that has it: shards of stages are not built.",
+    "context": "A micro-batch goes through the stages whole: slices of sequences are not built for them.",
+}
+"""Axes that do not go together with a pipeline, and why."""
+
+
 class Axes(NamedTuple):
     """The size of every axis, outermost first."""
 

@@ -19,7 +19,7 @@ from unisono.settings import (
     plural,
     shown,
 )
-from unisono.settings.axes import FILL, Axes, fill, fitting
+from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
 from unisono.settings.values import Misfit, typed
 from unisono.settings.ways import problems_of_ways
 
@@ -66,7 +66,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         do = f"{line.setting(f'virtual_ranks={batch}')}, or: {line.setting(f'batch={ranks}')}"
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
     axes, wrong = _mesh(values, size, line)
-    problems += wrong
+    problems += wrong + _pipeline(values, axes, line)
     if ranks is not None and not wrong and axes.data > ranks >= 1:
         size = axes.data
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
@@ -111,13 +111,6 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
         for name, axis in names.items()
         if sizes[axis] < 1 and sizes[axis] != FILL and (do := str(line.setting(f"{name}=1")))
     ]
-    problems += [
-        Problem(
-            f"parallel.{axis} = {sizes[axis]}", "This axis is not built yet.", str(line.setting(f"parallel.{axis}=1"))
-        )
-        for axis in UNBUILT
-        if sizes[axis] != 1
-    ]
     if problems:
         return Axes(), problems
     given = [name for name, axis in names.items() if sizes[axis] != FILL]
@@ -138,6 +131,32 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
     return Axes(), [Problem(plural(size, "process", "processes"), true, ", or: ".join(dos))]
 
 
+def _pipeline(values: dict[str, Any], axes: Axes, line: Line) -> list[Problem]:
+    """What does not go together with a pipeline."""
+    if axes.pipeline == 1:
+        return []
+    asked, problems = f"parallel.pipeline = {axes.pipeline}", []
+    if values.get("virtual_ranks") == 1:
+        true = "One virtual rank draws its random numbers from one stream, which goes through one process."
+        problems.append(Problem(f"{asked} and virtual_ranks = 1", true, str(line.setting("virtual_ranks=2"))))
+    for other, true in BESIDE_NO_PIPELINE.items():
+        if (size := getattr(axes, other)) > 1:
+            do = str(line.setting(f"parallel.{other}=1"))
+            problems.append(Problem(f"{asked} and parallel.{other} = {size}", true, do))
+    schedule, loops, stages = (values.get(f"parallel.{name}") for name in ("schedule", "loops", "stages"))
+    if schedule in IN_V and loops not in (2, None):
+        do = f"{line.setting('parallel.loops=2')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
+        problems.append(Problem(f"parallel.schedule = {schedule} and parallel.loops = {loops}", "It has 2 each.", do))
+    elif stages and loops is not None and schedule is not None:
+        count = axes.pipeline * (1 if schedule in STRAIGHT else loops)
+        if len(stages) != count - 1:
+            true = f"{plural(count, 'stage')} begin with the model and with {plural(count - 1, 'module')}."
+            problems.append(
+                Problem(f"parallel.stages = {shown(stages)}", true, str(line.setting("parallel.stages=[]")))
+            )
+    return problems
+
+
 def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     """Either steps or epochs says when it ends."""
     if not {"steps", "epochs"} <= set(values):
@@ -152,8 +171,11 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     return []
 
 
-UNBUILT = ("pipeline",)
-"""Axes that the mesh knows and nothing uses yet."""
+STRAIGHT = ("GPipe", "1F1B")
+"""Schedules in which a process has one stage. In the others it has several."""
+
+IN_V = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules that go down the processes and up again: each has two stages, the first one has the model's ends."""
 
 LIMITS: dict[str, tuple[float, float]] = {
     "steps": (1, float("inf")),
@@ -165,6 +187,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "threads": (1, float("inf")),
     "checkpoint.every": (0, float("inf")),
     "checkpoint.keep": (1, float("inf")),
+    "parallel.loops": (1, float("inf")),
     "loader.workers": (0, float("inf")),
     "loader.prefetch": (1, float("inf")),
     "parallel.split": (1, float("inf")),

@@ -42,6 +42,11 @@ class ParallelSettings:
     devices: list[str] = field(default_factory=list)
     recompute: Literal["none", "layer", "selective"] = "none"
     compile: bool = False
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    stages: list[str] = field(default_factory=list)
+    loops: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,9 @@ ABOUT = {
     "parallel.devices": About("which devices these two use, as torch names them; none: the first ones", False),
     "parallel.recompute": About("what is computed again in backward, instead of kept", False),
     "parallel.compile": About("compile layers with torch.compile", True),
+    "parallel.schedule": About("in which order a pipeline's stages compute what; torch's schedules", False),
+    "parallel.stages": About("modules with which the second and further stages begin; none: balanced", False),
+    "parallel.loops": About("stages of each process, under the schedules that have several", False),
 }
 
 OURS = (Settings, CheckpointSettings, LoaderSettings, ParallelSettings)

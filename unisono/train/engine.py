@@ -117,7 +117,9 @@ class Engine:
         if key not in self._gradients:
             only = optimizers is not None
             models = self.models
-            self._gradients[key] = Gradient(params, models.names, self.settings, self.mesh, models.layers, only=only)
+            self._gradients[key] = Gradient(
+                params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only
+            )
         if optimizers is None:
             self._whole = self._gradients[key]
         return self._gradients[key]
@@ -210,7 +212,8 @@ class Engine:
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)
             return float(torchs)
-        norm = total_norm(grads, self.mesh)
+        pipeline = self.models.pipeline
+        norm = total_norm(grads, self.mesh) if pipeline is None else pipeline.names.total_norm(params)
         if limit is not None:
             clip_(grads, limit, norm)
         return norm
@@ -240,6 +243,8 @@ class Engine:
     def _refuse_changing(self, step: Step, changing: bool) -> None:
         """A virtual rank's micro-batches may be computed by several processes, and then none knows its buffers."""
         size, settings = step.samples, self.settings
+        if changing and self.models.pipeline is not None:
+            raise self.models.pipeline.changing(step.number)
         share = -(-size // settings.virtual_ranks)
         if changing and self.seat.turns > 1 and share > (settings.micro_batch or share):
             raise LoopError(

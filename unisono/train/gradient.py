@@ -11,6 +11,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
+from unisono.exchange.several import Several
 from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
 from unisono.world.collectives import local
@@ -19,6 +20,7 @@ from unisono.world.mesh import Mesh
 if TYPE_CHECKING:
     from unisono.parallel.shard import Layer
     from unisono.settings import Settings
+    from unisono.train.pipeline import Pipeline
     from unisono.train.step import Step
 
 
@@ -40,15 +42,19 @@ class Gradient:
         settings: Settings,
         mesh: Mesh,
         layers: Sequence[Layer],
+        pipeline: Pipeline | None = None,
         *,
         only: bool = False,
     ) -> None:
-        self.params, self.names, self.mesh = params, names, mesh
+        self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
         if layers and by_layer:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
+        elif pipeline is not None:
+            parts = [build_exchange(settings.exchange, of, ranks, mesh.data) for of in pipeline.parts_of(params)]
+            self.exchange = Several(params, parts)
         else:
             self.exchange = build_exchange(settings.exchange, self.leaves, ranks, mesh.data)
         if mesh.context.size > 1:
@@ -80,6 +86,8 @@ class Gradient:
             for p, by_anyone in zip(self.leaves, self.mesh.data.max_(used).tolist(), strict=True):
                 if not by_anyone:
                     p.grad = None  # as in plain torch
+        if self.pipeline is not None:
+            whole &= self.pipeline.names.add_ties(self.params)
         if self.mesh.world.size > 1:  # nobody finishes this unless everybody holds the whole gradient
             self._token.fill_(not whole)
             whole = self.mesh.world.sum_(self._token).item() == 0.0

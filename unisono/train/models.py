@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unisono.parallel.shard import Layer
     from unisono.parallel.tensor import Plan
     from unisono.settings import ParallelSettings
+    from unisono.train.pipeline import Pipeline
 
 
 class Models:
@@ -45,6 +46,8 @@ class Models:
         self.trained: list[torch.nn.Parameter] = []
         self.layers: list[Layer] = []
         """What is gathered at once, of all models, if they are sharded."""
+        self.pipeline: Pipeline | None = None
+        """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
         self.context = Context(mesh.context)
         self.tracked: list[torch.nn.Module] = []
@@ -77,10 +80,14 @@ class Models:
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
         self.layers += parallelize(model, self.mesh, parallel, plan)
         self.plans.append(plan)
+        if self.mesh.pipeline.size > 1:
+            from unisono.train.pipeline import Pipeline  # half a second
+
+            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline)
         if self.mesh.torchs is not None:
 
             def meet(*_: Any) -> None:
-                if not self.busy:
+                if not self.busy and (self.pipeline is None or self.pipeline.turn is None):
                     together()
 
             model.register_forward_pre_hook(meet, prepend=True)
@@ -137,6 +144,8 @@ class Models:
         self.params = list({id(p): p for model in self.modules for p in model.parameters()}.values())
         new = [p for p in self.params if id(p) not in known]
         if new:
+            if self.pipeline is not None:
+                raise self.pipeline.grown(len(new))
             self.group.share_(new)
         buffers = [b for model in self.modules for b in model.buffers()]
         self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])

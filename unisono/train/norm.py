@@ -28,14 +28,19 @@ def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh) -> float:
     What is cut by the axis `tensor` is added up part by part, in the order of ranks: there the norm depends on how many
     parts there are, and still not on shards or replicas.
     """
-    cut = [grad for grad in grads if _is_cut(grad)]
-    total = _squares([grad for grad in grads if not _is_cut(grad)], mesh.shard)
-    if mesh.tensor.size > 1:
-        total += chain(mesh.tensor.gather(_squares(cut, mesh.shard)))
-    return math.sqrt(total)
+    cut = [grad for grad in grads if is_cut(grad)]
+    whole = [grad for grad in grads if not is_cut(grad)]
+    return norm_of(_squares(whole, mesh.shard), _squares(cut, mesh.shard), mesh.tensor)
 
 
-def _is_cut(grad: torch.Tensor) -> bool:
+def norm_of(squares: float, cut: float, tensor: Group) -> float:
+    """The norm, from a sum of squares of what every process of the axis `tensor` has, and of what is cut among them."""
+    if tensor.size > 1:
+        squares += chain(tensor.gather(cut))
+    return math.sqrt(squares)
+
+
+def is_cut(grad: torch.Tensor) -> bool:
     """Does this process hold a part of it that no other process of the axis `tensor` has?"""
     names = grad.device_mesh.mesh_dim_names if lies_apart(grad) else ()  # type: ignore[attr-defined]
     return "tensor" in names and grad.placements[names.index("tensor")].is_shard()  # type: ignore[attr-defined]
@@ -54,12 +59,11 @@ def _squares(grads: Sequence[torch.Tensor], shard: Group) -> float:
 def _rows(grad: torch.Tensor, shard: Group) -> torch.Tensor:
     """The norm of every row, float64 [rows]; zeros for those that other processes of the axis `shard` hold."""
     mine: torch.Tensor = local(grad.detach())
-    norms = mine.abs().reshape(-1) if mine.dim() < 2 else torch.linalg.vector_norm(mine.flatten(1), dim=1)
-    norms = norms.to(shard.device)  # a model may lie over several devices of this process
+    norms = rows_of(mine).to(shard.device)  # a model may lie over several devices of this process
     if shard.size == 1:
-        return norms.double()
+        return norms
     length = _length(grad)
-    rows = norms.new_zeros(length, dtype=torch.float64)
+    rows = norms.new_zeros(length)
     first = min(shard.rank * -(-length // shard.size), length)
     rows[first : first + len(norms)] = norms
     return rows
@@ -72,6 +76,12 @@ def _length(grad: Any) -> int:
         if name == "tensor" and placement.is_shard(0):
             length //= size  # which is even (parallel/tensor.py)
     return length
+
+
+def rows_of(grad: torch.Tensor) -> torch.Tensor:
+    """The norm of every row of a tensor that is whole, float64; of one without rows, its elements' absolute values."""
+    norms = grad.abs().reshape(-1) if grad.dim() < 2 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
+    return norms.double()
 
 
 def clip_(grads: Sequence[torch.Tensor], limit: float, norm: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,10 @@ from unisono.data.seeding import give_state, take_state
 from unisono.data.walk import MicroBatch, Walk
 from unisono.errors import Stopped
 from unisono.train.buffers import slots_of
+
+if TYPE_CHECKING:
+    from unisono.train.pipeline import Pipeline
+    from unisono.world.collectives import Group
 
 Forward = Callable[[torch.nn.Module, Any], Any]
 
@@ -34,20 +38,24 @@ class Outputs:
         *,
         forward: Forward | None,
         hurry: Callable[[], bool],
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self.model, self.walk, self.group = model, walk, walk.group
+        self.model, self.walk, self.pipeline = model, walk, pipeline
+        self.group: Group = walk.group if pipeline is None else pipeline.world
         self.forward, self.hurry = forward or call, hurry
         self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
-        for micro_batch in self.walk:
+        for micro_batch in self.walk if self.pipeline is None else ():
             if self.hurry() and not self.walk.abreast:  # others would wait for our part of a layer
                 break
             with self.part(micro_batch.batch) as batch:
                 output = self.forward(self.model, batch)
             if not micro_batch.spare:
                 yield micro_batch._replace(batch=batch), output
+        if self.pipeline is not None:
+            yield from self.pipeline.walk(self.model, self.walk, self.forward)
         leaves = torch.tensor([self.hurry()], dtype=torch.uint8, device=self.group.device)
         if self.group.max_(leaves).item():
             raise Stopped

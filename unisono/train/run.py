@@ -169,6 +169,7 @@ class Run(Generic[S]):
         self._table.together("run.place")
         self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
         self._models.context.add(placed, sequence)
+        self._state.stages = None if self._models.pipeline is None else self._models.pipeline.names
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 
@@ -398,7 +399,8 @@ class Run(Generic[S]):
         models = [model, *self._models.modules, *self._models.tracked]
         with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
-            yield Outputs(model, walk, forward=forward, hurry=lambda: self._leave and self._ended is not None)
+            hurry = lambda: self._leave and self._ended is not None  # noqa: E731
+            yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
             self._models.busy = False
             self._models.rest()
 
@@ -419,7 +421,11 @@ class Run(Generic[S]):
         if self.differences:
             return "tolerance", "; ".join(self.differences)
         exchange = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
-        return promised(exchange, self.settings.parallel, self._mesh.axes, self._models.plans)
+        pipeline = self._models.pipeline
+        if pipeline is not None and pipeline.names.tied:
+            return "tolerance", pipeline.why_tolerance
+        axes = self._mesh.axes if pipeline is None else self._mesh.axes._replace(pipeline=1)  # which changes no bit
+        return promised(exchange, self.settings.parallel, axes, self._models.plans)
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
 from unisono.train.whole import apart, tied, whole
 from unisono.world.collectives import Group, lies_apart
+
+if TYPE_CHECKING:
+    from unisono.train.stages import Names
 
 RANDOM = "random_numbers"
 """What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
@@ -33,6 +36,8 @@ class State:
     def __init__(self, run_dir: Path, group: Group, resumed: loading.Checkpoint | None) -> None:
         self.run_dir, self.group, self.resumed = run_dir, group, resumed
         self.tracked: dict[str, Any] = {}
+        self.stages: Names | None = None
+        """Who holds which parameter, if the model is cut into the stages of a pipeline."""
         self.stretched: list[Any] = []
         self.changes: list[tuple[str, Any, Any]] = []
         """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
@@ -73,6 +78,8 @@ class State:
         try:
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
                 state = self._with_its_length(name, thing, state)
+            if self.stages is not None:
+                state = self.stages.part(thing, state)
             thing.load_state_dict(apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
                 _keep_dtypes(thing, state)
@@ -180,14 +187,21 @@ class State:
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """Their states by name: whole on the main process, together with the others."""
-        states = {name: whole(thing.state_dict(), keep=self.group.rank == 0) for name, thing in things.items()}
+        states = {
+            name: whole(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
+            for name, thing in things.items()
+        }
         for name in states.keys() & self.models.keys():
             states[name] = tied(states[name], self.models[name])
+        if self.stages is not None:
+            return {name: self.stages.whole(things[name], state) for name, state in states.items()}
         return states
 
     def fingerprint(self) -> str:
         """sha256 over the tracked models' weights and buffers. All processes must call this together."""
-        parted = any(lies_apart(p) for model in self.models.values() for p in model.parameters())
+        parted = self.stages is not None or any(
+            lies_apart(p) for model in self.models.values() for p in model.parameters()
+        )
         found = loading.fingerprint_of(self._whole(self.models))
         return str(self.group.share(found)) if parted else found
 

@@ -60,9 +60,13 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         """This process's micro-batches of the step. When it ends, the gradient is whole on every process."""
+        self._refuse_pipeline("was iterated over")
+        return self._begin(self._first_gradient())
+
+    def _first_gradient(self) -> Gradient:
         if self._state != "new":
             raise self._breach("was iterated over twice", "Each of its micro-batches is computed once.", AGAIN)
-        return self._begin(self._engine.gradient_of(None))
+        return self._engine.gradient_of(None)
 
     def over(self, *optimizers: Any) -> Iterator[Any]:
         """The step's micro-batches, for the parameters of these optimizers only: a pass. There may be several a step,
@@ -72,6 +76,7 @@ class Step:
         parameters gets no gradient. Call `update` with the optimizers after each pass, or once after all.
         Raises LoopError inside another pass, or if an earlier one's gradient waits for its update.
         """
+        self._refuse_pipeline("began a pass for some parameters")
         if self._state not in ("new", "whole", "updated") or (self._passes and self._kept is None):
             raise self._breach("began another pass inside of one", "A pass begins when the last one is whole.", AGAIN)
         gradient = self._engine.gradient_of(optimizers, waiting=bool(self._waiting))
@@ -102,6 +107,11 @@ class Step:
         mean     the loss is a mean over `weight` things
         over     optimizers, if the pass is for their parameters only
         """
+        if self._engine.models.pipeline is not None and not over:
+            self._gradient, self._grad_norm, self._state = self._first_gradient(), None, "walking"
+            self._engine.models.pipeline.train(self, self._gradient, model, loss_fn, forward, mean)
+            self._meet(self._gradient, 0)
+            return
         for batch in self.over(*over) if over else self:
             loss, weight = loss_fn((forward or call)(model, batch), *parts(batch))
             self.backward(loss, weight, mean=mean)
@@ -130,6 +140,11 @@ class Step:
             phases.enter("exchange" if last else "data")
             exchange.leave()
         self._ready = False
+        self._meet(gradient, number)
+
+    def _meet(self, gradient: Gradient, number: int) -> None:
+        """The rounds of a pass are done: the gradient becomes whole."""
+        engine = self._engine
         phases.enter("exchange")
         if engine.group.size == 1:
             sums = engine.meet(self, number, gradient)
@@ -343,6 +358,15 @@ class Step:
                 f"{verb} was called within a round of step {self.number}.",
                 "Processes have different numbers of rounds, and it is for all of them together.",
                 f"call {verb} between two steps, after step.update.",
+            )
+
+    def _refuse_pipeline(self, what: str) -> None:
+        if self._engine.models.pipeline is not None:
+            raise self._breach(
+                what,
+                f"With parallel.pipeline={self._engine.mesh.pipeline.size} its micro-batches are on their way through "
+                "the stages at the same time, so there are no rounds one after the other.",
+                "step.run(model, loss_fn), with loss_fn(output, *batch) -> (sum, weight): docs/placements.md.",
             )
 
     def _broken(self) -> LoopError:

@@ -91,6 +91,13 @@ class Table:
                 row[place.virtual_rank - span[0]] += weight
         return row
 
+    def spread(self, line: Group) -> None:
+        """What one of those that see the same samples has added is what all of them have, in the order of places."""
+        mine = [[place, name, float(total), float(weight)] for place, name, total, weight in self._entries]
+        told = [entry for entries in line.gather(mine) for entry in entries]
+        self._entries = [(Place(*place), name, total, weight) for place, name, total, weight in told]
+        self._entries.sort(key=lambda entry: entry[0])
+
     def meet(self, flags: Mapping[str, bool]) -> Totals:
         """Add up everybody's rows. Every process must call it once a step."""
         entries, self._entries = self._entries, []

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,6 +48,20 @@ class Work(Protocol):
     """A collective under way; `wait` returns when the result is there, and raises if a peer is lost."""
 
     def wait(self) -> Any: ...
+
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
+
+
+class Patient(NamedTuple):
+    """A message under way, of gloo's. By itself it would wait no longer than connecting may take: it keeps the timeout
+    that the group was made with, whatever `_set_pg_timeout` says later (torch 2.13)."""
+
+    work: Any
+
+    def wait(self) -> Any:
+        return self.work.wait(TIMEOUT)
 
 
 # torch 2.13 gave these two new names and warns about the old ones
@@ -111,11 +126,13 @@ class Group:
 
         With gloo this takes half the time of all_to_all and all_gather, which copy what stays where it is.
         """
-        ops = [self._op(dist.irecv, message) for message in receives if message.tensor.numel()]
-        ops += [self._op(dist.isend, message) for message in sends if message.tensor.numel()]
-        return list(dist.batch_isend_irecv(ops)) if ops else []
+        ops = [self.op(dist.irecv, message) for message in receives if message.tensor.numel()]
+        ops += [self.op(dist.isend, message) for message in sends if message.tensor.numel()]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return [Patient(work) for work in works] if self.device.type == "cpu" else list(works)
 
-    def _op(self, what: Any, message: Message) -> dist.P2POp:
+    def op(self, what: Any, message: Message) -> dist.P2POp:
+        """A message as torch takes it; `what` is dist.isend or dist.irecv."""
         peer = self.members[message.peer] if self.members else message.peer
         return dist.P2POp(what, message.tensor, peer, self.handle)
 

@@ -13,11 +13,8 @@ from torch.distributed import distributed_c10d
 
 from unisono.env import World
 from unisono.errors import WorldError
-from unisono.world.collectives import Group
+from unisono.world.collectives import TIMEOUT, Group
 from unisono.world.shared import find_neighbours
-
-TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
 
 CONNECT = timedelta(seconds=4)
 """How long connecting may take once everybody is there (and a tenth of a second more for each process)."""

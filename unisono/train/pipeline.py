@@ -1,0 +1,399 @@
+"""The pipeline of a run: a model that is cut into stages, and what a step, an evaluation, a forward pass is with it.
+
+Every process makes the whole model, and keeps the modules of its own stages; others leave an `Absent` behind, so all
+names stay. Its forward then is what is called for every stage: it computes this stage's part of it, and where that is
+not the last one the rest of the user's code (a loss of it, `.logits`) is left by raising `Reached`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+
+from unisono import phases
+from unisono.data.seeding import State, give_state, take_state
+from unisono.data.walk import MicroBatch, Walk
+from unisono.errors import LoopError
+from unisono.exchange.several import Several
+from unisono.parallel.chain import Chain, Piece, compute
+from unisono.parallel.pipeline import Line, Tensors
+from unisono.score.order import Place
+from unisono.train.misfits import check_loss
+from unisono.train.outputs import Forward, call, parts
+from unisono.train.stages import Names
+from unisono.train.table import LOSS
+from unisono.world.collectives import peers
+from unisono.world.mesh import Mesh
+
+if TYPE_CHECKING:
+    from unisono.settings import ParallelSettings
+    from unisono.train.gradient import Gradient
+    from unisono.train.step import LossFunction, Step
+    from unisono.world.collectives import Group
+
+
+class Reached(BaseException):
+    """This stage has done its part of a forward pass. Not an Exception: no code of the user's is to catch it."""
+
+    def __init__(self, sends: Tensors) -> None:
+        super().__init__()
+        self.sends = sends
+
+
+class Absent(nn.Module):
+    """A module that another stage has."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name, self.stage = name, stage
+
+    def extra_repr(self) -> str:
+        return f"in stage {self.stage}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise LoopError(
+            f"{self.name} was called by itself.",
+            f"It is in stage {self.stage} of a pipeline, and this process has other stages.",
+            "call the whole model, on all processes.",
+        )
+
+
+class Piped:
+    """Stands for the forward of a model that is cut. A deep copy of the model (an average of its weights) has its
+    own."""
+
+    def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
+        self.pipeline, self.model = pipeline, model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piped:
+        return Piped(self.pipeline, copy.deepcopy(self.model, memo))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn = self.pipeline.turn
+        if turn is None:
+            return self.pipeline.alone(self.model, args, kwargs)
+        if turn.done:
+            raise LoopError(
+                "The model was called twice for one micro-batch.",
+                "In a pipeline one call goes from the first stage to the last, and then the loss is made.",
+                "let one forward do both, and return both results.",
+            )
+        turn.done = True
+        inputs = self.pipeline.chain.bind(args, kwargs)
+        output, sends = compute(self.model, self.pipeline.pieces[turn.stage], inputs, turn.received)
+        if turn.stage + 1 < len(self.pipeline.pieces):
+            raise Reached(sends)
+        return output
+
+
+@dataclass
+class Turn:
+    """A stage's part of a forward pass, under way."""
+
+    stage: int
+    received: Tensors
+    done: bool = False
+
+
+class Start(NamedTuple):
+    """Where the generators stand before a micro-batch: torch's, which go on from stage to stage, and the others."""
+
+    dice: torch.Tensor
+    others: State
+
+
+@dataclass
+class Round:
+    """One micro-batch on its way through the stages (a Job, parallel/pipeline.py).
+
+    start   where the generators stand when its forward pass begins; the same on all processes of the line
+    finish  the model's output -> what the last stage has to show for it
+    gather  around a backward pass of a stage
+    """
+
+    pipeline: Pipeline
+    model: nn.Module
+    batch: Any
+    call: Callable[[nn.Module, Any], Any]
+    start: Start
+    finish: Callable[[Any], Any]
+    gather: Callable[[int], Any] | None = None
+
+    @property
+    def kind(self) -> Any:
+        leaves = tree_leaves(self.batch)
+        return (self.model.training, type(self.batch), *map(_kind, leaves))
+
+    def forward(self, stage: int, received: Tensors) -> Tensors:
+        phases.enter("forward" if self.gather is not None else "evaluate")
+        pipeline, device = self.pipeline, self.pipeline.line.device
+        *tensors, dice = received or [self.start.dice]
+        give_state(self.start.others)
+        give_dice(dice, device)
+        turn = pipeline.turn = Turn(stage, tensors)
+        try:
+            output = self.call(self.model, self.batch)
+        except Reached as reached:
+            return [*reached.sends, dice_of(device).to(device)]
+        finally:
+            pipeline.turn = None
+        if not turn.done:
+            raise LoopError(
+                "A forward pass did not call the model.",
+                "In a pipeline each stage does its part when the model that run.place has returned is called.",
+                "call it: forward=lambda model, batch: model(batch[0]).",
+            )
+        return [self.finish(output)]
+
+    @contextmanager
+    def gathering(self, stage: int) -> Iterator[None]:
+        assert self.gather is not None
+        phases.enter("backward")
+        with self.gather(stage):
+            yield
+        phases.enter("exchange")
+
+
+class Pipeline:
+    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it"""
+
+    def __init__(self, mesh: Mesh, parallel: ParallelSettings, model: nn.Module, before: Pipeline | None) -> None:
+        """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
+        if before is not None:
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}, after a {before.chain.name}.",
+                "A pipeline is one model that is cut into stages.",
+                "make one model of them, or --set parallel.pipeline=1",
+            )
+        _refuse_norms(model)
+        self.world: Group = mesh.world
+        self.turn: Turn | None = None
+        self.line = line = Line(mesh.pipeline, parallel.schedule, parallel.loops)
+        self.chain: Chain = Chain(model)
+        begins = mesh.world.share(self.chain.begins(line.stages, parallel.stages))
+        self.pieces: list[Piece] = self.chain.pieces(begins)
+        self.names = Names(model, mesh, _users(model, self.chain, begins), line.owners)
+        _keep(model, self.chain, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
+        model.forward = Piped(self, model)
+        line.settle(self.names.of)
+
+    @property
+    def has_last(self) -> bool:
+        """Does the last stage belong to this process?"""
+        return self.line.owners[-1] == self.line.group.rank
+
+    def parts_of(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Which of these each stage of this process uses."""
+        wanted = set(map(id, params))
+        return [[p for p in self.names.of(stage) if id(p) in wanted] for stage in self.line.ours]
+
+    @property
+    def why_tolerance(self) -> str:
+        """What differs from one process by rounding, in words."""
+        tied = ", ".join(self.names.tied)
+        return (
+            f"{tied} belongs to several stages, whose gradients are added once a step and not in every micro-batch: "
+            f"the same bits for any number of replicas of {self.line.stages} stages"
+        )
+
+    def grown(self, count: int) -> LoopError:
+        return LoopError(
+            "run.steps was asked for a step.",
+            f"The model has {count} new parameters, and it is cut into stages already.",
+            "let it grow before run.place, or --set parallel.pipeline=1",
+        )
+
+    def changing(self, step: int) -> LoopError:
+        return LoopError(
+            f"The forward pass of step {step} changed buffers.",
+            "In a pipeline many micro-batches are under way at once, and none may depend on what another left behind.",
+            "change them between two steps, or --set parallel.pipeline=1",
+        )
+
+    # -- a step
+
+    def train(
+        self,
+        step: Step,
+        gradient: Gradient,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        forward: Forward | None,
+        mean: bool,
+    ) -> None:
+        """The rounds of a step, but for their end: every stage of this process has given its gradients to the exchange,
+        and the table has the losses of all micro-batches."""
+        engine, exchange = step._engine, gradient.exchange
+        assert isinstance(exchange, Several)
+        stages = dict(zip(self.line.ours, exchange.parts, strict=True))
+        last: dict[int, Place] = {}
+
+        def finish(place: Place, batch: Any, output: Any) -> torch.Tensor:
+            step._place = place
+            loss, weight = loss_fn(output, *parts(batch))
+            if not gradient.seen:
+                check_loss(loss, mean)
+            loss = loss * weight if mean else loss
+            engine.table.add(place, LOSS, loss, weight)
+            return loss * engine.scale.value if engine.scale.on else loss
+
+        @contextmanager
+        def gather(place: Place, stage: int) -> Iterator[None]:
+            assert stage not in last or last[stage] < place, "micro-batches go backward in order"
+            last[stage] = place
+            stages[stage].enter(place.virtual_rank, last=False)  # what is sent late disturbs no neighbour's turn
+            yield
+            stages[stage].leave()
+
+        rounds: list[Round] = []
+        for place, batch, _ in engine.micro_batches(step.number, 0, gradient, None):
+            rounds.append(
+                Round(
+                    self,
+                    model,
+                    batch,
+                    forward or call,
+                    self.start(),
+                    partial(finish, place, batch),
+                    partial(gather, place),
+                )
+            )
+        with peers(f"Step {step.number}'s pipeline"):
+            self.line.run(rounds, backward=True)
+            phases.enter("exchange")
+            engine.table.spread(self.line.group)
+        buffers = engine.models.buffers
+        if any(slot.changed for slot in buffers.slots):
+            buffers._others_changed = True
+
+    # -- without gradients
+
+    def outputs(self, model: nn.Module, batches: Sequence[Any], starts: Sequence[Start], forward: Forward) -> list[Any]:
+        """What the model makes of these batches, on the process that has the last stage; elsewhere nothing."""
+        rounds = [
+            Round(self, model, batch, forward, start, _as_it_is) for batch, start in zip(batches, starts, strict=True)
+        ]
+        return [output for (output,) in self.line.run(rounds, backward=False)]
+
+    def walk(self, model: nn.Module, walk: Walk, forward: Forward) -> Iterator[tuple[MicroBatch, Any]]:
+        """(micro-batch, output) of all of them, on the process that has the last stage; elsewhere nothing."""
+        micro_batches = iter(walk)
+        while window := [(found, self.start()) for found in islice(micro_batches, 2 * self.line.stages)]:
+            batches, starts = [found.batch for found, _ in window], [start for _, start in window]
+            outputs = self.outputs(model, batches, starts, forward)
+            yield from zip([found for found, _ in window], outputs, strict=False)
+
+    def alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pass of the loop's own, which all processes make together: its output on all of them, without a
+        gradient."""
+
+        def ended(m: nn.Module, b: Any) -> Any:
+            return m(*b[0], **b[1]), dice_of(self.line.device)
+
+        with torch.no_grad():
+            found = self.outputs(model, [(args, kwargs)], [self.start()], ended)
+            output, dice = self._everywhere(found[0] if found else None)
+        give_dice(dice, self.line.device)
+        return output
+
+    def start(self) -> Start:
+        """Where the generators stand now."""
+        return Start(dice_of(self.line.device), take_state())
+
+    def _everywhere(self, output: Any) -> Any:
+        """What the process with the last stage has, on all of the line."""
+        leaves, spec = tree_flatten(output)
+        told = [[*leaf.shape, str(leaf.dtype)[6:]] if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
+        owner, group = self.line.owners[-1], self.line.group
+        mine = {"spec": treespec_dumps(spec), "leaves": told, "tensors": [isinstance(x, torch.Tensor) for x in leaves]}
+        found = group.gather(mine if self.has_last else None)[owner]
+        if not self.has_last:
+            leaves = [
+                torch.empty(about[:-1], dtype=getattr(torch, about[-1]), device=group.device) if is_tensor else about[0]
+                for about, is_tensor in zip(found["leaves"], found["tensors"], strict=True)
+            ]
+        group.share_([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], source=owner)
+        return tree_unflatten(leaves, treespec_loads(found["spec"]))
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    if isinstance(leaf, range):
+        return len(leaf)
+    return leaf if leaf is None or isinstance(leaf, bool | int | float) else type(leaf)
+
+
+def dice_of(device: torch.device) -> torch.Tensor:
+    """Where torch's generators stand, the CPU's and the device's, as bytes."""
+    here = torch.default_generator.get_state()
+    return here if device.type == "cpu" else torch.cat([here, torch.get_device_module(device).get_rng_state()])
+
+
+def give_dice(dice: torch.Tensor, device: torch.device) -> None:
+    """Put torch's generators where they stood."""
+    size = len(torch.default_generator.get_state())
+    dice = dice.cpu()
+    torch.default_generator.set_state(dice[:size])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(dice[size:])
+
+
+def _refuse_norms(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, _BatchNorm):
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}, to be cut into the stages of a pipeline.",
+                f"Its {name or 'self'} is a {type(part).__name__}: running statistics go from one micro-batch to the "
+                "next, and here many are under way at once.",
+                "use GroupNorm or LayerNorm, or whole models beside each other: --set parallel.pipeline=1",
+            )
+
+
+def _users(model: nn.Module, chain: Chain, begins: Sequence[int]) -> dict[int, list[int]]:
+    """The stages that use each parameter, by its id; what nobody uses is the first stage's."""
+    found: dict[int, list[int]] = {id(p): [] for p in model.parameters()}
+    for stage, (first, end) in enumerate(zip(begins, [*begins[1:], len(chain.links)], strict=True)):
+        for key in {id(p) for link in chain.links[first:end] for p in link.params}:
+            found[key].append(stage)
+    return {key: stages or [0] for key, stages in found.items()}
+
+
+def _keep(model: nn.Module, chain: Chain, begins: Sequence[int], ours: Sequence[int], params: set[int]) -> None:
+    """Let go of the modules that other stages call, and of parameters that are not among these (by id)."""
+    bounds = [*begins, len(chain.links)]
+    stage_of = {
+        model.get_submodule(chain.links[i].name): stage
+        for stage in [
+            *(s for s in range(len(begins)) if s not in ours),
+            *ours,
+        ]  # ours last: a module may be called twice
+        for i in range(bounds[stage], bounds[stage + 1])
+    }
+    gone = {
+        part: stage
+        for part, stage in stage_of.items()
+        if stage not in ours and not any(id(p) in params for p in part.parameters())
+    }
+    for prefix, parent in list(model.named_modules(remove_duplicate=False)):
+        for name, part in list(parent._modules.items()):
+            if part in gone:
+                parent._modules[name] = Absent(f"{prefix}.{name}".lstrip("."), gone[part])
+    for part in model.modules():
+        for name, p in part._parameters.items():
+            if p is not None and id(p) not in params:
+                part._parameters[name] = None
