@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -19,9 +18,7 @@ from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
-from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
-from unisono.parallel.recipe import promised
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
@@ -32,6 +29,7 @@ from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
+from unisono.train.result import promise, result
 from unisono.train.state import RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
@@ -414,45 +412,11 @@ class Run(Generic[S]):
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""
-        if self.changes:
-            what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in self.changes)
-            first = min(c["step"] for c in self.changes)
-            return f"exact until step {first}", f"then other mathematics: {what}"
-        if self.differences:
-            return "tolerance", "; ".join(self.differences)
-        exchange = promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
-        pipeline = self._models.pipeline
-        if pipeline is not None and pipeline.names.tied:
-            return "tolerance", pipeline.why_tolerance
-        axes = self._mesh.axes if pipeline is None else self._mesh.axes._replace(pipeline=1)  # which changes no bit
-        return promised(exchange, self.settings.parallel, axes, self._models.plans)
+        return promise(self)
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""
-        seconds = 0.0 if self._began is None else (self._ended or time.perf_counter()) - self._began
-        promise, reason = self.promise()
-        order = self._engine.order if self._engine else None
-        known = {
-            **({"loss": self._done.loss if isfinite(self._done.loss) else None} if self._done is not None else {}),
-            **({"skipped": self._scale.skipped} if self._scale.on else {}),
-            "steps": self.steps_done,
-            **({"resumed_at": self._state.resumed.steps} if self._state.resumed is not None else {}),
-            "samples": order.samples(self.steps_done) if order else 0,
-            "seconds": round(seconds, 3),
-            "samples_per_second": round(self._samples_here / seconds, 2) if seconds else 0.0,
-            "ranks": self.size,
-            "virtual_ranks": self.settings.virtual_ranks,
-            "promise": promise,
-            "reason": reason,
-            "weights_sha256": self._state.fingerprint() if self._state.models else None,
-            "stopped": order is not None and self._engine is not None and self.steps_done < self._engine.last,
-            "phases": {name: round(s, 3) for name, s in self._watcher.clock.seconds.items()},
-        }
-        logged = {name: value for name, value in self.results.items() if isinstance(value, (int, float, str, bool))}
-        return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
-            **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
-            **known,
-        }
+        return result(self)
 
     def close(self) -> None:
         """Stop watching, and let go of the model."""
