@@ -28,12 +28,7 @@ class Outputs:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        walk: Walk,
-        *,
-        forward: Forward | None,
-        hurry: Callable[[], bool],
+        self, model: torch.nn.Module, walk: Walk, *, forward: Forward | None, hurry: Callable[[], bool]
     ) -> None:
         self.model, self.walk, self.group = model, walk, walk.group
         self.forward, self.hurry = forward or call, hurry
