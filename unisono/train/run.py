@@ -376,11 +376,10 @@ class Run(Generic[S]):
     ) -> Any:
         """The model's output for every sample, in the data's order, on every process and with the same bits.
 
-        data, forward  as for `evaluate`
-
-        The output is a tensor [micro-batch, ...], or tuples, lists and dicts of them; returned is the same with
-        [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises LoopError for an output without
-        one row for each sample, or with rows of several shapes, and DataError for data without samples.
+        Data and forward are as for `evaluate`. The output is a tensor [micro-batch, ...], or tuples, lists and dicts of
+        them; returned is the same with [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises
+        LoopError for an output without one row for each sample, or with rows of several shapes, and DataError for data
+        without samples.
         """
         with self._outputs("run.predict", model, data, forward, collate_fn) as outputs:
             return predict(outputs)
