@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -56,14 +57,20 @@ def weigh(span: tuple[int, int], weight: float = 1.0) -> Callable[[], torch.Tens
 
 
 def step(
-    exchange: Tree, params: list[nn.Parameter], spans: Any, pieces: dict[int, int], rank: int, seldom: bool = False
+    exchange: Tree,
+    params: list[nn.Parameter],
+    spans: Any,
+    pieces: dict[int, int],
+    rank: int,
+    seldom: bool = False,
+    announced: bool = True,
 ) -> Any:
     mine = {v: pieces[v] for v in range(*spans[rank])}
     exchange.begin(spans, mine, weigh(spans[rank], 7 / spans[-1][1]))
     left = sum(mine.values())
     for v, count in mine.items():
         for _ in range(count):
-            exchange.enter(v, last=left == 1)
+            exchange.enter(v, last=announced and left == 1)
             used = [p for number, p in enumerate(params) if uses(v, number, seldom)]
             torch.stack([(p * leaf(v, p)).sum() for p in used]).sum().backward()
             exchange.leave()
@@ -124,6 +131,31 @@ def test_any_cut_gives_the_same_sum(spans: Any, hosts: str) -> None:
     expected = by_the_book(8, counts)
     for rank in run_ranks(exchange_on, len(spans), 8, spans, counts, 100, hosts):
         assert rank[0] == rank[2] == expected
+
+
+def some_empty(world: World) -> list[Any]:
+    """Steps in which some virtual ranks have nothing, as in the short last batch of an epoch: what went wrong."""
+    wrong: list[Any] = []
+    dice = random.Random(4)
+    with join(world) as group:
+        for virtual_ranks in (3, 5, 6, 7, 8, 11, 12, 16):
+            params, spans = parameters(), place_evenly(virtual_ranks, group.size)
+            exchange = Tree(params, virtual_ranks, group)
+            for _ in range(25):
+                busy = dice.random()
+                counts = {v: (dice.random() < busy) * dice.choice([1, 1, 2]) for v in range(virtual_ranks)}
+                counts[dice.randrange(virtual_ranks)] += 1
+                announced = dice.random() < 0.7
+                grads = step(exchange, params, spans, counts, group.rank, announced=announced)
+                if grads != by_the_book(virtual_ranks, counts):
+                    wrong.append((virtual_ranks, counts, announced))
+            exchange.close()
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_virtual_ranks_that_have_nothing_count_as_zeros(size: int) -> None:
+    assert run_ranks(some_empty, size) == [[]] * size
 
 
 @pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aba"])

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation 3": {"batch": 24, "virtual_ranks": 4, "micro_batch": 2},
     "five virtual ranks": {"virtual_ranks": 5, "batch": 15},
     "more virtual ranks than a batch has samples to spare": {"batch": 9},
+    "twelve virtual ranks, most of them empty at an epoch's end": {"batch": 24, "virtual_ranks": 12},
 }
 
 

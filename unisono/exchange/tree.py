@@ -87,6 +87,7 @@ class Tree:
                 if not done:
                     self._merge(number)
             self._fold.push(*self._current)
+            self._skip_to(self._following())
             self._current = None
 
     def launch(self) -> None:
@@ -144,6 +145,13 @@ class Tree:
     def _reached(self) -> int:
         return self._fold.held[-1][0].hi if self._fold.held else self.span[0]
 
+    def _following(self) -> int:
+        """The next virtual rank that has something to do, or the end of the span. What lies before it is nothing, and
+        completes subtrees: additions that fall due by it are the current leaf's to make."""
+        assert self._current is not None
+        after = self._current[0].hi
+        return next((v for v in range(after, self.span[1]) if self.pieces[v]), self.span[1])
+
     def _open(self, virtual_rank: int) -> tuple[Node, Copy | Loose]:
         """Where the leaf of `virtual_rank` is gathered. The second of a pair, if it is one micro-batch (and no
         layer adds to it twice), goes straight into the first: (first) + g is the very addition the tree makes there."""
@@ -170,10 +178,11 @@ class Tree:
         end.held = list(self._fold.held)
         if leaf is not None:
             end.push(*leaf)
+        reached, until = end.held[-1][0].hi if end.held else self.span[0], self._following() if leaf else self.span[1]
+        for nothing in range(reached, until):
+            end.push(Node(nothing, nothing + 1), None)
         if not last:
             return
-        for nothing in range(end.held[-1][0].hi if end.held else self.span[0], self.span[1]):
-            end.push(Node(nothing, nothing + 1), None)
         self._roots = []
         becoming = leaf and (self._merges[-1][0] if self._merges else leaf[1])
         for _, value in end.held:
