@@ -44,17 +44,14 @@ class Trade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, lengths: list[int], to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.back = group, lengths, not to_heads
-        everybody, here = range(group.size), lengths[group.rank]
+        everybody, here, kinds = range(group.size), lengths[group.rank], len(tensors)
         cuts = [t.chunk(group.size, -3) if to_heads else t.split(lengths, -2) for t in tensors]
-        mine = [torch.cat([cut[peer].reshape(-1) for cut in cuts]) for peer in everybody]
-        shapes = [[_long(cut[0], lengths[peer] if to_heads else here) for cut in cuts] for peer in everybody]
-        sizes = [[math.prod(shape) for shape in of_peer] for of_peer in shapes]
-        theirs = group.trade(torch.cat(mine), [len(flat) for flat in mine], list(map(sum, sizes)))
-        parts = [
-            [flat.view(shape) for flat, shape in zip(row.split(size), shape_row, strict=True)]
-            for row, size, shape_row in zip(theirs.split(list(map(sum, sizes))), sizes, shapes, strict=True)
-        ]
-        return tuple(torch.cat(part, -2 if to_heads else -3) for part in zip(*parts, strict=True))
+        ours = [cut[peer].reshape(-1) for peer in everybody for cut in cuts]  # all for process 0, then all for 1, ...
+        shapes = [_long(cut[0], lengths[peer] if to_heads else here) for peer in everybody for cut in cuts]
+        sent, coming = list(map(len, ours)), list(map(math.prod, shapes))
+        flat = group.trade(torch.cat(ours), _sums(sent, kinds), _sums(coming, kinds))
+        theirs = [part.view(shape) for part, shape in zip(flat.split(coming), shapes, strict=True)]
+        return tuple(torch.cat(theirs[kind::kinds], -2 if to_heads else -3) for kind in range(kinds))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -64,6 +61,11 @@ class Trade(torch.autograd.Function):
 def _long(part: Tensor, length: int) -> tuple[int, ...]:
     """The shape of such a part with another number of positions."""
     return *part.shape[:-2], length, part.shape[-1]
+
+
+def _sums(sizes: list[int], kinds: int) -> list[int]:
+    """What each process gets, or sends, of all kinds together."""
+    return [sum(sizes[first : first + kinds]) for first in range(0, len(sizes), kinds)]
 
 
 class Context:
