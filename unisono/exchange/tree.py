@@ -200,8 +200,8 @@ class Tree:
             self.params[number].grad = None
 
     def _sum(self, left: Part, right: Part) -> Part:
-        """What a fold that is complete makes of two parts. A leaf's have been added while it was computed (`_merge`), so
-        nothing is left of `right`; those that a virtual rank without work completes have not."""
+        """What a fold makes of two parts. A leaf's have been added while it was computed (`_merge`), so nothing is left
+        of `right`; those that meet because a virtual rank without work is passed over have not."""
         if left is not None and right is not None:
             assert isinstance(right, Loose), "it was to travel"
             for number in range(len(self.params)):

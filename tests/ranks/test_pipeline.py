@@ -1,0 +1,466 @@
+"""Pipelines: a model that is cut into stages is the model of one process, under every schedule."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.ranks.loops import Numbers, attempt, linear, whole
+from tests.ranks.loops import train as train_linear
+from tests.ranks.training import Sentences, TinyGPT, padded, settings
+from unisono.checkpoint.load import load, newest
+from unisono.env import World
+from unisono.recipes.text import GPT, Model
+from unisono.settings import ParallelSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.world.collectives import local
+from unisono.world.start import group as join
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+UNEVEN = settings(batch=16, virtual_ranks=8, steps=4, micro_batch=1, clip=0.5)
+"""Over 53 numbers: the fourth step has five of them, so three virtual ranks have nothing."""
+
+
+class Deep(nn.Sequential):
+    """With dropout in every layer, the last of which gives a view."""
+
+    def __init__(self) -> None:
+        layers = (nn.Sequential(nn.Linear(12, 12), nn.GELU(), nn.Dropout(0.3)) for _ in range(8))
+        super().__init__(nn.Linear(3, 12), *layers, nn.Unflatten(1, (2, 6)), nn.Flatten(), nn.Linear(12, 2))
+
+
+def squares(output: Tensor, x: Tensor, i: Tensor) -> tuple[Tensor, int]:
+    return (output - x.sum(1, keepdim=True)).pow(2).sum(), len(i)
+
+
+def deep(run: Run[Any], build: Callable[[], nn.Module] = Deep, length: int = 53) -> Any:
+    """Losses, norms, an evaluation, a prediction, a forward pass of the loop's own, the fingerprint."""
+    model = run.place(build)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps(Numbers(length)):
+        step.run(model, squares)
+        norm = step.grad_norm
+        step.update(optimizer)
+        told.append((step.loss, step.weight, str(norm)))  # a step that fp16 skips has none
+    told.append(run.evaluate(model, Numbers(20), squares))
+    told.append(run.evaluate(model, (Numbers()[i] for i in range(11)), squares))
+    told.append(run.predict(model, Numbers(5)).tolist())
+    with torch.no_grad():
+        told.append(model(torch.ones(2, 3)).tolist())
+    return [*told, run.promise()[0], run._state.fingerprint()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    (told,) = run_ranks(attempt, 1, tmp_path_factory.mktemp("alone"), deep, UNEVEN)
+    assert isinstance(told, list), told
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_bits_of_one_process(tmp_path: Path, alone: Any, schedule: Any, size: int) -> None:
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=size, schedule=schedule))
+    assert run_ranks(attempt, size, tmp_path, deep, config) == [alone] * size
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
+def test_several_pipelines_beside_each_other(tmp_path: Path, alone: Any, schedule: Any) -> None:
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule=schedule))
+    assert run_ranks(attempt, 4, tmp_path, deep, config) == [alone] * 4
+
+
+def test_three_stages_for_each_process(tmp_path: Path, alone: Any) -> None:
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule="LoopedBFS", loops=3))
+    assert run_ranks(attempt, 2, tmp_path, deep, config) == [alone] * 2
+
+
+def deep_in_16_bits(run: Run[Any]) -> Any:
+    return deep(run, length=48)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(tmp_path: Path, precision: Any) -> None:
+    config = replace(UNEVEN, precision=precision, steps=12)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", deep_in_16_bits, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(pipeline=2, schedule="ZBVZeroBubble"))
+    assert run_ranks(attempt, 2, tmp_path / "2", deep_in_16_bits, config) == [told] * 2
+
+
+# -- models that are not a plain row
+
+
+class Windows(torch.utils.data.Dataset):
+    """53 rows of 17 bytes."""
+
+    def __init__(self) -> None:
+        self.rows = torch.randint(0, 256, (53, 17), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.rows[i, :-1], self.rows[i, 1:]
+
+
+def likelihood(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    nats = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    return nats, (targets != -100).sum()
+
+
+def language(run: Run[Any], *, text: bool, tied: bool, stop_after: int | None = None) -> Any:
+    """The text recipe's model, or one with lines of varied length, a frozen parameter and one that nobody uses. Of the
+    first step every gradient, by name."""
+
+    def build() -> nn.Module:
+        model = GPT(Model(width=16, depth=4, heads=2, context=16, dropout=0.1)) if text else TinyGPT()
+        if not tied:
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        return model
+
+    model, data, collate = run.place(build), Windows() if text else Sentences(53), None if text else padded
+    ours = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": [p for p in ours if p.dim() > 1], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW([*groups, {"params": [p for p in ours if p.dim() < 2]}], lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+    told: list[Any] = []
+    gradients: dict[str, Any] = {}
+    for step in run.steps(data, collate_fn=collate):
+        step.run(model, likelihood)
+        if not gradients:
+            trained = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+            gradients = {name: local(grad).numpy().copy() for name, grad in trained}
+        norm = step.grad_norm
+        step.update(optimizer, schedule)
+        told.append((step.loss, norm))
+        if step.number + 1 == stop_after:
+            run.stop()
+    told.append(run.evaluate(model, data, likelihood, collate_fn=collate))
+    assert run._state.fingerprint() == run._state.fingerprint()
+    return told, gradients, run.promise(), run._state.fingerprint()
+
+
+def untied_text(run: Run[Any]) -> Any:
+    return language(run, text=True, tied=False)
+
+
+def untied_lines(run: Run[Any]) -> Any:
+    return language(run, text=False, tied=False)
+
+
+def tied_text(run: Run[Any]) -> Any:
+    return language(run, text=True, tied=True)
+
+
+def tied_lines(run: Run[Any]) -> Any:
+    return language(run, text=False, tied=True)
+
+
+@pytest.mark.parametrize("loop", [untied_text, untied_lines])
+def test_masks_positions_and_lines_of_varied_length(tmp_path: Path, loop: Any) -> None:
+    (alone,) = run_ranks(attempt, 1, tmp_path / "1", loop, UNEVEN)
+    assert isinstance(alone, tuple), alone
+    told, gradients, promise, fingerprint = alone
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2))
+    for size in (2, 4):
+        found: dict[str, Any] = {}
+        for there, parts, promised, print_ in run_ranks(attempt, size, tmp_path / str(size), loop, config):
+            assert (there, promised[0], print_) == (told, "exact", fingerprint)
+            assert promise[0] == promised[0]
+            found |= parts
+        assert found.keys() == gradients.keys()
+        assert all(np.array_equal(found[name], gradients[name]) for name in found)
+
+
+@pytest.mark.parametrize(("loop", "schedule"), [(tied_text, "1F1B"), (tied_text, "DualPipeV"), (tied_lines, "GPipe")])
+def test_weights_that_two_stages_share(tmp_path: Path, loop: Any, schedule: Any) -> None:
+    """Within rounding of one process, and the same bits on every process and for any number of replicas."""
+    (alone,) = run_ranks(attempt, 1, tmp_path / "1", loop, UNEVEN)
+    assert isinstance(alone, tuple), alone
+    told, gradients, _, _ = alone
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule=schedule))
+    prints = set()
+    for size in (2, 4):
+        runs = run_ranks(attempt, size, tmp_path / str(size), loop, config)
+        for there, parts, promised, print_ in runs:
+            prints.add(print_)
+            assert promised[0] == "tolerance"
+            assert "belongs to several stages" in promised[1]
+            for (loss, norm), (expected, expected_norm) in zip(there[:-1], told[:-1], strict=True):
+                assert loss == pytest.approx(expected, rel=1e-6)
+                assert norm == pytest.approx(expected_norm, rel=1e-6)
+            for name, mine in parts.items():
+                same = gradients.get(name, gradients[next(iter(gradients))])  # the head is called after the embedding
+                assert np.linalg.norm(mine - same) < 1e-5 * np.linalg.norm(same)
+    assert len(prints) == 1
+
+
+def twelve(run: Run[Any]) -> Any:
+    told, _, _, fingerprint = language(run, text=False, tied=True)
+    return told, fingerprint
+
+
+@pytest.mark.slow
+def test_the_number_of_replicas_changes_no_bit(tmp_path: Path) -> None:
+    """1, 2, 3 and 4 of them, of two stages, with tied weights, lines of varied length and short steps."""
+    config = settings(batch=24, virtual_ranks=12, steps=5, clip=0.5, parallel=ParallelSettings(pipeline=2))
+    (first, *others) = [run_ranks(attempt, 2 * n, tmp_path / str(n), twelve, config) for n in (1, 2, 3, 4)]
+    assert isinstance(first[0], tuple), first
+    for told in (first, *others):
+        assert told == first[:1] * len(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_eight_processes(tmp_path: Path, alone: Any, pipeline: int) -> None:
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=pipeline, schedule="InterleavedZeroBubble", loops=1))
+    assert run_ranks(attempt, 8, tmp_path, deep, config) == [alone] * 8
+
+
+# -- what a run keeps
+
+
+def test_a_checkpoint_goes_into_a_pipeline_and_out_of_it(tmp_path: Path) -> None:
+    """Two groups of parameters, moments, a schedule; stopped three times, in other layouts: as if never stopped."""
+    config, folder = replace(UNEVEN, steps=8), tmp_path / "parts"
+    never = run_ranks(attempt, 1, tmp_path / "whole", untied_text, config)[0]
+    layouts = [
+        (2, ParallelSettings(pipeline=2)),
+        (1, ParallelSettings()),
+        (4, ParallelSettings(pipeline=2, schedule="ZBVZeroBubble")),
+        (2, ParallelSettings(shard=2)),
+    ]
+    for number, (size, parallel) in enumerate(layouts):
+        ended = run_ranks(
+            stopping, size, folder, replace(config, parallel=parallel), 2 * (number + 1), number > 0, seconds=60
+        )
+        assert len(set(ended)) == 1
+    assert ended[0] == never[-1]
+
+
+def stopping(world: World, folder: Path, config: Settings, stop_after: int, resume: bool) -> str:
+    with join(world) as group:
+        found = newest(folder, print) if resume else None
+        run: Run[Any] = Run(
+            config,
+            world=world,
+            group=group,
+            run_dir=folder,
+            identity={},
+            resumed=load(found) if found else None,
+            output=io.StringIO(),
+        )
+        fingerprint: str = language(run, text=True, tied=False, stop_after=stop_after)[-1]
+        run.close()
+        return fingerprint
+
+
+def averaged(run: Run[Any]) -> Any:
+    """An average of the weights, which is evaluated; a sum of the loop's own; gradients that the loop changes."""
+    model = run.place(Deep)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    run.track(model=model, average=average, optimizer=optimizer)
+    told: list[Any] = []
+
+    for step in run.steps(Numbers(53)):
+
+        def counted(output: Tensor, x: Tensor, i: Tensor, step: Any = step) -> tuple[Tensor, int]:
+            step.add("high", (output > 0).sum(), output.numel())
+            return squares(output, x, i)
+
+        step.run(model, counted, forward=lambda model, batch: model(batch[0] * 2.0) * 0.5)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+        step.update(optimizer)
+        average.update_parameters(model)
+        told.append((step.loss, step.mean("high")))
+    return [*told, run.evaluate(average, Numbers(20), squares), run._state.fingerprint()]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_averages_sums_and_a_forward_of_ones_own(tmp_path: Path, schedule: Any) -> None:
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", averaged, UNEVEN)
+    assert isinstance(told, list), told
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule=schedule))
+    assert run_ranks(attempt, 2, tmp_path / "2", averaged, config) == [told] * 2
+
+
+def places(run: Run[Any]) -> Any:
+    model = run.place(Deep)
+    return sorted({name.split(".")[0] for name, _ in model.named_parameters()}, key=int)
+
+
+def test_each_process_keeps_its_own_stages_only(tmp_path: Path) -> None:
+    parallel = ParallelSettings(pipeline=2)
+    assert run_ranks(attempt, 2, tmp_path / "a", places, replace(UNEVEN, parallel=parallel)) == [
+        ["0", "1", "2", "3", "4"],
+        ["5", "6", "7", "8", "11"],
+    ]
+    named = replace(parallel, stages=["2"])
+    assert run_ranks(attempt, 2, tmp_path / "b", places, replace(UNEVEN, parallel=named)) == [
+        ["0", "1"],
+        ["2", "3", "4", "5", "6", "7", "8", "11"],
+    ]
+    in_v = replace(parallel, schedule="DualPipeV", stages=["1", "3", "6"])
+    assert run_ranks(attempt, 2, tmp_path / "c", places, replace(UNEVEN, parallel=in_v)) == [
+        ["0", "6", "7", "8", "11"],
+        ["1", "2", "3", "4", "5"],
+    ]
+
+
+# -- what cannot be
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+class Asks(nn.Module):
+    """Looks into a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.second(x if x.sum() > 0 else -x)
+        return out
+
+
+class Counts(nn.Linear):
+    """Changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().forward(x)
+
+
+def single() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+
+
+def flat_end() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Tanh())
+
+
+def rows() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def plain(run: Run[Any]) -> Any:
+    return train_linear(run, whole, build=rows)
+
+
+def passes(run: Run[Any]) -> Any:
+    model = run.place(rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in run.steps(Numbers()):
+        step.run(model, squares, over=[optimizer])
+
+
+def twice(run: Run[Any]) -> Any:
+    model = run.place(rows)
+    for step in run.steps(Numbers()):
+        step.run(model, squares, forward=lambda model, batch: model(batch[0]) + model(batch[0]))
+
+
+def never(run: Run[Any]) -> Any:
+    model = run.place(rows)
+    for step in run.steps(Numbers()):
+        step.run(model, squares, forward=lambda model, batch: batch[0])
+
+
+def two(run: Run[Any]) -> Any:
+    return run.place(rows), run.place(linear)
+
+
+def part(run: Run[Any]) -> Any:
+    model = run.place(cast(Callable[[], nn.Sequential], rows))
+    return model[2](torch.ones(1, 3)), model[0](torch.ones(1, 3))
+
+
+def building(build: Callable[[], nn.Module]) -> Callable[[Run[Any]], Any]:
+    def loop(run: Run[Any]) -> Any:
+        return deep(run, build)
+
+    loop.__qualname__ = loop.__name__ = f"with_{build.__name__}"
+    globals()[loop.__name__] = loop
+    return loop
+
+
+PIPED = ParallelSettings(pipeline=2)
+WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
+    "batch norm": (building(Normed), PIPED, "Its 1 is a BatchNorm1d.*GroupNorm"),
+    "more stages than layers": (building(single), PIPED, "chain of 2.*1 have parameters.*parallel.pipeline=1"),
+    "no row at all": (building(linear), PIPED, "chain of 0 modules"),
+    "more stages than layers, looped": (
+        plain,
+        ParallelSettings(pipeline=2, schedule="LoopedBFS"),
+        "of which 2 have parameters.*parallel.pipeline=2, or a schedule.*1F1B",
+    ),
+    "a forward that looks into tensors": (building(Asks), PIPED, "cannot be followed without data.*nn.Sequential"),
+    "a name that is none": (
+        plain,
+        replace(PIPED, stages=["4"]),
+        r"parallel.stages = \['4'\].*in which Sequential calls them: 1, 2",
+    ),
+    "a stage without parameters": (building(flat_end), replace(PIPED, stages=["2"]), "Stage 1 would have no parameter"),
+    "a plain loop": (plain, PIPED, "was iterated over.*parallel.pipeline=2.*step.run"),
+    "a pass": (passes, PIPED, "began a pass.*step.run"),
+    "two models": (two, PIPED, "after a Sequential.*one model"),
+}
+ON_SOME = {
+    "two calls": (twice, "called twice for one micro-batch|PeerLost"),
+    "no call": (never, "did not call the model|PeerLost"),
+    "another stage's module": (part, "was called by itself.*stage [01]"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> None:
+    loop, parallel, words = WRONG[what]
+    for told in run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=parallel)):
+        assert isinstance(told, str), told
+        assert re.search(words, told, re.DOTALL), told
+
+
+@pytest.mark.parametrize("what", ON_SOME)
+def test_what_one_process_sees_ends_the_others(tmp_path: Path, what: str) -> None:
+    loop, words = ON_SOME[what]
+    told = run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=PIPED))
+    assert all(isinstance(words_here, str) and re.search(words, words_here, re.DOTALL) for words_here in told), told
+    assert not all("PeerLost" in words_here for words_here in told), told
+
+
+def counting(run: Run[Any]) -> Any:
+    return deep(run, lambda: nn.Sequential(Counts(), nn.Linear(3, 2)))
+
+
+def test_buffers_that_forward_changes_are_refused(tmp_path: Path) -> None:
+    for told in run_ranks(attempt, 2, tmp_path, counting, settings(batch=8, virtual_ranks=4, parallel=PIPED)):
+        assert isinstance(told, str), told
+        assert "changed buffers" in told
