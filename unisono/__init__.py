@@ -18,9 +18,11 @@ _door = {
     "CheckpointSettings": "unisono.settings",
     "LoaderSettings": "unisono.settings",
     "ParallelSettings": "unisono.settings",
+    "Sequence": "unisono.parallel.sequence",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streams",
+    "Placement": "unisono.parallel.placement",
     "World": "unisono.env",
     "UnisonoError": "unisono.errors",
     "SettingsError": "unisono.errors",
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from unisono.errors import SettingsError as SettingsError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
+    from unisono.parallel.placement import Placement as Placement
+    from unisono.parallel.sequence import Sequence as Sequence
     from unisono.settings import CheckpointSettings as CheckpointSettings
     from unisono.settings import LoaderSettings as LoaderSettings
     from unisono.settings import ParallelSettings as ParallelSettings

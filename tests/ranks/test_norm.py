@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unisono.env import World
 from unisono.testing import run_ranks
 from unisono.train.norm import clip_, total_norm
-from unisono.world.collectives import Group
+from unisono.world.mesh import Mesh
 from unisono.world.start import group as join
 
 SHAPES = [(7, 5), (3,), (1, 40), (12, 3, 2), (2, 1000), (5,)]
@@ -26,14 +26,14 @@ def gradients() -> list[torch.Tensor]:
 def test_it_is_torchs(shapes: list[list[int]], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     grads = [torch.randn(shape, generator=g) for shape in shapes]
-    assert total_norm(grads, Group()) == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-5)
+    assert total_norm(grads, Mesh()) == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-5)
 
 
 def test_clipping_is_torchs_too() -> None:
     ours, theirs = gradients(), [torch.nn.Parameter(grad.clone()) for grad in gradients()]
     for p in theirs:
         p.grad = p.detach().clone()
-    norm = total_norm(ours, Group())
+    norm = total_norm(ours, Mesh())
     clip_(ours, 0.5, norm)
     torch.nn.utils.clip_grad_norm_(theirs, 0.5)
     for mine, p in zip(ours, theirs, strict=True):
@@ -48,10 +48,10 @@ def divided(world: World) -> float:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     with join(world) as group:
-        mesh = init_device_mesh("cpu", (world.size,))
-        return total_norm([distribute_tensor(grad, mesh, [Shard(0)]) for grad in gradients()], group)
+        mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("shard",))
+        return total_norm([distribute_tensor(grad, mesh, [Shard(0)]) for grad in gradients()], Mesh(shard=group))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_any_division_gives_the_same_bits(size: int) -> None:
-    assert set(run_ranks(divided, size)) == {total_norm(gradients(), Group())}
+    assert set(run_ranks(divided, size)) == {total_norm(gradients(), Mesh())}

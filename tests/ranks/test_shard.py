@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.ranks.loops import Numbers, attempt, linear, train, whole
+from tests.ranks.test_passes import CONFIG, alternating, together
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
 from unisono.env import World
@@ -122,6 +123,16 @@ def test_running_statistics_and_a_layer_that_is_called_twice(tmp_path: Path, loo
         assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [told] * size
 
 
+@pytest.mark.parametrize("loop", [together, alternating])
+def test_passes_with_a_gradient_each(tmp_path: Path, loop: Any) -> None:
+    """Two models called twice in one forward pass, and a gradient of a gradient."""
+    config = replace(CONFIG, batch=12, steps=3)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert "Error" not in str(told)
+    config = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
+
+
 def scores(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (output - x.sum(1, keepdim=True)).pow(2).sum(), len(i)
 
@@ -173,7 +184,11 @@ def scaled(run: Run[Any]) -> Any:
 
 SHARED = ParallelSettings(shard=2)
 WRONG: dict[str, tuple[Any, Any, str]] = {
-    "a layer called twice": (repeated, {}, "called twice in one forward pass.*parallel.gather=step"),
+    "a layer called twice": (
+        repeated,
+        {},
+        "The Linear rows.0 was called twice in one forward pass.*parallel.gather=step",
+    ),
     "a parameter without a dimension": (scaled, {}, "1 of its parameters are single numbers.*scale.*torch.ones"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,10 +56,10 @@ def about(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a whole checkpoint. Tensors are on the CPU."""
+def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
+    """Read a whole checkpoint, or `only` the states of these names. Tensors are on the CPU."""
     state = json.loads((path / "state.json").read_text())
-    plain = state.pop("states")
+    plain = {name: item for name, item in state.pop("states").items() if only is None or name in only}
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(of["shape"], dtype=getattr(torch, of["dtype"])) for name, of in described(plain).items()
     }
@@ -95,22 +95,29 @@ def _flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> None:
         leaves.append((name, value))
 
 
-def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
-    """The fingerprint of a run directory's newest whole checkpoint, or of a checkpoint itself.
-
-    weights_sha256 covers the tracked models; with `state`, state_sha256 covers optimizers and schedules as well.
-    """
+def whole_one(path: Path, asked: str) -> Path:
+    """The newest whole checkpoint of a run directory, or the checkpoint itself, if it is whole. Raises CheckpointError;
+    `asked` says what for, with {} for where."""
     itself = any((path / name).is_file() for name in ("state.json", "manifest.json"))
     folder = path if itself else newest(path, note=lambda text: None)
     if folder is None:
         raise CheckpointError(
-            f"The fingerprint of {path} was asked for.",
+            asked.format(path),
             "There is no checkpoint in it." if path.is_dir() else "There is no such directory.",
             "name a run's directory (runs/...) or one of its checkpoints (runs/.../checkpoints/step-...).",
         )
     wrong = manifest.damage(folder)
     if wrong is not None:
-        raise CheckpointError(f"The fingerprint of {folder} was asked for.", f"{wrong}.", "name another checkpoint.")
+        raise CheckpointError(asked.format(folder), f"{wrong}.", "name another checkpoint.")
+    return folder
+
+
+def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
+    """The fingerprint of a run directory's newest whole checkpoint, or of a checkpoint itself.
+
+    weights_sha256 covers the tracked models; with `state`, state_sha256 covers optimizers and schedules as well.
+    """
+    folder = whole_one(path, "The fingerprint of {} was asked for.")
     checkpoint = load(folder)
     models = checkpoint.about["models"]
     result: dict[str, Any] = {"path": str(folder), "step": checkpoint.steps}

@@ -59,14 +59,26 @@ def check(
         How many steps are compared.
     """
     line = request.line("unisono", "check", target, *(["--steps", str(steps)] if steps != 3 else []))
+    alone(line, steps, request)
+    script, threads = checked(target, 1, request, line)
+    with tempfile.TemporaryDirectory(prefix="unisono-check-") as folder:
+        return Check(script, threads, steps, request, line, Path(folder)).run()
+
+
+def alone(line: Line, steps: int, request: Request) -> None:
+    """Runs that are compared have at least a step, and nothing to do with any other run. Raises SettingsError."""
     if steps < 1:
         raise SettingsError(f"--steps {steps}", "At least one step is compared.", str(line.flag("--steps", "3")))
     if request.resume or request.run_dir is not None:
         true = "It begins every run at step 0, in a folder of its own."
         raise SettingsError(str(line), true, str(line.without("--resume").without("--run-dir")))
-    script, threads = checked(target, 1, request, line)
-    with tempfile.TemporaryDirectory(prefix="unisono-check-") as folder:
-        return Check(script, threads, steps, request, line, Path(folder)).run()
+
+
+def reason_of(outcome: Outcome) -> tuple[str, str]:
+    """Why a run failed: its message, and all that is to be said of it, the traceback too."""
+    record = outcome.failure.record if outcome.failure is not None else None
+    said = (record.traceback or record.message) if record is not None else str(outcome.failure)
+    return record.message if record is not None else said, said.rstrip()
 
 
 @dataclass
@@ -177,21 +189,17 @@ class Check:
         return self._end(1, first=where, with_run=name, cause=cause.name, said=cause.said, do=cause.do)
 
     def _fails(self, placement: Placement, outcome: Outcome) -> int:
-        record = outcome.failure.record if outcome.failure is not None else None
-        said = (record.traceback or record.message) if record is not None else str(outcome.failure)
+        message, said = reason_of(outcome)
         if not self.request.json:
-            print(f"\nNot placement-proof: it fails with {placement.name}, and not with 1 process.\n\n{said.rstrip()}")
-        message = record.message if record is not None else said
+            print(f"\nNot placement-proof: it fails with {placement.name}, and not with 1 process.\n\n{said}")
         return self._end(1, with_run=placement.name, cause="failure", said=message, do="mend what the message names.")
 
     def _no_ground(self, outcome: Outcome) -> int:
         """There is nothing to compare with."""
         if outcome.failure is not None:
-            record = outcome.failure.record
-            said = (record.traceback or record.message) if record is not None else str(outcome.failure)
+            message, said = reason_of(outcome)
             if not self.request.json:
-                print(f"It fails with 1 process already.\n\n{said.rstrip()}")
-            message = record.message if record is not None else said
+                print(f"It fails with 1 process already.\n\n{said}")
             return self._end(outcome.exit_status, cause="failure", said=message, do="mend what the message names.")
         do = "for step in run.steps(train_set), inside of what is given to unisono.main"
         raise SettingsError(str(self.line), "It ran, and made no step that could be compared.", do)

@@ -35,7 +35,9 @@ def fingerprint(
     itself = any((folder / name).is_file() for name in ("state.json", "manifest.json"))
     if not itself and not manifest.checkpoints(folder):
         true = "There is no checkpoint in it." if folder.is_dir() else "There is no such folder."
-        raise SettingsError(f"unisono fingerprint {folder}", true, f"unisono fingerprint {_with_checkpoints(folder)}")
+        raise SettingsError(
+            f"unisono fingerprint {folder}", true, f"unisono fingerprint {shlex.quote(with_checkpoints(folder))}"
+        )
     from unisono.checkpoint import load  # it loads torch, and that only now
 
     found = load.fingerprint(folder, state)
@@ -47,10 +49,10 @@ def fingerprint(
     return 0
 
 
-def _with_checkpoints(folder: Path) -> str:
+def with_checkpoints(folder: Path) -> str:
     """A run directory that was probably meant: in this folder, below runs/, or an example."""
     there = [
         path for parent in (folder, folder / RUNS, RUNS) for path in parent.glob("*") if manifest.checkpoints(path)
     ]
     newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
-    return shlex.quote(str(newest)) if newest is not None else "runs/NAME-TIME"
+    return str(newest) if newest is not None else "runs/NAME-TIME"

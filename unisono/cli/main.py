@@ -18,7 +18,9 @@ import unisono
 from unisono.cli.check import check
 from unisono.cli.copy import copy
 from unisono.cli.doctor import doctor
+from unisono.cli.export import export
 from unisono.cli.fingerprint import fingerprint
+from unisono.cli.prove import prove
 from unisono.cli.request import Request, parsed, split, table_of
 from unisono.cli.run import run
 from unisono.cli.target import recipes
@@ -33,6 +35,7 @@ Examples:
   unisono run train.py --resume           go on where its newest run stopped
   unisono copy text train.py              get a recipe to change
   unisono check train.py                  is it placement-proof?
+  unisono prove train.py                  do shards and the like compute the same?
   unisono doctor                          is this machine ready?
 """
 RUN_EXAMPLES = """\
@@ -59,6 +62,17 @@ Examples:
   unisono check train.py                  is it placement-proof?
   unisono check text --steps 5 --set model.dropout=0.1
 """
+PROVE_EXAMPLES = """\
+Examples:
+  unisono prove train.py                  every placement that fits on 4 processes
+  unisono prove text --parallel shard=2 --parallel replicate=2,shard=2,gather=step
+  unisono prove text --parallel shard=4 --steps 10 --set model.depth=2
+"""
+EXPORT_EXAMPLES = """\
+Examples:
+  unisono export runs/mine model.safetensors
+  unisono export runs/mine/checkpoints/step-00000040 average.safetensors --model average
+"""
 DOCTOR_EXAMPLES = """\
 Examples:
   unisono doctor
@@ -82,8 +96,10 @@ def build_app(words: Sequence[str] = ()) -> App:
     app["--help"].group = app["--version"].group = LOOK
     app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES + _settings_of_target(words))
     app.command(check, group=TRAIN, help_epilogue=CHECK_EXAMPLES)
+    app.command(prove, group=TRAIN, help_epilogue=PROVE_EXAMPLES)
     app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
     app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
+    app.command(export, group=LOOK, help_epilogue=EXPORT_EXAMPLES)
     app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
     return app
 
@@ -117,11 +133,11 @@ def _obey(words: Sequence[str]) -> int:
     flags, own = split(words)
     names = [entry.name for entry in entries_of(Settings)]
     command, bound = parsed(build_app(flags), flags, "unisono", names)
-    if command in (run, check):
+    if command in (run, check, prove):
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:
         asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
-        raise SettingsError(asked, "Only `unisono run` and `unisono check` hand arguments on to a script.", do)
+        raise SettingsError(asked, "Only `unisono run`, `check` and `prove` hand arguments on to a script.", do)
     return command(*bound.args, **bound.kwargs) or 0
 
 

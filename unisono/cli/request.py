@@ -63,7 +63,7 @@ class Request:
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
-    trace: Annotated[str, Parameter(show=False)] = ""  # STEPS:FOLDER, what `unisono check` asks of a script
+    trace: Annotated[str, Parameter(show=False)] = ""  # [evidence:]STEPS:FOLDER, for `unisono check` and `prove`
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
     def arguments(self, run_dir: Path) -> list[str]:
@@ -195,8 +195,10 @@ def parsed(
 OPERANDS = {
     "run": ("the name of a recipe, or the path of a script", "text"),
     "check": ("the name of a recipe, or the path of a script", "text"),
+    "prove": ("the name of a recipe, or the path of a script", "text"),
     "copy": ("the name of a recipe", "text"),
     "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
+    "export": ("a run directory, or one checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
 }
 """What a verb cannot do without, and an example."""
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
+from unisono.cli.machine import problems_here
 from unisono.cli.request import WHERE, Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
@@ -120,6 +121,8 @@ def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> t
         line=line,
     )
     loaded, problems = examine(gathered, ranks, only_given=cls is None)
+    if loaded is not None and not problems:
+        problems += problems_here(loaded.settings, ranks, line)
     known: set[str] = set()  # whatever it is, the script's own process knows better
     if cls is not None and loaded is not None:
         known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}

@@ -24,6 +24,7 @@ import torch
 
 from unisono import __version__, env
 from unisono.checkpoint.load import Checkpoint, about, load, newest
+from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import recipes
@@ -32,6 +33,7 @@ from unisono.env import World
 from unisono.errors import Problem, SettingsError, Stopped, UnisonoError
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
+from unisono.settings.axes import fill, layout, wanted
 from unisono.settings.check import examine
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
@@ -79,7 +81,11 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         asked = replace(asked, request=request)
         facts = environment(group.device)
         differences = agree(group, facts)
+        parallel = loaded.settings.parallel
+        axes = fill(wanted(parallel), group.size)
+        assert axes is not None, "checked with the settings"
         identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
+        identity["layout"] = layout(parallel, axes)
         log.start(group.rank, group.size)
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
         resumed = load(Path(found)) if found else None
@@ -172,6 +178,8 @@ class Asked:
             line=self.line(),
         )
         loaded, problems = examine(gathered, self.world.size)
+        if loaded is not None and not problems:
+            problems += problems_here(loaded.settings, self.world.size, self.line())
         if self.world.launcher == "python":  # others have several processes, and one of them will look
             problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=self.line())
         problems += request.problems_of_accepted((), self.line())
@@ -194,9 +202,10 @@ class Asked:
         path = newest(run_dir, log.say)
         before = about(path)["identity"] if path is not None else {}
         problems = self.request.problems_of_accepted({*before, *identity, "length"}, self.line())
-        known = {name: value for name, value in before.items() if name != "length"}
+        known = {name: value for name, value in before.items() if name not in CHANGING}
         if path is not None:
-            problems += compare(known, identity, list(self.request.accept_change), str(self.line()))
+            now = {name: value for name, value in identity.items() if name not in CHANGING}
+            problems += compare(known, now, list(self.request.accept_change), str(self.line()))
         if problems:
             raise SettingsError.of(problems)
         if path is None:
@@ -205,21 +214,28 @@ class Asked:
 
 
 def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Request) -> list[dict[str, Any]]:
-    """The changes of the mathematics that this resume accepts, as the promise will tell them."""
+    """The changes of the mathematics that this resume accepts, as the promise will tell them. Another layout need not
+    be accepted: it is another way to the same, to rounding."""
     if resumed is None:
         return []
     before = resumed.about["identity"]
     return [
         {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
-        for name in request.accept_change
+        for name in (*request.accept_change, "layout")
         if name != "length" and before.get(name) != identity.get(name)  # of the length, the run knows better
     ]
 
 
-def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
-    from unisono.train.trace import traced
+CHANGING = ("length", "layout")
+"""Parts of a run's identity that are compared elsewhere."""
 
-    return traced(asked, rank)
+
+def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+    from unisono.train import evidence, trace
+
+    if asked.startswith("evidence:"):
+        return evidence.told(asked.removeprefix("evidence:"), rank)
+    return trace.traced(asked, rank)
 
 
 def _on_main(group: Group, decide: Callable[[], Any]) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unisono.world.collectives import Group
+from unisono.world.collectives import Group, lies_apart
 
 Spans = Sequence[tuple[int, int]]
 Weights = Callable[[], torch.Tensor]
@@ -75,7 +75,7 @@ def build_exchange(
     name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
 ) -> Exchange:
     """The exchange called `name` over these parameters. One virtual rank on one process needs none: solo.py."""
-    name = "solo" if virtual_ranks == group.size == 1 else name
+    name = "solo" if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)) else name
     exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)
     return exchange
 

@@ -48,7 +48,7 @@ class AllReduce:
             work.wait()
         self._works = []
         finite = [divide_(flat, weight) for flat in self.sum.flats]
-        self.sum.place(self.params)
+        self.sum.hand_over(self.params)
         return all(finite)
 
     def commit(self) -> None:

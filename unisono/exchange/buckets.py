@@ -2,7 +2,8 @@
 
 Parameters are laid out in the order in which backward tends to finish them (the reverse of registration), each kind of
 tensor (dtype, device) in buffers of its own. A buffer is one bucket's worth of one gradient copy; `p.grad` is a view
-into it, so autograd adds straight into what will travel.
+into it, so autograd adds straight into what will travel. Of a parameter that lies over several processes (torch's
+DTensor, under tensor parallel) it is the part that this process holds.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from unisono.errors import LoopError
+from unisono.world.collectives import lies_apart, like, local
 from unisono.world.shared import Shared
 
 BUCKET_BYTES = 25 * 2**20
@@ -50,10 +53,12 @@ class Layout:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], size: int, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.params = params
+        self.parts = [local(p.detach()) for p in params]
+        """What this process holds of each."""
         self.buckets: list[Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
         for number in reversed(range(len(params))):
-            p = params[number]
+            p = self.parts[number]
             bucket = open_buckets.get((p.dtype, p.device))
             if bucket is None or (bucket.size + p.numel()) * p.element_size() > bucket_bytes:
                 bucket = open_buckets[p.dtype, p.device] = Bucket(p.dtype, p.device)
@@ -98,7 +103,7 @@ class Copy:
         views: dict[int, torch.Tensor] = {}
         for bucket, flat in zip(layout.buckets, self.flats, strict=True):
             for number, offset in zip(bucket.members, bucket.offsets, strict=True):
-                views[number] = _view(flat, offset, layout.params[number])
+                views[number] = _view(flat, offset, layout.parts[number])
         self.views = [views[number] for number in range(len(layout.params))]
         self.bucket_of = layout.bucket_of
         self.filled: list[bool] = []
@@ -114,15 +119,19 @@ class Copy:
         """Make p.grad what backward should add to: the views that hold a gradient, and nothing for the others."""
         self._versions = [flat._version for flat in self.flats]
         for p, view, filled in zip(params, self.views, self.filled, strict=True):
-            p.grad = view if filled else None
+            p.grad = view if filled and not lies_apart(p) else None
+
+    def hand_over(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Make p.grad what is here."""
+        for p, view in zip(params, self.views, strict=True):
+            p.grad = like(view, p)
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
         self._versions[self.bucket_of[number]] += 1
         if p.grad is not self.views[number]:  # otherwise autograd added to what was here
-            assert p.grad is not None
-            self._add(number, p.grad)
-            p.grad = self.views[number]
+            self._add(number, part_of_gradient(p))
+            p.grad = None if lies_apart(p) else self.views[number]
 
     def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Has nobody but autograd written to p.grad since `place`, nor replaced it?"""
@@ -162,12 +171,11 @@ class Loose:
     def place(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what backward should add to."""
         for p, grad in zip(params, self.grads, strict=True):
-            p.grad = grad
+            p.grad = None if lies_apart(p) else grad
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
-        held, grad = self.grads[number], p.grad
-        assert grad is not None
+        held, grad = self.grads[number], part_of_gradient(p)
         if held is None:
             held = self.grads[number] = grad if grad.layout is torch.strided else grad.to_dense()
             self._versions[number] = held._version
@@ -175,7 +183,9 @@ class Loose:
             if grad is not held:  # somebody's zero_grad came between
                 held.add_(grad)
             self._versions[number] += 1
-        if grad is not held:
+        if lies_apart(p):
+            p.grad = None
+        elif grad is not held:
             p.grad = held
 
     def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
@@ -197,6 +207,17 @@ class Loose:
     def take(self, number: int) -> torch.Tensor | None:
         grad, self.grads[number] = self.grads[number], None
         return grad
+
+
+def part_of_gradient(p: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a gradient, lying as its parameter lies: where parts of it are still to be added up
+    over the parameter's own processes, they are."""
+    grad: Any = p.grad
+    assert grad is not None
+    if lies_apart(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
+    part: torch.Tensor = local(grad)
+    return part
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[slice]:

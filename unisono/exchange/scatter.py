@@ -18,16 +18,16 @@ travels, it is there twice: made, and arriving.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from unisono.errors import LoopError
 from unisono.exchange import Weights
 from unisono.exchange.buckets import divide_
 from unisono.score.tree import Fold, Node, Plan
-from unisono.world.collectives import Group, Message, Work
+from unisono.world.collectives import Group, Message, Work, like, local
 
 Sum = torch.Tensor | None
 """A sum of chunks; None: of nothing, zeros."""
@@ -36,8 +36,11 @@ Sum = torch.Tensor | None
 class Layer(Protocol):
     """What is gathered at once (parallel/shard.py)."""
 
+    called: str
     params: Sequence[torch.nn.Parameter]
     """The shards of its parameters, in the order in which their gradients are laid out."""
+    shapes: Sequence[torch.Size]
+    """Of these parameters, as a process has them when they are gathered."""
     used: list[bool]
     """Which of them have taken part in a backward pass since somebody looked."""
 
@@ -65,9 +68,10 @@ class Chunk:
         self.layer, self.params, self.scatter, self.size = layer, params, scatter, size
         self.offsets: list[int] = []
         self.length = 0
-        for p in params:
+        shapes = {id(p): shape for p, shape in zip(layer.params, layer.shapes, strict=True)}
+        for rows, *others in (shapes[id(p)] for p in params):
             self.offsets.append(self.length)
-            self.length += -(-p.shape[0] // size) * p.shape[1:].numel()
+            self.length += -(-rows // size) * prod(others)
         self.fold: Fold[Sum] = Fold(1, _add)
         self.leaf: Sum = None
         self.rounds = 0
@@ -84,12 +88,9 @@ class Chunk:
         """A chunk as gradients, one for each parameter."""
         found: list[torch.Tensor] = []
         for p, offset in zip(self.params, self.offsets, strict=True):
-            assert isinstance(p, DTensor)
-            shard = p.to_local()
+            shard = local(p)
             mine = flat[offset : offset + shard.numel()].view(shard.shape).to(shard.device)
-            found.append(
-                DTensor.from_local(mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-            )
+            found.append(like(mine, p))
         return found
 
 
@@ -157,7 +158,7 @@ class Scatter:
         While it travels, the one before it is added up, and backward goes on."""
         if chunk.rounds > self.round:
             raise LoopError(
-                f"{type(chunk.layer).__name__} of {len(chunk.params)} parameters was called twice in one forward pass.",
+                f"{chunk.layer.called} was called twice in one forward pass.",
                 "With parallel.gather=layer its gradient leaves when backward is first done with it.",
                 "--set parallel.gather=step, or let the part of the model that repeats it be the layer: "
                 "--set 'parallel.layers=[\"...\"]'",

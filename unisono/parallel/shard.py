@@ -22,9 +22,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from unisono.errors import LoopError
+from unisono.parallel.layers import layers_of, outermost
+from unisono.world.collectives import like, local
 
 if TYPE_CHECKING:
     from unisono.settings import ParallelSettings
@@ -34,13 +35,19 @@ if TYPE_CHECKING:
 class Layer:
     """What is gathered at once.
 
+    called  in messages
     module  a part of a model that FSDP2 has taken over
     names   of its own parameters within it: not those of layers inside it
+    shapes  of these, as this process has them when they are gathered
+    place   which part is this process's, and of how many
     params  the shards of these
     """
 
+    called: str
     module: nn.Module
     names: list[str]
+    shapes: list[torch.Size]
+    place: tuple[int, int]
     params: list[nn.Parameter] = field(default_factory=list)
     used: list[bool] = field(default_factory=list)
     """Which of them have taken part in a backward pass since somebody looked."""
@@ -81,7 +88,13 @@ class Layer:
         """Whole parameters have gradients: every shard that is wanted (by id) gets its part."""
         for whole, shard in zip(self.current(), self.params, strict=True):
             if id(shard) in wanted:
-                shard.grad = None if whole.grad is None else part_of(whole.grad, shard)
+                shard.grad = None if whole.grad is None else like(self._part(local(whole.grad), local(shard)), shard)
+
+    def _part(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """This process's part of a whole tensor. Shares its memory, if it is on the same device."""
+        rank, size = self.place
+        first = min(rank * -(-len(whole) // size), len(whole))
+        return whole[first : first + len(shard)].to(shard.device)
 
     def rest(self) -> None:
         """Let go of whole parameters, if there are any."""
@@ -121,51 +134,22 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
         "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
     }
-    modules = untied(model, [*layers_of(model, parallel.layers), model])
+    found = layers_of(model, parallel.layers)
+    if parallel.recompute == "selective":  # torch counts the operators within a layer, and gathering would be some
+        found = [layer for layer in outermost(model, parallel.layers) if layer is not model]
+    modules = untied(model, [*found, model])
+    known = {part: name for name, part in model.named_modules()}
     layers = []
     for module in modules:
         names = own_parameters(module, [other for other in modules if other is not module])
         if names:
+            shapes = [local(module.get_parameter(name).detach()).shape for name in names]
             fully_shard(module, **options)
-            layers.append(Layer(module, names))
+            called = f"The {type(module).__mro__[2].__name__} {known[module]}".strip()  # FSDP2 has made a class of it
+            layers.append(Layer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
     return layers
-
-
-def part_of(whole: torch.Tensor, shard: torch.Tensor) -> DTensor:
-    """This process's part of a whole tensor, lying as `shard` lies. Shares its memory, if it is on the same device."""
-    assert isinstance(shard, DTensor)
-    local, mesh = shard.to_local(), shard.device_mesh
-    first = min(mesh.get_local_rank() * -(-len(whole) // mesh.size()), len(whole))
-    mine = whole[first : first + len(local)].to(local.device)
-    return DTensor.from_local(mine, mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride())
-
-
-def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
-    """The parts of a model that are gathered at once, inner ones before what contains them.
-
-    classes  the names of their classes; otherwise the members of every ModuleList or Sequential in which two or more
-             are of one class with parameters: a transformer's blocks, a network's stages
-    """
-    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
-    if classes:
-        missing = set(classes) - {type(part).__name__ for part in parts}
-        if missing:
-            known = sorted({type(part).__name__ for part in parts})
-            raise LoopError(
-                f"parallel.layers names {' and '.join(sorted(missing))}.",
-                f"{type(model).__name__} has parts with parameters of class {', '.join(known)}.",
-                f"--set 'parallel.layers=[\"{known[0] if known else ''}\"]', or leave it out.",
-            )
-        found = [part for part in parts if type(part).__name__ in classes]
-    else:
-        rows = [part for part in [model, *parts] if isinstance(part, nn.ModuleList | nn.Sequential)]
-        found = []
-        for row in rows:
-            count = Counter(type(part) for part in row.children() if part in parts)
-            found += [part for part in row.children() if count[type(part)] > 1 and part not in found]
-    return found[::-1]
 
 
 def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:

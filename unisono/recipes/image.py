@@ -62,9 +62,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):
-        for images, labels in step:
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
-            step.backward(loss, weight=len(labels))
+        step.run(model, surprise)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -76,11 +74,15 @@ def main(run: unisono.Run[Settings]) -> None:
     )
 
 
+def surprise(output: Tensor, images: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """How much these labels surprise the model, in nats, and how many there are."""
+    return F.cross_entropy(output, labels, reduction="sum"), len(labels)
+
+
 def measure(output: Tensor, images: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, int]]:
-    """How many of these pictures the model names right, and what they cost it in nats."""
+    """How many of these pictures the model names right, and how much they surprise it."""
     right = (output.argmax(1) == labels).sum()
-    loss = F.cross_entropy(output, labels, reduction="sum")
-    return {"accuracy": (right, len(labels)), "valid_loss": (loss, len(labels))}
+    return {"accuracy": (right, len(labels)), "valid_loss": surprise(output, images, labels)}
 
 
 def build_sets(found: Pictures, settings: Settings) -> tuple[PictureSet, PictureSet]:

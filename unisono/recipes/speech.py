@@ -66,11 +66,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set, collate_fn=padded):
-        for frames, counts, labels in step:
-            votes = model(frames, counts)
-            wanted = labels[:, None].expand(counts.shape)
-            losses = F.cross_entropy(votes.flatten(0, 1), wanted.flatten(), reduction="none")
-            step.backward((losses * counts.flatten()).sum(), weight=counts.sum())  # frames that count, not clips
+        step.run(model, surprise, forward=vote)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -85,11 +81,24 @@ def main(run: unisono.Run[Settings]) -> None:
         run.print(f"for information: {share * len(real):.0f} of {len(real)} digits right that a person has recorded")
 
 
+def vote(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """What each frame is taken for: logits [batch, length, words]."""
+    frames, counts, _ = batch
+    return model(frames, counts)
+
+
+def surprise(votes: Tensor, frames: Tensor, counts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """How much the words surprise their frames, in nats, and how many frames count: these, not clips, are weighed."""
+    wanted = labels[:, None].expand(counts.shape)
+    nats = F.cross_entropy(votes.flatten(0, 1), wanted.flatten(), reduction="none")
+    return (nats * counts.flatten()).sum(), counts.sum()
+
+
 def listen(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """What a clip is taken for: the mean of its frames' votes, log odds [batch, words]."""
-    frames, counts, _ = batch
-    votes = F.log_softmax(model(frames, counts), dim=-1)
-    return (votes * counts[..., None]).sum(1) / counts.sum(1, keepdim=True)
+    _, counts, _ = batch
+    odds = F.log_softmax(vote(model, batch), dim=-1)
+    return (odds * counts[..., None]).sum(1) / counts.sum(1, keepdim=True)
 
 
 def accuracy(output: Tensor, frames: Tensor, counts: Tensor, labels: Tensor) -> tuple[Tensor, int]:

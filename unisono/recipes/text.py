@@ -50,7 +50,8 @@ def main(run: unisono.Run[Settings]) -> None:
     train_set = ByteWindows(corpus.train, settings.model.context)
     valid_set = ByteWindows(corpus.valid[: settings.validate_bytes], settings.model.context)
 
-    model = run.place(lambda: GPT(settings.model))
+    angles = unisono.Sequence(positions={"cos": 0, "sin": 0})  # where sequences are divided, so are these
+    model = run.place(lambda: GPT(settings.model), sequence=angles)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
     )
@@ -59,9 +60,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):
-        for tokens, targets in step:
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-            step.backward(loss, weight=(targets != IGNORED).sum())
+        step.run(model, surprise)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -74,10 +73,15 @@ def main(run: unisono.Run[Settings]) -> None:
         run.print(f"\nIt writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n")
 
 
+def surprise(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """How much these targets surprise the model, in nats, and how many there are."""
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
+
+
 def bits_per_byte(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits this model needs for these targets, and how many targets there are."""
-    nats = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum")
-    return nats / math.log(2), (targets != IGNORED).sum()
+    """The same in bits."""
+    nats, count = surprise(output, tokens, targets)
+    return nats / math.log(2), count
 
 
 class GPT(nn.Module):
@@ -123,7 +127,7 @@ class Block(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         width = model.width
-        self.heads = model.heads
+        self.head_width = width // model.heads  # a process that holds some of the heads finds out how many
         self.norm_look = nn.RMSNorm(width)
         self.query_key_value = linear(width, 3 * width)
         self.look = linear(width, width, gain=0.3)
@@ -133,8 +137,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        qkv = self.query_key_value(self.norm_look(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, length, width per head]
+        qkv = self.query_key_value(self.norm_look(x)).unflatten(-1, (-1, 3, self.head_width))
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each [batch, heads, length, width per head]
         seen = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True)
         x = x + self.dropout(self.look(seen.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.down(F.relu(self.up(self.norm_think(x))).square()))

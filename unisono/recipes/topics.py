@@ -46,8 +46,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(corpus.train, collate_fn=hashed):
-        for pieces, labels in step:
-            step.backward(F.cross_entropy(model(pieces), labels, reduction="sum"), weight=len(labels))
+        step.run(model, surprise)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule)
         run.log(loss=step.loss)
 
@@ -57,6 +56,11 @@ def main(run: unisono.Run[Settings]) -> None:
         f"validation: {result['accuracy']:.1%} of {len(corpus.valid)} texts right, from files it has not seen; "
         f"the commonest topic alone gets {corpus.majority:.1%}"
     )
+
+
+def surprise(output: Tensor, pieces: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """How much these topics surprise the model, in nats, and how many there are."""
+    return F.cross_entropy(output, labels, reduction="sum"), len(labels)
 
 
 def accuracy(output: Tensor, pieces: Tensor, labels: Tensor) -> tuple[Tensor, int]:

@@ -17,6 +17,17 @@ FILL = -1
 """As an axis's size: whatever number of processes the other axes leave."""
 
 
+INSIDE = ("pipeline", "context", "tensor")
+"""Axes whose processes see the same samples, and compute parts of one result."""
+
+
+BESIDE_NO_PIPELINE = {
+    "shard": "A stage is held whole by each process that has it: shards of stages are not built.",
+    "context": "A micro-batch goes through the stages whole: slices of sequences are not built for them.",
+}
+"""Axes that do not go together with a pipeline, and why."""
+
+
 class Axes(NamedTuple):
     """The size of every axis, outermost first."""
 
@@ -64,6 +75,16 @@ def fill(sizes: dict[str, int], processes: int) -> Axes | None:
     found = {name: processes // known if size == FILL else size for name, size in sizes.items()}
     axes = Axes(**found)
     return axes if axes.size == processes and list(sizes.values()).count(FILL) <= 1 else None
+
+
+def layout(parallel: Any, axes: Axes) -> str:
+    """How a model is divided in ways that its bits depend on, in words; "whole": in none.
+
+    Replicas and shards leave every addition where it was. These do not: a sum over features, say, is made in parts.
+    """
+    sizes = [f"{name}={size}" for name in INSIDE if (size := getattr(axes, name)) > 1]
+    ways = [name for name in ("sequence", "loss") if axes.tensor > 1 and getattr(parallel, name)]
+    return " ".join(sizes + ways) or "whole"
 
 
 def fitting(sizes: dict[str, int], processes: int) -> Iterator[int]:

@@ -19,8 +19,9 @@ from unisono.settings import (
     plural,
     shown,
 )
-from unisono.settings.axes import FILL, Axes, fill, fitting
+from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
 from unisono.settings.values import Misfit, typed
+from unisono.settings.ways import problems_of_ways
 
 
 class Examined(NamedTuple):
@@ -57,6 +58,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
     values = {name: value for name, value in flatten(settings).items() if name not in unknown}
     problems += _out_of_limits(values, line)
     problems += _without_one_end(values, line)
+    problems += problems_of_ways(values, line)
 
     ranks, batch = values.get("virtual_ranks"), values.get("batch")
     if ranks is not None and batch is not None and ranks > batch >= 1:
@@ -109,13 +111,6 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
         for name, axis in names.items()
         if sizes[axis] < 1 and sizes[axis] != FILL and (do := str(line.setting(f"{name}=1")))
     ]
-    problems += [
-        Problem(
-            f"parallel.{axis} = {sizes[axis]}", "This axis is not built yet.", str(line.setting(f"parallel.{axis}=1"))
-        )
-        for axis in UNBUILT
-        if sizes[axis] != 1
-    ]
     if problems:
         return Axes(), problems
     given = [name for name, axis in names.items() if sizes[axis] != FILL]
@@ -131,6 +126,8 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
     dos = [str(line.in_processes(n)) for n in fitting(sizes, size)]
     if not filled and "parallel.replicate" in given and size % prod(sizes[a] for a in sizes if a != "replicate") == 0:
         dos.append(str(line.setting("parallel.replicate=-1")))
+    elif size == 1:
+        dos.append(str(line.setting(*(f"{name}=1" for name in given if values[name] != 1))))
     return Axes(), [Problem(plural(size, "process", "processes"), true, ", or: ".join(dos))]
 
 
@@ -142,11 +139,10 @@ def _pipeline(values: dict[str, Any], axes: Axes, line: Line) -> list[Problem]:
     if values.get("virtual_ranks") == 1:
         true = "One virtual rank draws its random numbers from one stream, which goes through one process."
         problems.append(Problem(f"{asked} and virtual_ranks = 1", true, str(line.setting("virtual_ranks=2"))))
-    if axes.shard > 1:
-        true = "A stage is held whole by each process that has it: shards of stages are not built."
-        problems.append(
-            Problem(f"{asked} and parallel.shard = {axes.shard}", true, str(line.setting("parallel.shard=1")))
-        )
+    for other, true in BESIDE_NO_PIPELINE.items():
+        if (size := getattr(axes, other)) > 1:
+            do = str(line.setting(f"parallel.{other}=1"))
+            problems.append(Problem(f"{asked} and parallel.{other} = {size}", true, do))
     schedule, loops, stages = (values.get(f"parallel.{name}") for name in ("schedule", "loops", "stages"))
     if schedule in IN_V and loops not in (2, None):
         do = f"{line.setting('parallel.loops=2')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
@@ -175,9 +171,6 @@ def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
     return []
 
 
-UNBUILT = ("tensor", "context")
-"""Axes that the mesh knows and nothing uses yet."""
-
 STRAIGHT = ("GPipe", "1F1B")
 """Schedules in which a process has one stage. In the others it has several."""
 
@@ -197,4 +190,6 @@ LIMITS: dict[str, tuple[float, float]] = {
     "parallel.loops": (1, float("inf")),
     "loader.workers": (0, float("inf")),
     "loader.prefetch": (1, float("inf")),
+    "parallel.split": (1, float("inf")),
+    "parallel.threads": (1, float("inf")),
 }

@@ -32,9 +32,16 @@ class ParallelSettings:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    sequence: bool = False
+    loss: bool = False
     gather: Literal["layer", "step"] = "layer"
     layers: list[str] = field(default_factory=list)
     offload: bool = False
+    split: int = 1
+    threads: int = 1
+    devices: list[str] = field(default_factory=list)
+    recompute: Literal["none", "layer", "selective"] = "none"
+    compile: bool = False
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
@@ -90,9 +97,16 @@ ABOUT = {
     "parallel.tensor": About("processes that share every matrix, and compute with their parts of it", False),
     "parallel.pipeline": About("processes that hold one stretch of the layers each", False),
     "parallel.context": About("processes that share every sequence", False),
+    "parallel.sequence": About("between blocks, divide sequences over the axis tensor", False),
+    "parallel.loss": About("leave logits divided by classes over the axis tensor", False),
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
-    "parallel.layers": About("classes that are gathered at once; none: found", False),
+    "parallel.layers": About("classes of the model's layers; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),
+    "parallel.split": About("devices of one process that share the layers of one model", False),
+    "parallel.threads": About("devices of one process that each compute a piece of a micro-batch", True),
+    "parallel.devices": About("which devices these two use, as torch names them; none: the first ones", False),
+    "parallel.recompute": About("what is computed again in backward, instead of kept", False),
+    "parallel.compile": About("compile layers with torch.compile", True),
     "parallel.schedule": About("in which order a pipeline's stages compute what; torch's schedules", False),
     "parallel.stages": About("modules with which the second and further stages begin; none: balanced", False),
     "parallel.loops": About("stages of each process, under the schedules that have several", False),

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-VALUED = ("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--steps")
+VALUED = ("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--steps", "--parallel", "--tolerance")
 """Flags that a value follows, as a word of its own."""
 
 

@@ -275,7 +275,7 @@ class Buffers:
         return self._flat([slot.value for slot in self._running()])
 
     def _flat(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        return torch.cat([t.detach().flatten() for t in tensors if t is not None]).double()
+        return torch.cat([t.detach().flatten().to(self.group.device) for t in tensors if t is not None]).double()
 
     def _spread(self, values: Sequence[float]) -> torch.Tensor:
         """One number for each norm, as often as it has elements in the flat row."""

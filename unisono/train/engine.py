@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,10 +145,10 @@ class Engine:
             place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
             left = count - 1 - i
             buffers.enter(place.virtual_rank, spare=place.spare)
-            if gradient.seen:
+            if gradient.seen and not self.models.divided_loss:
                 yield place, batch, left == 0
             else:
-                with self._watched(place):
+                with nullcontext() if gradient.seen else self._watched(place), self.models.around_loss():
                     yield place, batch, left == 0
         buffers.leave()
 
@@ -213,7 +213,7 @@ class Engine:
                 torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)
             return float(torchs)
         pipeline = self.models.pipeline
-        norm = total_norm(grads, self.mesh.shard) if pipeline is None else pipeline.names.total_norm(params)
+        norm = total_norm(grads, self.mesh) if pipeline is None else pipeline.names.total_norm(params)
         if limit is not None:
             clip_(grads, limit, norm)
         return norm
@@ -298,9 +298,17 @@ class Engine:
         if self._held.get(id(optimizer)) == count:
             return
         check_optimizer(optimizer, self.models.trained, self.order.virtual_ranks)
+        self._one_by_one(optimizer)
         if id(optimizer) not in self._held:
             self.steppers.append(optimizer)
         self._held[id(optimizer)] = count
+
+    def _one_by_one(self, optimizer: Any) -> None:
+        """torch's optimizers step many parameters in one call, which those that lie over different processes cannot
+        share. One after the other has the same bits."""
+        for group in optimizer.param_groups:
+            if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+                group |= {way: False for way in ("foreach", "fused") if way in group}
 
     def know_schedule(self, schedule: Any) -> None:
         """Look at a schedule when it is first stepped."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.errors import LoopError
+from unisono.parallel.context import Context
 from unisono.score.tree import chain
 from unisono.train.outputs import Outputs, parts
 from unisono.world.collectives import Group
@@ -19,13 +20,14 @@ from unisono.world.collectives import Group
 Measure = Callable[..., Any]
 
 
-def evaluate(outputs: Outputs, measure: Measure) -> dict[str, float]:
-    """See Run.evaluate."""
+def evaluate(outputs: Outputs, measure: Measure, context: Context) -> dict[str, float]:
+    """See Run.evaluate. Where sequences are divided, the sums of all slices count."""
+    outputs.part = context.part
     rows: dict[str, list[tuple[int, float, float]]] = {}
     for micro_batch, output in outputs:
         for name, (total, weight) in _named(measure, measure(output, *parts(micro_batch.batch))).items():
             rows.setdefault(name, []).append((micro_batch.number, float(total), float(weight)))
-    return _fold(rows, outputs.count, outputs.group)
+    return _fold(rows, outputs.count, outputs.group, context.group)
 
 
 def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:
@@ -41,13 +43,15 @@ def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:
     return named
 
 
-def _fold(rows: dict[str, list[tuple[int, float, float]]], count: int, group: Group) -> dict[str, float]:
+def _fold(rows: dict[str, list[tuple[int, float, float]]], count: int, group: Group, slices: Group) -> dict[str, float]:
     names = sorted({name for everybody in group.gather(sorted(rows)) for name in everybody})
+    names = sorted({name for everybody in slices.gather(names) for name in everybody})
     table = torch.zeros(len(names), 2, count, dtype=torch.float64)
     for i, name in enumerate(names):
         for row, total, weight in rows.get(name, []):
             table[i, 0, row], table[i, 1, row] = total, weight
-    table = group.sum_(table.to(group.device)).cpu()
+    table = group.sum_(table.to(group.device))
+    table = slices.add_up(table.flatten()).view(table.shape).cpu()
     result = {}
     for name, (totals, weights) in zip(names, table.tolist(), strict=True):
         weight = chain(weights)

@@ -12,6 +12,7 @@ from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
 from unisono.exchange.several import Several
+from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
 from unisono.world.collectives import local
 from unisono.world.mesh import Mesh
@@ -56,6 +57,8 @@ class Gradient:
             self.exchange = Several(params, parts)
         else:
             self.exchange = build_exchange(settings.exchange, self.leaves, ranks, mesh.data)
+        if mesh.context.size > 1:
+            self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not (layers and by_layer) else None
         self.finite = True
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
@@ -107,14 +110,20 @@ class Gradient:
         untouched = untouched and versions(map(local, grads)) == self._versions
         if self.finite and untouched:
             return
-        for p in self.params:
-            if p.grad is not None and not finite(p.grad):
-                raise LoopError(
-                    f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
-                    f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has "
-                    f"{int((~torch.isfinite(p.grad.to_dense())).sum())} such elements.",
-                    "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
-                )
+        found = next((self._named(p) for p in self.params if p.grad is not None and not finite(local(p.grad))), None)
+        if not self.finite:  # everybody knows that, but it may lie in another process's part
+            found = next((other for other in self.mesh.world.gather(found) if other), None)
+        if found:
+            raise LoopError(
+                f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
+                f"{found} such elements.",
+                "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
+            )
+
+    def _named(self, p: torch.nn.Parameter) -> str:
+        """A parameter whose gradient is not finite, in words."""
+        count = int((~torch.isfinite(local(p.grad).to_dense())).sum())
+        return f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has {count}"
 
     def zero(self) -> None:
         self.exchange.zero()

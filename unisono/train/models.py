@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,19 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
+from unisono.parallel.context import Context
+from unisono.parallel.recipe import parallelize
 from unisono.train.buffers import Buffers
+from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
+    from unisono.parallel.placement import Placement
     from unisono.parallel.shard import Layer
+    from unisono.parallel.tensor import Plan
     from unisono.settings import ParallelSettings
     from unisono.train.pipeline import Pipeline
 
@@ -42,25 +49,37 @@ class Models:
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
+        self.context = Context(mesh.context)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""
         self.busy = False
         """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
+        self.plans: list[Plan | Placement | None] = []
+        """How each model is cut, where the axis tensor has several processes; None: as is found."""
+        self.divided_loss = False
+        """Do logits come out of a model divided by classes?"""
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def add(self, model: torch.nn.Module, parallel: ParallelSettings, together: Callable[[], None]) -> None:
+    def add(
+        self,
+        model: torch.nn.Module,
+        parallel: ParallelSettings,
+        plan: Plan | Placement | None,
+        together: Callable[[], None],
+    ) -> None:
         """Place a model: every process has the same content of it from here on, or its part of that.
 
+        plan      how it is cut, under tensor parallel
         together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
         """
-        self.group.share_([*model.parameters(), *model.buffers()])
-        if self.mesh.shard.size > 1:
-            from unisono.parallel.shard import apply_shard  # half a second
-
-            self.layers += apply_shard(model, self.mesh.torch_mesh("shard"), parallel, self.group.device)
+        if self.mesh.tensor.size > 1:
+            self.divided_loss = parallel.loss
+            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
+        self.layers += parallelize(model, self.mesh, parallel, plan)
+        self.plans.append(plan)
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipeline import Pipeline  # half a second
 
@@ -139,6 +158,20 @@ class Models:
         """torch calls this whenever a module, any module, is given a parameter or a module."""
         self._grew = True
 
+    @property
+    def abreast(self) -> bool:
+        """Does a forward pass need other processes, so that all must compute equally many micro-batches?"""
+        return bool(self.layers) or self.mesh.context.size > 1
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        """In it, torch computes a cross entropy of logits that are divided by classes, and its gradient."""
+        if not self.divided_loss:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel  # half a second
+
+        context: AbstractContextManager[None] = loss_parallel()
+        return context
+
     def rest(self) -> None:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""
         for layer in self.layers:
@@ -146,6 +179,7 @@ class Models:
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""
+        self.context.close()
         notices, self._notices = self._notices, []
         for notice in notices:
             notice.remove()

@@ -8,38 +8,74 @@ as torch's (one read of the gradient).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.train.whole import lies_apart
-from unisono.world.collectives import local
+from unisono.score.tree import chain
+from unisono.world.collectives import lies_apart, local
 
 if TYPE_CHECKING:
     from unisono.world.collectives import Group
+    from unisono.world.mesh import Mesh
 
 
-def total_norm(grads: Sequence[torch.Tensor], shard: Group) -> float:
-    """The norm of these gradients; where processes hold shards of them, all of `shard` must call it together."""
+def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh) -> float:
+    """The norm of these gradients; where processes hold parts of them, those that do must call it together.
+
+    What is cut by the axis `tensor` is added up part by part, in the order of ranks: there the norm depends on how many
+    parts there are, and still not on shards or replicas.
+    """
+    cut = [grad for grad in grads if is_cut(grad)]
+    whole = [grad for grad in grads if not is_cut(grad)]
+    return norm_of(_squares(whole, mesh.shard), _squares(cut, mesh.shard), mesh.tensor)
+
+
+def norm_of(squares: float, cut: float, tensor: Group) -> float:
+    """The norm, from a sum of squares of what every process of the axis `tensor` has, and of what is cut among them."""
+    if tensor.size > 1:
+        squares += chain(tensor.gather(cut))
+    return math.sqrt(squares)
+
+
+def is_cut(grad: torch.Tensor) -> bool:
+    """Does this process hold a part of it that no other process of the axis `tensor` has?"""
+    names = grad.device_mesh.mesh_dim_names if lies_apart(grad) else ()  # type: ignore[attr-defined]
+    return "tensor" in names and grad.placements[names.index("tensor")].is_shard()  # type: ignore[attr-defined]
+
+
+def _squares(grads: Sequence[torch.Tensor], shard: Group) -> float:
+    """The sum of the squares of all rows, over the processes of the axis `shard`."""
     rows = [_rows(grad, shard) for grad in grads]
     if not rows:
         return 0.0
-    if any(map(lies_apart, grads)):
+    if shard.size > 1:
         rows = [shard.sum_(torch.cat([row.to(shard.device) for row in rows]))]
-    return float(torch.cat(rows).square().sum().sqrt())
+    return float(torch.cat(rows).square().sum())
 
 
 def _rows(grad: torch.Tensor, shard: Group) -> torch.Tensor:
-    """The norm of every row, float64 [rows]; zeros for those that other processes hold."""
+    """The norm of every row, float64 [rows]; zeros for those that other processes of the axis `shard` hold."""
     mine: torch.Tensor = local(grad.detach())
-    norms = rows_of(mine)
-    if not lies_apart(grad):
+    norms = rows_of(mine).to(shard.device)  # a model may lie over several devices of this process
+    if shard.size == 1:
         return norms
-    rows = norms.new_zeros(len(grad))
-    first = min(shard.rank * -(-len(grad) // shard.size), len(grad))
+    length = _length(grad)
+    rows = norms.new_zeros(length)
+    first = min(shard.rank * -(-length // shard.size), length)
     rows[first : first + len(norms)] = norms
     return rows
+
+
+def _length(grad: Any) -> int:
+    """How many rows the processes of the axis `shard` have together."""
+    names, length = grad.device_mesh.mesh_dim_names, len(grad)
+    for name, size, placement in zip(names, grad.device_mesh.shape, grad.placements, strict=True):
+        if name == "tensor" and placement.is_shard(0):
+            length //= size  # which is even (parallel/tensor.py)
+    return length
 
 
 def rows_of(grad: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ class Outputs:
 
     forward  forward(model, batch) -> output
     hurry    does this process want to leave?
+    part     in this context a batch is what this process computes of it: all of it, unless somebody says otherwise
     """
 
     def __init__(
@@ -42,15 +43,17 @@ class Outputs:
         self.model, self.walk, self.pipeline = model, walk, pipeline
         self.group: Group = walk.group if pipeline is None else pipeline.world
         self.forward, self.hurry = forward or call, hurry
+        self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
         for micro_batch in self.walk if self.pipeline is None else ():
             if self.hurry() and not self.walk.abreast:  # others would wait for our part of a layer
                 break
-            output = self.forward(self.model, micro_batch.batch)
+            with self.part(micro_batch.batch) as batch:
+                output = self.forward(self.model, batch)
             if not micro_batch.spare:
-                yield micro_batch, output
+                yield micro_batch._replace(batch=batch), output
         if self.pipeline is not None:
             yield from self.pipeline.walk(self.model, self.walk, self.forward)
         leaves = torch.tensor([self.hurry()], dtype=torch.uint8, device=self.group.device)

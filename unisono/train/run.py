@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
@@ -19,7 +18,6 @@ from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
-from unisono.exchange import promise_of
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
@@ -31,6 +29,7 @@ from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
+from unisono.train.result import promise, result
 from unisono.train.state import RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
@@ -40,6 +39,9 @@ from unisono.world.mesh import build_mesh
 
 if TYPE_CHECKING:
     from unisono.env import World
+    from unisono.parallel.placement import Placement
+    from unisono.parallel.sequence import Sequence as Sequences
+    from unisono.parallel.tensor import Plan
     from unisono.world.collectives import Group
 
 S = TypeVar("S", bound=Settings)
@@ -82,7 +84,7 @@ class Run(Generic[S]):
         self._mesh, self._group = build_mesh(axes, group), group
         self._identity = dict(identity)
         self._accepted = accepted
-        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks)
+        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks, slices=self._mesh.context)
         self._state = State(run_dir, group, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
@@ -133,10 +135,18 @@ class Run(Generic[S]):
 
     # -- before the loop
 
-    def place(self, model: Callable[[], Module] | Module) -> Module:
-        """Put a model where it trains, and give every process the same weights; returns the model.
+    def place(
+        self,
+        model: Callable[[], Module] | Module,
+        *,
+        plan: Plan | Placement | None = None,
+        sequence: Sequences | None = None,
+    ) -> Module:
+        """Put a model where it trains, and give every process the same weights, or its part; returns the model.
 
-        model  a function that builds it (it runs under the run's seed), or a ready module (rank 0's weights are taken)
+        model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
+        plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}, or a Placement
+        sequence  for parallel.context: what goes with positions, as in unisono.Sequence(positions={"cos": 0})
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
@@ -153,9 +163,10 @@ class Run(Generic[S]):
             )
         if self.settings.virtual_ranks > 1:
             refuse_sync(model)
-        placed: Module = model.to(self.device)  # type: ignore[assignment]
+        placed: Module = model  # type: ignore[assignment]
         self._table.together("run.place")
-        self._models.add(placed, self.settings.parallel, lambda: self._table.together("a forward pass"))
+        self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
+        self._models.context.add(placed, sequence)
         self._state.stages = None if self._models.pipeline is None else self._models.pipeline.names
         apply_precision(placed, self.settings.precision, self.device)
         return placed
@@ -353,7 +364,7 @@ class Run(Generic[S]):
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
         with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
-            return evaluate(outputs, measure)
+            return evaluate(outputs, measure, self._models.context)
 
     def predict(
         self,
@@ -365,12 +376,10 @@ class Run(Generic[S]):
     ) -> Any:
         """The model's output for every sample, in the data's order, on every process and with the same bits.
 
-        data     as for `evaluate`
-        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
-
-        The output is a tensor [micro-batch, ...], or tuples, lists and dicts of them; returned is the same with
-        [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises LoopError for an output without
-        one row for each sample, or with rows of several shapes, and DataError for data without samples.
+        Data and forward are as for `evaluate`. The output is a tensor [micro-batch, ...], or tuples, lists and dicts of
+        them; returned is the same with [samples, ...], in the CPU's memory. In eval mode and without gradients. Raises
+        LoopError for an output without one row for each sample, or with rows of several shapes, and DataError for data
+        without samples.
         """
         with self._outputs("run.predict", model, data, forward, collate_fn) as outputs:
             return predict(outputs)
@@ -382,10 +391,10 @@ class Run(Generic[S]):
         if self._last_step is not None:
             self._last_step.refuse_within(verb)
         self._table.together(verb)
-        abreast = bool(self._models.layers)
+        abreast = self._models.abreast
         walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
-        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device):
+        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
             hurry = lambda: self._leave and self._ended is not None  # noqa: E731
             yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
@@ -402,42 +411,11 @@ class Run(Generic[S]):
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""
-        if self.changes:
-            what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in self.changes)
-            first = min(c["step"] for c in self.changes)
-            return f"exact until step {first}", f"then other mathematics: {what}"
-        if self.differences:
-            return "tolerance", "; ".join(self.differences)
-        if self._models.pipeline is not None and self._models.pipeline.names.tied:
-            return "tolerance", self._models.pipeline.why_tolerance
-        return promise_of(self.settings.exchange, self.settings.virtual_ranks, self.size)
+        return promise(self)
 
     def result(self) -> dict[str, Any]:
         """What goes into result.json."""
-        seconds = 0.0 if self._began is None else (self._ended or time.perf_counter()) - self._began
-        promise, reason = self.promise()
-        order = self._engine.order if self._engine else None
-        known = {
-            **({"loss": self._done.loss if isfinite(self._done.loss) else None} if self._done is not None else {}),
-            **({"skipped": self._scale.skipped} if self._scale.on else {}),
-            "steps": self.steps_done,
-            **({"resumed_at": self._state.resumed.steps} if self._state.resumed is not None else {}),
-            "samples": order.samples(self.steps_done) if order else 0,
-            "seconds": round(seconds, 3),
-            "samples_per_second": round(self._samples_here / seconds, 2) if seconds else 0.0,
-            "ranks": self.size,
-            "virtual_ranks": self.settings.virtual_ranks,
-            "promise": promise,
-            "reason": reason,
-            "weights_sha256": self._state.fingerprint() if self._state.models else None,
-            "stopped": order is not None and self._engine is not None and self.steps_done < self._engine.last,
-            "phases": {name: round(s, 3) for name, s in self._watcher.clock.seconds.items()},
-        }
-        logged = {name: value for name, value in self.results.items() if isinstance(value, (int, float, str, bool))}
-        return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
-            **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
-            **known,
-        }
+        return result(self)
 
     def close(self) -> None:
         """Stop watching, and let go of the model."""

@@ -15,8 +15,8 @@ from torch import nn
 from unisono.checkpoint.load import fingerprint_of
 from unisono.checkpoint.pack import Tensors, described, pack, unpack
 from unisono.errors import CheckpointError
-from unisono.train.norm import rows_of
-from unisono.world.collectives import Group, Message
+from unisono.train.norm import is_cut, norm_of, rows_of
+from unisono.world.collectives import Group, Message, like, local
 from unisono.world.mesh import Mesh
 
 
@@ -74,8 +74,8 @@ class Names:
                 continue
             p = self.params[number]
             others = [rank for rank in self.holders[number] if rank != self.line.rank]
-            mine = None if p.grad is None else p.grad.contiguous()
-            parts = {rank: torch.empty(p.shape, dtype=p.dtype, device=p.device) for rank in givers}
+            mine = None if p.grad is None else local(p.grad).contiguous()
+            parts = {rank: torch.empty_like(local(p.detach())) for rank in givers}
             sends = [] if mine is None else [Message(mine.view(-1), rank) for rank in others]
             receives = [Message(parts[rank].view(-1), rank) for rank in givers if rank != self.line.rank]
             for work in self.line.send_and_receive(sends, receives):
@@ -85,7 +85,10 @@ class Names:
             total = parts[givers[0]].clone()
             for rank in givers[1:]:
                 total.add_(parts[rank])
-            p.grad = total if p.grad is None else p.grad.copy_(total)
+            if p.grad is None:
+                p.grad = like(total, p)
+            else:
+                local(p.grad).copy_(total)
             whole &= bool(torch.isfinite(total).all())
         return whole
 
@@ -99,12 +102,17 @@ class Names:
         for p in params:
             number = self.numbers[id(p)]
             if p.grad is not None and self._mine(number):
-                told[number] = 1.0
-                told[starts[number] : starts[number + 1]] = rows_of(p.grad)
+                told[number] = 1.0 + is_cut(p.grad)
+                mine = rows_of(local(p.grad))
+                told[starts[number] : starts[number] + len(mine)] = mine
         told = self.line.sum_(told)
-        present = told[: len(self.rows)].tolist()
-        found = [told[starts[n] : starts[n + 1]] for n, there in enumerate(present) if there]
-        return float(torch.cat(found).square().sum().sqrt()) if found else 0.0
+        kinds = told[: len(self.rows)].tolist()
+
+        def squares(kind: float) -> float:
+            found = [told[starts[n] : starts[n + 1]] for n, it in enumerate(kinds) if it == kind]
+            return float(torch.cat(found).square().sum()) if found else 0.0
+
+        return norm_of(squares(1.0), squares(2.0), self.mesh.tensor)
 
     # -- states
 

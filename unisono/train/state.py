@@ -14,8 +14,8 @@ from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import save
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
-from unisono.train.whole import apart, lies_apart, whole
-from unisono.world.collectives import Group
+from unisono.train.whole import apart, tied, whole
+from unisono.world.collectives import Group, lies_apart
 
 if TYPE_CHECKING:
     from unisono.train.stages import Names
@@ -187,7 +187,12 @@ class State:
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """Their states by name: whole on the main process, together with the others."""
-        states = {name: whole(thing.state_dict(), keep=self.group.rank == 0) for name, thing in things.items()}
+        states = {
+            name: whole(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
+            for name, thing in things.items()
+        }
+        for name in states.keys() & self.models.keys():
+            states[name] = tied(states[name], self.models[name])
         if self.stages is not None:
             return {name: self.stages.whole(things[name], state) for name, state in states.items()}
         return states

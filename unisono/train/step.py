@@ -13,6 +13,7 @@ from unisono.errors import LoopError
 from unisono.score.order import Place
 from unisono.train.misfits import check_loss
 from unisono.train.outputs import Forward, call, parts
+from unisono.train.slices import in_slices
 from unisono.train.table import LOSS
 from unisono.world.collectives import peers
 
@@ -124,7 +125,10 @@ class Step:
         engine, number = self._engine, self._passes
         exchange = gradient.exchange
         phases.enter("data")
-        for place, batch, last in engine.micro_batches(self.number, number, gradient, self._kept):
+        rounds = engine.micro_batches(self.number, number, gradient, self._kept)
+        if engine.mesh.context.size > 1:
+            rounds = in_slices(engine, rounds, number)
+        for place, batch, last in rounds:
             self._place, self._ready = place, True
             exchange.enter(place.virtual_rank, last=last)
             phases.enter("forward")

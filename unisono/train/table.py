@@ -64,13 +64,15 @@ class Table:
 
     pieces  how many rows a virtual rank has: as many as it has micro-batches, if several processes compute them, so
             that each row has one writer
+    slices  the processes that share its sequences: each of these rows is one for each of them
     """
 
     pieces = 1
 
-    def __init__(self, virtual_ranks: int, group: Group, *, speaks: bool = True) -> None:
+    def __init__(self, virtual_ranks: int, group: Group, *, speaks: bool = True, slices: Group | None = None) -> None:
         """`speaks`: of the processes that see the same samples, is this the one whose rows count?"""
         self.virtual_ranks, self.group, self.speaks = virtual_ranks, group, speaks
+        self.slices = slices or Group()
         self.names: list[str] = [LOSS]
         self._entries: list[tuple[Place, str, Any, Any]] = []
 
@@ -107,6 +109,7 @@ class Table:
         for place, name, total, weight in entries if self.speaks else ():
             row = rows.setdefault(name, [[0.0] * self._length, [0.0] * self._length])
             number = place.virtual_rank * self.pieces + place.number % self.pieces
+            number = number * self.slices.size + self.slices.rank
             row[0][number] += float(total)
             row[1][number] += float(weight)
         news = any(name not in self.names for name in rows)
@@ -127,13 +130,17 @@ class Table:
 
     @property
     def _length(self) -> int:
-        return self.virtual_ranks * self.pieces
+        return self.virtual_ranks * self._rows
+
+    @property
+    def _rows(self) -> int:
+        return self.pieces * self.slices.size
 
     def _ranks(self, rows: list[float]) -> list[float]:
         """One number for each virtual rank: its rows from first to last."""
-        if self.pieces == 1:
+        if self._rows == 1:
             return rows
-        return [chain(rows[first : first + self.pieces]) for first in range(0, len(rows), self.pieces)]
+        return [chain(rows[first : first + self._rows]) for first in range(0, len(rows), self._rows)]
 
     def together(self, verb: str) -> None:
         """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from unisono.world.collectives import lies_apart
 
-def lies_apart(tensor: Any) -> bool:
-    """Does this process hold a part of it only (torch's DTensor)?"""
-    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "full_tensor")
+
+def whole_here(value: Any) -> Any:
+    """A tensor, whole on every process; anything else as it is. All processes must call this together."""
+    return value.full_tensor() if lies_apart(value) else value
 
 
 def whole(state: Any, *, keep: bool) -> Any:
@@ -31,6 +33,15 @@ def whole(state: Any, *, keep: bool) -> Any:
         return full.cpu() if keep else None
 
     return tree_map_only(torch.Tensor, gather, state)
+
+
+def tied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """A model's whole state in which what the model ties is one tensor again: parts were gathered name by name."""
+    first: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name and name in state and first[id(p)] in state:
+            state[name] = state[first[id(p)]]
+    return state
 
 
 def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:

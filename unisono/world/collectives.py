@@ -17,10 +17,31 @@ import torch.distributed as dist
 
 from unisono.errors import PeerLost
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""What nearly every tensor is: asking one of these for what it has not takes its time."""
+
+
+def lies_apart(tensor: Any) -> bool:
+    """Does it lie over several processes (torch's DTensor), so that this one holds a part of it?"""
+    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
+
 
 def local(tensor: Any) -> Any:
-    """What this process holds of a tensor that lies over several (torch's DTensor); of any other, itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """What this process holds of a tensor that lies over several; of any other, itself."""
+    return tensor.to_local() if lies_apart(tensor) else tensor
+
+
+def like(part: torch.Tensor, whole: Any) -> torch.Tensor:
+    """This process's part of a tensor that lies as `whole` does; where that lies here only, the part is all of it."""
+    if not lies_apart(whole):
+        return part
+    from torch.distributed.tensor import DTensor  # half a second
+
+    mesh, placements = whole.device_mesh, whole.placements
+    made: torch.Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
 
 
 class Work(Protocol):
@@ -115,6 +136,27 @@ class Group:
         peer = self.members[message.peer] if self.members else message.peer
         return dist.P2POp(what, message.tensor, peer, self.handle)
 
+    def trade(self, mine: torch.Tensor, sizes: list[int], theirs: list[int]) -> torch.Tensor:
+        """Of `mine`, flat, process p gets sizes[p] elements, in order; returned is what came, theirs[p] from each."""
+        if mine.dtype is torch.bool:  # gloo does not know it
+            return self.trade(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
+        out = mine.new_empty(sum(theirs))
+        dist.all_to_all_single(out, mine, theirs, sizes, group=self.handle)
+        return out
+
+    def add_up(self, flat: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's `flat` [n], added in the order of ranks: the same bits on each, every time. Each
+        process adds up one chunk of it. Elementwise, so the bits do not depend on where chunks end either."""
+        if self.size == 1:
+            return flat
+        chunk = -(-len(flat) // self.size)
+        padded = torch.nn.functional.pad(flat, (0, self.size * chunk - len(flat)))
+        total, *others = self.trade(padded, [chunk] * self.size, [chunk] * self.size).view(self.size, chunk)
+        for other in others:
+            total += other
+        self.all_gather(padded, total).wait()
+        return padded[: len(flat)]
+
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""
         if self.size > 1:
@@ -152,7 +194,7 @@ class Group:
         if self.size == 1:
             return
         for tensor in tensors:
-            dense = tensor.detach().contiguous()
+            dense = tensor.detach().to(self.device).contiguous()
             if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
                 root = self.members[source] if self.members else source
                 dist.broadcast(dense.reshape(-1).view(torch.uint8), src=root, group=self.handle)

@@ -39,8 +39,8 @@ class Mesh:
 
     @property
     def speaks(self) -> bool:
-        """Of those that see the same samples, is this the one that says what came of them?"""
-        return self.tensor.rank == 0 and self.context.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
+        """Of those that see the same samples, is this the one that says what came of them (or of a slice of them)?"""
+        return self.tensor.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
         """torch's mesh of these axes, which have more than one process each."""

@@ -1,0 +1,121 @@
+"""`unisono export`: one file that plain torch and safetensors read, of any placement's checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+
+from tests.ranks.training import MLP, TinyGPT, settings, train
+from unisono.checkpoint.export import once
+from unisono.checkpoint.load import load, newest
+from unisono.checkpoint.save import save
+from unisono.cli.main import main
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two shards, with tied weights, a frozen parameter and one that nobody uses."""
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(train, 2, "gpt", settings(steps=3, parallel=ParallelSettings(shard=2)), str(folder))
+    return folder
+
+
+def test_the_weights_of_shards_go_into_the_model_of_one_process(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model.safetensors"
+    assert main(["export", str(trained), str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    saved = load(newest(trained, print) or trained).states["model"]
+    assert (told["step"], told["aliases"], told["left_out"]) == (3, {"head.weight": "embed.weight"}, [])
+    found = load_file(out)
+    assert {*found, *told["aliases"]} == set(saved)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, saved[name]), name
+    with safe_open(out, framework="pt") as file:
+        facts = file.metadata()
+    assert main(["fingerprint", str(trained), "--json"]) == 0
+    assert facts["weights_sha256"] == json.loads(capsys.readouterr().out)["weights_sha256"] == told["weights_sha256"]
+    assert (facts["step"], facts["format"], facts["head.weight"]) == ("3", "pt", "embed.weight")
+
+    one, other = TinyGPT(), TinyGPT()
+    load_model(one, out)
+    assert other.load_state_dict(found, strict=False) == (["head.weight"], [])
+    for model in (one, other):
+        assert model.head.weight is model.embed.weight
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_several_models_have_their_names_in_front(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = MLP(), torch.nn.Linear(2, 2)
+    states = {"one": {**one.state_dict(), "_extra_state": {"count": 3}}, "other": other.state_dict(), "optimizer": {}}
+    save(tmp_path, 7, states, {"models": ["one", "other"]}, 2)
+    both, alone = tmp_path / "both.safetensors", tmp_path / "alone.safetensors"
+    assert main(["export", str(tmp_path), str(both)]) == 0
+    assert "Left out, for it is no tensor: one._extra_state" in capsys.readouterr().out
+    assert set(load_file(both)) == {f"one.{n}" for n in one.state_dict()} | {"other.weight", "other.bias"}
+    checkpoint = tmp_path / "checkpoints" / "step-00000007"
+    assert main(["export", str(checkpoint), str(alone), "--model", "other"]) == 0
+    load_model(torch.nn.Linear(2, 2), alone)
+    capsys.readouterr()
+    assert main(["export", str(checkpoint), str(tmp_path / "x"), "--model", "another"]) == 2
+    assert "there are one, other." in capsys.readouterr().err
+
+
+def test_each_tensor_once() -> None:
+    a, b = torch.ones(2), torch.ones(2)
+    assert once({"x": a, "y": b, "z": a}) == ({"x": a, "y": b}, {"z": "x"})
+
+
+def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "m.safetensors"
+    save_file({"mine": torch.ones(1)}, out)
+    assert main(["export", str(trained), str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f"{out} is there already.\n  Next: unisono export {trained} {out} --force, or: " in said
+    assert [*load_file(out)] == ["mine"]
+    assert main(["export", str(trained), str(out), "--force"]) == 0
+    assert "embed.weight" in load_file(out)
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path, 1, {"model": MLP().state_dict()}, {"models": ["model"]}, 2)
+    (path / "state.json").write_text("{}")
+    assert main(["export", str(path), str(tmp_path / "m.safetensors")]) == 1
+    assert "state.json has 2 bytes instead of" in capsys.readouterr().err
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "do"),
+    [
+        (["nowhere", "m.safetensors"], "There is no such folder", "unisono export "),
+        ([".", "m.safetensors"], "There is no checkpoint in it", "unisono export "),
+        (["RUN", "."], "is a folder", "unisono export RUN model.safetensors"),
+        (["RUN", "no/m.safetensors"], "There is no folder no", "mkdir -p no && unisono export RUN no/m.safetensors"),
+        (["RUN"], "and the file to write", "unisono export runs/NAME-TIME model.safetensors"),
+    ],
+)
+def test_wrong_requests(
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+    do: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").symlink_to(trained)
+    assert main(["export", *words]) == 2
+    out = capsys.readouterr().err
+    assert said in out
+    assert f"Next: {do}" in out

@@ -1,0 +1,21 @@
+"""A request that this machine cannot meet is refused before any process starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cli.asking import Ask
+from tests.cli.asking import ask as ask
+
+only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has more than a CPU")
+
+
+@only_cpu
+@pytest.mark.parametrize("way", ["split", "threads"])
+def test_several_devices_of_one_process(ask: Ask, way: str) -> None:
+    (problem,) = ask("run", "train.py", "--set", f"parallel.{way}=2")
+    assert problem.asked == f"parallel.{way} = 2"
+    assert "This machine has 0 accelerators" in problem.true
+    assert f"unisono run train.py --set parallel.{way}=1" in problem.do
+    assert "--ranks 2" in problem.do

@@ -1,0 +1,266 @@
+"""`unisono prove`: placements that agree are let through, a mistake is named, and figures are what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.command import Command
+from tests.cli.test_check import start, text_of
+from unisono.cli.agreement import CANCELLED, Error, Limits, Written, compare, distance
+from unisono.cli.main import main
+from unisono.cli.placement import PlacedLine, Placement, fitting, placement_of
+from unisono.cli.prove import Proof, Row
+from unisono.cli.request import Request
+from unisono.errors import SettingsError
+from unisono.settings import Line
+
+LINE = Line(("unisono", "prove", "script.py"))
+
+TWO_MODELS = """
+import torch, unisono
+from torch import nn
+
+def main(run):
+    a, b = run.place(lambda: nn.Linear(3, 4)), run.place(lambda: nn.Linear(4, 2))
+    of_a, of_b = torch.optim.Adam(a.parameters()), torch.optim.Adam(b.parameters())
+    run.track(a=a, b=b, of_a=of_a, of_b=of_b)
+    for step in run.steps(torch.utils.data.TensorDataset(torch.arange(60.0).reshape(20, 3))):
+        for of in (of_a, of_b):
+            for (x,) in step.over(of):
+                step.backward(b(a(x)).square().sum(), len(x))
+            step.update(of)
+
+unisono.main(main, unisono.Settings)
+"""
+
+
+def proved(
+    folder: Path, script: str, placements: Sequence[str], *sets: str, steps: int = 2, tolerance: float = 1e-5
+) -> tuple[int, Proof]:
+    path = folder / "script.py"
+    path.write_text(script)
+    request = Request(sets=("steps=9", *sets), json=True)
+    proof = Proof(path, 1, steps, tolerance, request, LINE, folder / "proof", start=start)
+    return proof.run([placement_of(text, LINE) for text in placements], {}), proof
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_what_is_divided_only_agrees_to_the_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    placements = ["replicate=2", "shard=2", "shard=2,gather=step"]
+    status, proof = proved(tmp_path, text_of({}), placements)
+    assert (status, told(capsys)["agree"]) == (0, True), proof.rows
+    for row in proof.rows:
+        assert (row.verdict, row.equal, row.loss, row.gradient, row.norm, row.weights) == ("agrees", True, 0, 0, 0, 0)
+        assert row.seconds is not None
+        assert row.seconds > 0
+    whole, half = proof.rows[0].bytes, proof.rows[1].bytes
+    assert whole["parameters"] == (3 * 4 + 4 + 4 + 1) * 4
+    assert half["parameters"] < whole["parameters"]
+    assert proof.rows[2].bytes["gradients"] > half["gradients"], "gathered once a step, they are whole for a while"
+    assert not [path for path in (tmp_path / "proof").rglob("*") if path.name == "checkpoints"], "left before the end"
+
+
+def test_a_gradient_that_depends_on_the_processes_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss is right, and so is the last layer's gradient: what comes behind the hook is not."""
+    wrong = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 0.001 * (SEEN[0] > 1)))"}
+    status, proof = proved(tmp_path, text_of(wrong), ["shard=2", "replicate=2"])
+    said = told(capsys)
+    assert (status, said["agree"]) == (1, False)
+    assert said["first"]["what"] == "the gradient of first.bias in step 0"
+    assert said["first"]["placement"] == "shard=2"
+    assert said["first"]["error"] == pytest.approx(0.001, rel=1e-3)
+    assert "unisono check script.py" in said["advice"]
+    assert [row.verdict for row in proof.rows] == ["differs", "differs"]
+
+
+def test_what_is_within_the_tolerance_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nearly = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 1e-5 * SEEN[0]))"}
+    status, proof = proved(tmp_path, text_of(nearly), ["replicate=2"], tolerance=1e-3)
+    assert (status, proof.rows[0].equal) == (0, False), told(capsys)
+    assert 5e-6 < (proof.rows[0].gradient or 0) < 2e-5
+
+
+def test_an_exchange_that_is_not_exact_is_told_from_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, proof = proved(tmp_path, text_of({}), ["replicate=3"], "exchange=allreduce", tolerance=0.0)
+    assert (status, proof.rows[0].verdict) == (1, "differs")
+    assert "exchange=tree" in told(capsys)["advice"]
+
+
+def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, proof = proved(tmp_path, TWO_MODELS, ["shard=2"])
+    assert status == 0, told(capsys)
+    truth = Written(tmp_path / "proof" / "truth" / "evidence")
+    assert truth.steps == ["step-0", "step-0-pass-1", "step-1", "step-1-pass-1"]
+    assert [*truth.files["step-0"]] == ["a.weight", "a.bias"]
+    assert [*truth.files["step-0-pass-1"]] == ["b.weight", "b.bias"]
+    assert proof.rows[0].equal
+
+
+def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> None:
+    drops = {"make": "pass", "before": "model = run.place(lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), Net()))"}
+    script = text_of(drops).replace("    model = run.place(Net)\n", "")
+    _, proof = proved(tmp_path, script, ["replicate=2"], steps=1)
+    truth = Written(tmp_path / "proof" / "truth" / "evidence")
+    assert truth.main["dropout"] == "0, 0.2"
+    first = Error("loss", "", 0, 0, 0.1, 1e-6, False)
+    assert "The model drops (0, 0.2)" in proof._advice(Placement({"tensor": "2"}), first, truth)
+    assert "unisono check" in proof._advice(Placement({"replicate": "2"}), first, truth)
+
+
+def test_a_failure_is_told_in_its_own_words(command: Command) -> None:
+    (command.folder / "fails.py").write_text(text_of({"before": "assert run.size == 1, 'I am alone'"}))
+    ended = command.run("prove", "fails.py", "--parallel", "replicate=2", "--set", "steps=9")
+    assert ended.status == 1, ended.err
+    assert "replicate=2      2  fails" in ended.out
+    assert ended.out.splitlines()[-1] == "AssertionError: I am alone"
+    assert not (command.folder / "runs").exists()
+
+
+def test_a_loop_that_is_left_too_early_proves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="left its loop before the steps that were to be compared"):
+        proved(tmp_path, text_of({"after": "step.update(optimizer); break"}), ["replicate=2"])
+
+
+# -- what is measured
+
+
+def test_distances() -> None:
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])
+    assert distance(a, b) == (3.0, 4.0, 2, False)
+    assert distance(b, b.clone()) == (0.0, 4.0, 2, True)
+    assert distance(None, None).equal
+    assert math.isinf(distance(a, None).apart)
+    assert math.isinf(distance(a, torch.zeros(3)).apart)
+    assert not distance(torch.tensor([0.0]), torch.tensor([-0.0])).equal, "to the bit"
+    nan = torch.tensor([math.nan])
+    assert (distance(nan, nan.clone()).apart, distance(nan, nan.clone()).equal) == (0.0, True)
+    assert distance(torch.empty(0), torch.empty(0)).equal
+
+
+def written(folder: Path, **parts: dict[str, torch.Tensor]) -> Written:
+    """As train/evidence.py leaves it."""
+    from safetensors.torch import save_file
+
+    names = {}
+    for part, tensors in parts.items():
+        part = part.replace("_", "-")
+        (folder / "rank-0" / part).mkdir(parents=True)
+        for i, (name, tensor) in enumerate(tensors.items()):
+            save_file({name: tensor}, folder / "rank-0" / part / f"{i}.safetensors")
+        names[part] = [[name, True] for name in tensors]
+    main = {"written": names, "losses": [["step-0", 2.0]], "norms": [], "bytes": {}}
+    (folder / "rank-0.json").write_text(json.dumps(main))
+    return Written(folder)
+
+
+def test_a_rest_of_rounding_is_measured_against_its_size_in_the_whole(tmp_path: Path) -> None:
+    large, rest = torch.ones(100), torch.full((1,), 1e-8)
+    truth = written(tmp_path / "a", step_0={"large": large, "rest": rest})
+    other = written(tmp_path / "b", step_0={"large": large, "rest": -rest})
+    (of_large, of_rest) = sorted((e for e in compare(other, truth, Limits()).errors if e.kind == "gradient"), key=str)
+    assert of_large.error == 0
+    assert of_rest.error == pytest.approx(2e-8 / (CANCELLED * math.sqrt(100 / 101)), rel=1e-3)
+    assert compare(other, truth, Limits()).first is None
+    half = written(tmp_path / "c", step_0={"large": large, "rest": rest + 0.5})
+    assert str(compare(half, truth, Limits()).first) == "the gradient of rest in step 0", "a mistake is no rounding"
+
+
+def test_weights_are_measured_by_the_way_that_they_went(tmp_path: Path) -> None:
+    begin, end = torch.full((4,), 100.0), torch.full((4,), 101.0)
+    parts = {"weights_before": {"w": begin}, "weights_after": {"w": end}}
+    truth = written(tmp_path / "a", step_0={}, **parts)
+    other = written(tmp_path / "b", step_0={}, **{**parts, "weights_after": {"w": begin}})
+    (error,) = (e for e in compare(other, truth, Limits()).errors if e.kind == "weights")
+    assert error.error == 1.0, "it did not train at all"
+    assert error.is_beyond
+    gone = written(tmp_path / "c", step_0={}, weights_before=parts["weights_before"], weights_after={})
+    assert str(compare(gone, truth, Limits()).first) == "the weights after the last step (w)"
+
+
+# -- what is asked
+
+
+def test_every_placement_that_fits() -> None:
+    found = list(fitting())
+    assert len(set(map(str, found))) == len(found)
+    assert {placement.processes for placement in found} == {2, 4}
+    named = {axis for placement in found for axis, size in placement.axes._asdict().items() if size > 1}
+    assert named == set(Placement({}).axes._fields)
+    assert {"replicate=4", "shard=4,gather=step", "replicate=2,shard=2"} <= set(map(str, found))
+
+
+def test_a_placement_in_short() -> None:
+    found = placement_of('parallel.shard=2, layers=["A","B"], replicate=3', LINE)
+    assert str(found) == 'shard=2,layers=["A","B"],replicate=3'
+    assert found.processes == 6
+    assert {"parallel.shard=2", "parallel.tensor=1", 'parallel.layers=["A","B"]'} <= set(found.sets)
+    assert (found.share("parameters"), found.is_exact) == (0.5, True)
+    by_step = placement_of("shard=2,gather=step,tensor=2", LINE)
+    assert (by_step.share("gradients"), by_step.share("optimizer"), by_step.is_exact) == (0.5, 0.25, False)
+
+
+def test_what_to_type_next_is_said_of_the_placement() -> None:
+    placement = placement_of("shard=16,gather=step", LINE)
+    line = PlacedLine(LINE.flag("--parallel", str(placement)).words, placement)
+    assert str(line.in_processes(8)) == "unisono prove script.py --parallel shard=8,gather=step"
+    assert str(line.setting("parallel.gather=layer")) == "unisono prove script.py --parallel shard=16,gather=layer"
+    assert str(line.setting("batch=4")) == "unisono prove script.py --parallel shard=16,gather=step --set batch=4"
+
+
+def test_a_row_is_a_line_of_the_table() -> None:
+    row = Row("shard=2", 2, "differs", loss=0.0, gradient=0.25, worst="w in step 0", weights=1.0, equal=False)
+    row.bytes, row.share = {"parameters": 1_640_000, "gradients": 812, "optimizer": 20_000}, {"parameters": 1.1}
+    cells = " ".join(row.line(10).split())
+    assert cells == "shard=2 2 differs 0 2e-01 1e+00 other 1.64 MB + 812 B + 20 kB 1.10 w in step 0"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "do"),
+    [
+        (["script.py", "--steps", "0"], "At least one step", "unisono prove script.py --steps 3 --set"),
+        (["script.py", "--run-dir", "x"], "begins every run at step 0", "unisono prove script.py"),
+        (["script.py", "--tolerance", "2"], "from 0", "unisono prove script.py --tolerance 1e-05 --set"),
+        (["nothing.py"], "no such file", "unisono prove --help"),
+        ([], "needs the name of a recipe, or the path of a script", "unisono prove text\n"),
+        (["script.py", "--parallel", "shrad=2"], "nearest is shard", "unisono prove script.py --parallel shard=2"),
+        (["script.py", "--parallel", "shard"], "takes key=value", "unisono prove script.py --parallel shard=2"),
+        (["script.py", "--parallel", "shard=-1"], "number of processes", "unisono prove script.py --parallel shard=2"),
+        (
+            ["script.py", "--parallel", "shard=2,gather=all"],
+            "parallel.gather takes one of layer, step",
+            "unisono prove script.py --parallel shard=2,gather=layer",
+        ),
+        (
+            ["script.py", "--parallel", "replicate=2", "--parallel", "shard=16"],
+            "8 virtual ranks: 1 to 8 processes",
+            "unisono prove script.py --parallel replicate=2 --parallel shard=8 --set steps=9, or",
+        ),
+    ],
+)
+def test_wrong_requests(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+    do: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(text_of({}))
+    assert main(["prove", *words, "--set", "steps=9"]) == 2
+    out = capsys.readouterr().err
+    assert said in out
+    assert do in out.partition("Next: ")[2], out

@@ -1,0 +1,189 @@
+"""Tensor parallel: divided matrices compute what whole ones do, to rounding; and the same bits however data lies."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.agreement import GPT, VOCABULARY, Came, agree, come
+from tests.ranks.loops import attempt
+from unisono.settings import ParallelSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+CONFIG = Settings(steps=4, batch=12, virtual_ranks=4, clip=1.0)
+"""Over 60 sequences: whole batches. The norm is clipped, so it counts."""
+
+
+def trained(
+    size: int, folder: Path, config: Settings = CONFIG, build: Any = GPT, plan: Any = None, **axes: Any
+) -> Came:
+    config = replace(config, parallel=ParallelSettings(**axes))
+    everybody = run_ranks(come, size, str(folder), config, build, plan)
+    assert len({came.fingerprint for came in everybody}) == 1
+    assert all(came.losses == everybody[0].losses for came in everybody)
+    return everybody[0]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Came:
+    return trained(1, tmp_path_factory.mktemp("truth"))
+
+
+@pytest.mark.parametrize(
+    ("size", "axes"),
+    [
+        (2, {"tensor": 2}),
+        (4, {"tensor": 4}),
+        (2, {"tensor": 2, "sequence": True}),
+        (2, {"tensor": 2, "loss": True}),
+        (4, {"tensor": 4, "sequence": True, "loss": True}),
+    ],
+)
+def test_it_agrees_with_one_process(tmp_path: Path, truth: Came, size: int, axes: dict[str, Any]) -> None:
+    came = trained(size, tmp_path, **axes)
+    agree(came, truth)
+    assert came.promise[0] == "exact"
+    assert f"other layouts than tensor={size}" in came.promise[1]
+
+
+def same_bits(folder: Path, beside: list[tuple[int, dict[str, Any]]], **ways: Any) -> None:
+    config = replace(CONFIG, virtual_ranks=12)
+    one = trained(2, folder / "one", config, tensor=2, **ways)
+    for size, axes in beside:
+        other = trained(size, folder / str(axes), config, tensor=2, **axes, **ways)
+        assert other.fingerprint == one.fingerprint, axes
+        assert (other.losses, other.norms) == (one.losses, one.norms), axes
+
+
+def test_data_may_be_divided_in_any_way_with_the_same_bits(tmp_path: Path) -> None:
+    same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2}), (4, {"shard": 2, "gather": "step"})])
+
+
+def test_that_holds_for_divided_sequences_too(tmp_path: Path) -> None:
+    same_bits(tmp_path, [(4, {"shard": 2})], sequence=True)
+
+
+@pytest.mark.slow
+def test_and_over_many_processes(tmp_path: Path) -> None:
+    """Three and four replicas; and a mesh of three axes."""
+    same_bits(tmp_path, [(6, {"replicate": 3}), (8, {"replicate": 4}), (8, {"shard": 2, "replicate": 2})])
+
+
+def test_a_checkpoint_leaves_the_layout(tmp_path: Path, truth: Came) -> None:
+    trained(2, tmp_path, replace(CONFIG, steps=2), tensor=2)
+    more = replace(CONFIG, steps=4)
+    (came,) = run_ranks(come, 1, str(tmp_path), more, GPT, None, True)
+    assert came.losses[-1] == pytest.approx(truth.losses[-1], rel=1e-4)
+    back = replace(more, steps=5, parallel=ParallelSettings(tensor=2, shard=2))
+    assert len(run_ranks(come, 4, str(tmp_path), back, GPT, None, True)[0].losses) == 2
+
+
+def by_hand() -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+    }
+
+
+def test_a_plan_of_ones_own(tmp_path: Path, truth: Came) -> None:
+    agree(trained(2, tmp_path, plan=by_hand, tensor=2), truth)
+
+
+def strange_plan() -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return {"block.*.up": ColwiseParallel()}
+
+
+def cut_in_two_ways() -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return {"head": ColwiseParallel()}
+
+
+class Strange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+
+
+def place(build: Any, plan: Any = None) -> Any:
+    def loop(run: Run[Any]) -> Any:
+        run.place(build, **({"plan": plan()} if plan else {}))
+
+    return loop
+
+
+def odd_width(run: Run[Any]) -> Any:
+    run.place(lambda: GPT(width=18, heads=3))
+
+
+def strange_names(run: Run[Any]) -> Any:
+    run.place(Strange)
+
+
+def no_blocks(run: Run[Any]) -> Any:
+    run.place(lambda: nn.Linear(4, 4))
+
+
+def no_such_module(run: Run[Any]) -> Any:
+    run.place(GPT, plan=strange_plan())
+
+
+def tied_in_two_ways(run: Run[Any]) -> Any:
+    run.place(GPT, plan=cut_in_two_ways())
+
+
+WRONG = {
+    odd_width: (4, r"parallel.tensor=4 .*blocks.0.query_key_value has 54 outputs.*parallel.tensor=3"),
+    strange_names: (2, r"whether rows.1.1 comes first or second.*plan="),
+    no_blocks: (2, r"no blocks in a row.*plan="),
+    no_such_module: (2, r"no module called block.\*.up.*names of its own"),
+    tied_in_two_ways: (2, r"share a parameter of shape \(24, 16\).*do not tie"),
+}
+
+
+@pytest.mark.parametrize("loop", WRONG)
+def test_what_cannot_be_cut_is_told_on_every_process(tmp_path: Path, loop: Any) -> None:
+    size, words = WRONG[loop]
+    for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=ParallelSettings(tensor=size))):
+        assert isinstance(told, str), told
+        assert re.search(words, told, re.DOTALL), told
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+    )
+
+    class Logits(transformers.LlamaForCausalLM):  # type: ignore[name-defined]
+        """Its output is what the loss takes."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            return out
+
+    model: nn.Module = Logits(config)
+    return model
+
+
+def test_a_model_of_hugging_face_brings_its_own_plan(tmp_path: Path) -> None:
+    one = trained(1, tmp_path / "one", build=llama)
+    agree(trained(2, tmp_path / "tensor", build=llama, tensor=2), one)
+    assert trained(2, tmp_path / "shard", build=llama, shard=2).fingerprint == one.fingerprint

@@ -1,0 +1,65 @@
+"""The layers of a model: what occurs in a row. They are gathered, recomputed, compiled and dealt to devices as one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from torch import nn
+
+from unisono.errors import LoopError
+
+
+def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
+    """A model's layers, inner ones before what contains them.
+
+    classes  the names of their classes; otherwise the members of every ModuleList or Sequential in which two or more
+             are of one class with parameters: a transformer's blocks, a network's stages
+    """
+    parts = [part for part in model.modules() if part is not model and next(part.parameters(), None) is not None]
+    if classes:
+        missing = set(classes) - {type(part).__name__ for part in parts}
+        if missing:
+            known = sorted({type(part).__name__ for part in parts})
+            raise LoopError(
+                f"parallel.layers names {' and '.join(sorted(missing))}.",
+                f"{type(model).__name__} has parts with parameters of class {', '.join(known)}.",
+                f"--set 'parallel.layers=[\"{known[0] if known else ''}\"]', or leave it out.",
+            )
+        found = [part for part in parts if type(part).__name__ in classes]
+    else:
+        rows = [part for part in [model, *parts] if isinstance(part, nn.ModuleList | nn.Sequential)]
+        found = []
+        for row in rows:
+            count = Counter(type(part) for part in row.children() if part in parts)
+            found += [part for part in row.children() if count[type(part)] > 1 and part not in found]
+    return found[::-1]
+
+
+def outermost(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
+    """Those layers that are in no other one, in the model's order. A model without any is one layer."""
+    found = layers_of(model, classes)
+    within = {part for layer in found for part in layer.modules() if part is not layer}
+    return [part for part in model.modules() if part in found and part not in within] or [model]
+
+
+class Around:
+    """Something around a module's forward. The module keeps its class, its names and its hooks, so a checkpoint does
+    not know about it. A deep copy of the module has one of its own, around its own forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        functools.update_wrapper(self, self.forward, updated=())  # inspect.signature sees the module's own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied

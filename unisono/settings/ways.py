@@ -1,0 +1,64 @@
+"""Which ways of laying a model over devices go together: what is wrong with `parallel` beside the sizes of its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.errors import Problem
+from unisono.settings.line import Line
+
+ONE_PROCESS = ("split", "threads")
+"""What uses several devices of one process."""
+
+SEVERAL = ("shard", "tensor", "pipeline", "context")
+"""What divides a model, or what it computes, among several processes."""
+
+
+def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
+    """`values`: of the settings that count, by their dotted names."""
+    found = {name.removeprefix("parallel."): v for name, v in values.items() if name.startswith("parallel.")}
+    inside = [name for name in ONE_PROCESS if found.get(name, 1) > 1]
+    if len(inside) > 1:
+        asked = " and ".join(f"parallel.{name} = {found[name]}" for name in inside)
+        do = f"{line.setting('parallel.threads=1')}, or: {line.setting('parallel.split=1')}"
+        return [Problem(asked, "One deals the model over devices, the other copies it to all of them.", do)]
+    problems: list[Problem] = []
+    for way in inside:
+        asked = f"parallel.{way} = {found[way]}"
+        for axis in SEVERAL:
+            if found.get(axis, 1) != 1:
+                true = "It uses several devices of one process; the other lays the model over several processes."
+                do = f"{line.setting(f'parallel.{way}=1')}, or: {line.setting(f'parallel.{axis}=1')}"
+                problems.append(Problem(f"{asked} and parallel.{axis} = {found[axis]}", true, do))
+    if "threads" in inside:
+        problems += _too_much_for_threads(found, line)
+    return problems + _devices(found, inside, line)
+
+
+def _too_much_for_threads(found: Mapping[str, Any], line: Line) -> list[Problem]:
+    problems = []
+    for name, off in (("recompute", "none"), ("compile", False)):
+        if found.get(name, off) != off:
+            asked = f"parallel.threads = {found['threads']} and parallel.{name} = {str(found[name]).lower()}"
+            true = "torch.nn.DataParallel copies a model as it is written, in every forward pass anew."
+            instead = line.setting("parallel.threads=1").in_processes(found["threads"])
+            do = f"{instead}, or: {line.setting(f'parallel.{name}={str(off).lower()}')}"
+            problems.append(Problem(asked, true, do))
+    return problems
+
+
+def _devices(found: Mapping[str, Any], inside: list[str], line: Line) -> list[Problem]:
+    """The devices that are named, if any are, are those that something uses."""
+    named = found.get("devices", [])
+    if not named or not all(name in found for name in ONE_PROCESS):
+        return []
+    asked = f"parallel.devices = {named}"
+    if not inside:
+        do = f"{line.setting(f'parallel.split={len(named)}')}, or: {line.setting('parallel.devices=[]')}"
+        return [Problem(asked, "They are for parallel.split and parallel.threads, which are both 1.", do)]
+    way = inside[0]
+    if len(named) != found[way]:
+        do = f"{line.setting(f'parallel.{way}={len(named)}')}, or: {line.setting('parallel.devices=[]')}"
+        return [Problem(asked, f"These are {len(named)}, and parallel.{way} = {found[way]}.", do)]
+    return []

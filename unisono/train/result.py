@@ -1,0 +1,57 @@
+"""What a run says of itself when it is over."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from unisono.exchange import promise_of
+from unisono.parallel.recipe import promised
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+
+
+def promise(run: Run[Any]) -> tuple[str, str]:
+    """What is promised of this run's result, and why."""
+    if run.changes:
+        what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in run.changes)
+        first = min(c["step"] for c in run.changes)
+        return f"exact until step {first}", f"then other mathematics: {what}"
+    if run.differences:
+        return "tolerance", "; ".join(run.differences)
+    exchange = promise_of(run.settings.exchange, run.settings.virtual_ranks, run.size)
+    pipeline = run._models.pipeline
+    if pipeline is not None and pipeline.names.tied:
+        return "tolerance", pipeline.why_tolerance
+    axes = run._mesh.axes if pipeline is None else run._mesh.axes._replace(pipeline=1)  # which changes no bit
+    return promised(exchange, run.settings.parallel, axes, run._models.plans)
+
+
+def result(run: Run[Any]) -> dict[str, Any]:
+    """What goes into result.json."""
+    seconds = 0.0 if run._began is None else (run._ended or time.perf_counter()) - run._began
+    promised_here, reason = promise(run)
+    order = run._engine.order if run._engine else None
+    known = {
+        **({"loss": run._done.loss if isfinite(run._done.loss) else None} if run._done is not None else {}),
+        **({"skipped": run._scale.skipped} if run._scale.on else {}),
+        "steps": run.steps_done,
+        **({"resumed_at": run._state.resumed.steps} if run._state.resumed is not None else {}),
+        "samples": order.samples(run.steps_done) if order else 0,
+        "seconds": round(seconds, 3),
+        "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
+        "ranks": run.size,
+        "virtual_ranks": run.settings.virtual_ranks,
+        "promise": promised_here,
+        "reason": reason,
+        "weights_sha256": run._state.fingerprint() if run._state.models else None,
+        "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
+        "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
+    }
+    logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}
+    return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
+        **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
+        **known,
+    }

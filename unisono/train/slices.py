@@ -1,0 +1,50 @@
+"""The rounds of a step when several processes share its sequences: each sees its slice, under numbers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.data.seeding import give_state, seed_everything, take_state
+from unisono.errors import LoopError
+from unisono.score.keys import ROUND, mix, place_key
+from unisono.score.order import Place
+from unisono.train.buffers import versions
+
+if TYPE_CHECKING:
+    from unisono.train.engine import Engine
+
+Round = tuple[Place, Any, bool]
+
+
+def in_slices(engine: Engine, rounds: Iterator[Round], number: int) -> Iterator[Round]:
+    """The rounds of pass `number`, each with this process's slice of its batch.
+
+    Dropout must not hide the same places of every slice, so a round's random numbers are keyed by the slice as well.
+    What was drawn while the batch was fetched is the same on all of them; and so is what comes after a round, where
+    there is one stream of random numbers (one virtual rank).
+    """
+    context, one_stream = engine.models.context, engine.order.virtual_ranks == 1
+    device = engine.group.device if engine.group.device.type != "cpu" else None
+    accelerator = torch.get_device_module(device) if device and one_stream else None
+    buffers = [b for model in engine.models.modules for b in model.buffers()]
+    before = versions(buffers)
+    for place, batch, last in rounds:
+        stream = take_state() if one_stream else None
+        of_device = accelerator.get_rng_state() if accelerator else None
+        key = place_key(mix(engine.order.seed, ROUND), *place[:3])
+        with context.part(batch) as part:
+            seed_everything(mix(key, number, context.group.rank), device)
+            yield place, part, last
+        if stream is not None:
+            give_state(stream)
+        if accelerator:
+            accelerator.set_rng_state(of_device)
+    if any(engine.models.buffers.flags.values()) or versions(buffers) != before:
+        raise LoopError(
+            f"The forward pass of a step changed buffers, with parallel.context = {context.group.size}.",
+            "Each process has seen a slice of the sequences, and makes something else of them.",
+            "make them before the loop (a mask, a table), change them between two steps, or --set parallel.context=1",
+        )
