@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from unisono.errors import LoopError
+from unisono.parallel.layout import apply_rows
 
 if TYPE_CHECKING:
     from unisono.settings import ParallelSettings
@@ -115,6 +116,7 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             f"{len(scalars)} of its parameters are single numbers without a dimension (the first is {scalars[0]}).",
             "give it one: nn.Parameter(torch.ones(1)).",
         )
+    ordered = apply_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.gather == "layer",
@@ -130,6 +132,8 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             layers.append(Layer(module, names))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
+    for module, order in ordered:
+        order.listen(module)
     return layers
 
 
