@@ -159,6 +159,7 @@ class Proof:
     folder: Path
     named: bool = True
     start: Callable[..., Outcome] = local.run
+    one: Row = field(default_factory=lambda: Row("one process", 1, ""))
     rows: list[Row] = field(default_factory=list)
     failed: tuple[Row, Outcome] | None = None
 
@@ -173,10 +174,10 @@ class Proof:
         if outcome.exit_status:
             return self._no_ground(outcome)
         truth = self._told("truth")
-        one = self._measured(Row("one process", 1, ""), truth, truth, ALONE)
-        width = max(len(one.placement), *(len(str(placement)) for placement in placements))
+        self._measured(self.one, truth, truth, ALONE)
+        width = max(len(self.one.placement), *(len(str(placement)) for placement in placements))
         self._say(header(width))
-        self._say(one.line(width))
+        self._say(self.one.line(width))
         hint: Error | None = None
         for placement in placements:
             row = Row(str(placement), placement.processes)
@@ -292,7 +293,8 @@ class Proof:
             status = outcome.exit_status or 1
             self._say(f"\n{row.placement} fails, and one process does not.\n\n{text}")
             more |= {"failed": {"placement": row.placement, "said": message}}
-        return self._leave(status, placements=[asdict(row) for row in self.rows], limits=limits._asdict(), **more)
+        rows = [asdict(row) for row in self.rows]
+        return self._leave(status, limits=limits._asdict(), one=asdict(self.one), placements=rows, **more)
 
     def _verdict(self, agree: Sequence[Row]) -> str:
         exact = sum(bool(row.equal) for row in agree)

@@ -42,7 +42,7 @@ class Tree:
         self.pool = Pool(self.layout, shared=bool(group.neighbours))
         self.ready = Readiness(self.layout, self._launch, self._merge)
         self.wire: Wire | None = None
-        self._fold: Fold[Part] = Fold(virtual_ranks, self._sum)
+        self._fold: Fold[Part] = Fold(virtual_ranks, _where)
         self._current: tuple[Node, Copy | Loose] | None = None  # the leaf that backward is filling
         self._to_come = 0  # micro-batches that are still to come for it
         self._merges: list[tuple[Copy | Loose, Loose]] = []  # what is to be added once it is complete
@@ -57,7 +57,7 @@ class Tree:
         self.span = plan.spans[self.group.rank]
         # what is leftmost of a partial sum will travel; all the others are only added to it
         self._travel = {next((v for v in range(*n) if pieces[v]), -1) for n in plan.sends(self.group.rank)}
-        self._fold, self._current, self._roots = Fold(self.virtual_ranks, self._sum), None, None
+        self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where), None, None
         self.ready.begin()
         if self.group.size > 1 and (self.wire is None or self.wire.plan != plan):
             self.wire = Wire(plan, self.layout, self.group)
@@ -92,10 +92,8 @@ class Tree:
 
     def launch(self) -> None:
         """Send what has not been sent yet."""
-        if self._roots is None:  # the last micro-batch did not know that it was, or there was none
+        if self._roots is None:
             self._plan(None, last=True)
-            for number in range(len(self.params)):
-                self._merge(number)
         for root in self._roots or []:
             if root is not None:
                 root.complete()  # parameters that nobody used here count as zeros
@@ -206,15 +204,6 @@ class Tree:
             left.merge(number, right)
         if self._merges:
             self.params[number].grad = None
-
-    def _sum(self, left: Part, right: Part) -> Part:
-        """What a fold makes of two parts. A leaf's have been added while it was computed (`_merge`), so nothing is left
-        of `right`; those that meet because a virtual rank without work is passed over have not."""
-        if left is not None and right is not None:
-            assert isinstance(right, Loose), "it was to travel"
-            for number in range(len(self.params)):
-                left.merge(number, right)
-        return _where(left, right)
 
     def _launch(self, bucket: int) -> None:
         """The partial sums of a bucket are complete here: send them. Also called from inside backward."""

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from unisono.errors import LoopError
 from unisono.parallel.layers import layers_of, outermost
+from unisono.parallel.layout import apply_rows
 from unisono.world.collectives import like, local
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             f"{len(scalars)} of its parameters are single numbers without a dimension (the first is {scalars[0]}).",
             "give it one: nn.Parameter(torch.ones(1)).",
         )
+    ordered = apply_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.gather == "layer",
@@ -149,6 +151,8 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             layers.append(Layer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
+    for module, order in ordered:
+        order.listen(module)
     return layers
 
 

@@ -1,0 +1,53 @@
+"""Weights in channels_last: the kernels, and so the bits, of one process, also where they are divided row by row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.loops import SETTINGS, Numbers, attempt, train
+from unisono.env import World
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+
+class Pictures(nn.Module):
+    """Pictures of three numbers, and convolutions over them: some are layers themselves, one is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.rows = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
+        self.last = nn.Linear(16, 2)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        assert not self.first.weight.is_contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.linspace(-1, 1, 25).view(1, 1, 5, 5)
+        h = (x[:, :, None, None] * places).sin()  # row after row: the weights decide how it goes on
+        for layer in (self.first, *self.rows):
+            h = layer(h).relu()
+        out: torch.Tensor = self.last(h.mean((2, 3)))
+        return out
+
+
+def pictures(run: Run[Any]) -> Any:
+    return train(run, build=Pictures, data=Numbers(24))
+
+
+def placed(world: World, folder: Path, parallel: ParallelSettings) -> Any:
+    return attempt(world, folder, pictures, replace(SETTINGS, parallel=parallel))
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_shards_compute_in_the_order_of_one_process(tmp_path: Path, gather: Any) -> None:
+    (alone,) = run_ranks(placed, 1, tmp_path / "one", ParallelSettings())
+    shards = run_ranks(placed, 2, tmp_path / "two", ParallelSettings(shard=2, gather=gather))
+    assert isinstance(alone, list), alone
+    assert shards == [alone] * 2
