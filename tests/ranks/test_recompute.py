@@ -202,6 +202,28 @@ def codebook(run: Run[Any]) -> Any:
     return train(run, build=Codebook)
 
 
+def overwritten(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)) for _ in range(2)))
+
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(model(x).sum(), len(i))
+
+    return train(run, body, build=build)
+
+
+def test_a_product_that_is_written_over_is_told(tmp_path: Path) -> None:
+    config = replace(CONFIG, parallel=ParallelSettings(recompute="selective"))
+    (told,) = run_ranks(attempt, 1, tmp_path, overwritten, config)
+    assert "has been mutated" in told, told
+    assert "--set parallel.recompute=layer" in told
+    (told,) = run_ranks(attempt, 1, tmp_path / "layer", overwritten, replace(config, parallel=LAYER))
+    assert isinstance(told, list), told
+
+
+LAYER = ParallelSettings(recompute="layer")
+
+
 # -- compiled
 
 
