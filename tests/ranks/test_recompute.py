@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.ranks.agreement import come
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
@@ -112,6 +114,20 @@ def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> No
     (again,) = run_ranks(train_gpt, 1, config, str(tmp_path / "again"))
     assert (again["state"], again["losses"], again["norms"]) == (kept["state"], kept["losses"], kept["norms"])
     assert again["result"]["promise"] == "exact"
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "shard": 2}], ids=str)
+def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> None:
+    """There the bits are those of the same layout, when everything is kept."""
+
+    def told(how: Any) -> tuple[list[float], set[str]]:
+        config = settings(batch=12, virtual_ranks=4, steps=2, parallel=ParallelSettings(recompute=how, **axes))
+        came = run_ranks(come, prod(axes.values()), str(tmp_path / how), config)
+        return came[0].losses, {one.fingerprint for one in came}
+
+    kept = told("none")
+    assert len(kept[1]) == 1
+    assert [told(how) for how in WAYS] == [kept] * len(WAYS)
 
 
 def gpt(how: str = "none") -> nn.Module:
