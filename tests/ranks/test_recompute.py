@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.ranks.agreement import come
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
@@ -114,6 +116,20 @@ def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> No
     assert again["result"]["promise"] == "exact"
 
 
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "shard": 2}], ids=str)
+def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> None:
+    """There the bits are those of the same layout, when everything is kept."""
+
+    def told(how: Any) -> tuple[list[float], set[str]]:
+        config = settings(batch=12, virtual_ranks=4, steps=2, parallel=ParallelSettings(recompute=how, **axes))
+        came = run_ranks(come, prod(axes.values()), str(tmp_path / how), config)
+        return came[0].losses, {one.fingerprint for one in came}
+
+    kept = told("none")
+    assert len(kept[1]) == 1
+    assert [told(how) for how in WAYS] == [kept] * len(WAYS)
+
+
 def gpt(how: str = "none") -> nn.Module:
     torch.manual_seed(0)
     model = GPT(Model(width=32, depth=3, heads=2, dropout=0.1))
@@ -200,6 +216,28 @@ def test_a_large_buffer_that_changes_is_told(tmp_path: Path) -> None:
 
 def codebook(run: Run[Any]) -> Any:
     return train(run, build=Codebook)
+
+
+def overwritten(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)) for _ in range(2)))
+
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(model(x).sum(), len(i))
+
+    return train(run, body, build=build)
+
+
+def test_a_product_that_is_written_over_is_told(tmp_path: Path) -> None:
+    config = replace(CONFIG, parallel=ParallelSettings(recompute="selective"))
+    (told,) = run_ranks(attempt, 1, tmp_path, overwritten, config)
+    assert "has been mutated" in told, told
+    assert "--set parallel.recompute=layer" in told
+    (told,) = run_ranks(attempt, 1, tmp_path / "layer", overwritten, replace(config, parallel=LAYER))
+    assert isinstance(told, list), told
+
+
+LAYER = ParallelSettings(recompute="layer")
 
 
 # -- compiled

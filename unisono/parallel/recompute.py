@@ -72,8 +72,19 @@ class Recompute(Around):
 
     @contextmanager
     def _again(self, before: Before, inner: AbstractContextManager[Any]) -> Iterator[None]:
-        with before.again(type(self.module).__name__), inner:
-            yield
+        name = type(self.module).__name__
+        with before.again(name), inner:
+            try:
+                yield
+            except RuntimeError as error:
+                if not any(sign in str(error) for sign in ("not found in storage", "has been mutated")):
+                    raise
+                raise LoopError(
+                    f"A layer {name} was to be computed again, but for its products.",
+                    f"The second time was not the first: {str(error).splitlines()[0]}",
+                    "--set parallel.recompute=layer; or let nothing in it write over a product (ReLU(inplace=True)) "
+                    "or fill a cache (Hugging Face: model.config.use_cache = False).",
+                ) from error
 
 
 class Before:
