@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.agreement import GPT, VOCABULARY, Came, agree, come
+from tests.ranks.agreement import GPT, VOCABULARY, Came, Sentences, agree, come
 from tests.ranks.loops import attempt
 from unisono.settings import ParallelSettings, Settings
 from unisono.testing import run_ranks
@@ -74,6 +74,19 @@ def test_that_holds_for_divided_sequences_too(tmp_path: Path) -> None:
 def test_and_over_many_processes(tmp_path: Path) -> None:
     """Three and four replicas; and a mesh of three axes."""
     same_bits(tmp_path, [(6, {"replicate": 3}), (8, {"replicate": 4}), (8, {"shard": 2, "replicate": 2})])
+
+
+def predicted(run: Run[Any]) -> Any:
+    model = run.place(GPT)
+    return run.predict(model, Sentences(5)).flatten().tolist()
+
+
+@pytest.mark.parametrize("ways", [{}, {"loss": True, "sequence": True}])
+def test_predictions_are_whole(tmp_path: Path, ways: dict[str, Any]) -> None:
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", predicted, CONFIG)
+    config = replace(CONFIG, parallel=ParallelSettings(tensor=2, **ways))
+    for rows in run_ranks(attempt, 2, tmp_path / "2", predicted, config):
+        assert rows == pytest.approx(truth, rel=1e-4, abs=1e-6)
 
 
 def test_a_checkpoint_leaves_the_layout(tmp_path: Path, truth: Came) -> None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec
 from unisono.data.walk import MicroBatch
 from unisono.errors import LoopError
 from unisono.train.outputs import Outputs
+from unisono.train.whole import whole_here
 from unisono.world.collectives import Group
 
 
@@ -24,7 +25,7 @@ def predict(outputs: Outputs) -> Any:
     for micro_batch, output in outputs:
         leaves, found = tree_flatten(output)
         spec = _same_structure(spec, found)
-        pieces.append([_rows(leaf, micro_batch) for leaf in leaves])
+        pieces.append([_rows(whole_here(leaf), micro_batch) for leaf in leaves])
         numbers.append((micro_batch.number, micro_batch.samples))
     columns = [list(column) for column in zip(*pieces, strict=True)]
     kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
