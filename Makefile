@@ -57,6 +57,9 @@ correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and
 	$(PEERS)/bin/python -m pytest tests/house/test_papers.py
 	$(BIN)/python -m benchmarks.mistakes --peers $(PEERS)/bin/python
 
+agreement: setup  ## every placement of three recipes beside one process: writes docs/agreement.md (minutes)
+	$(BIN)/python -m benchmarks.placements
+
 # Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS) || { $(PYTHON) -m venv --clear --without-pip $(PEERS) \
@@ -70,4 +73,4 @@ clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types slow bench correctness clean
+.PHONY: help setup run test lint types slow bench correctness agreement clean

@@ -174,6 +174,7 @@ class Proof:
         if outcome.exit_status:
             return self._no_ground(outcome)
         truth = self._told("truth")
+        self.steps = len(truth.main["seconds"])  # the script may have fewer than were asked for
         self._measured(self.one, truth, truth, ALONE)
         width = max(len(self.one.placement), *(len(str(placement)) for placement in placements))
         self._say(header(width))
@@ -338,7 +339,8 @@ class Proof:
 
     def _leave(self, status: int, **more: Any) -> int:
         if self.request.json:
-            print(json.dumps({"agree": status == 0, "steps": self.steps, **more}))
+            told = json.dumps({"agree": status == 0, "steps": self.steps, **more})
+            print(json.dumps(json.loads(told, parse_constant=str)))  # JSON has no word for an infinite error
         return status
 
     def _stopped(self) -> int:
