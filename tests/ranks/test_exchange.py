@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from unisono.exchange.tree import Tree
 from unisono.score.placement import place_evenly
 from unisono.score.tree import Node, fold
 from unisono.testing import run_ranks
-from unisono.world.collectives import Group
+from unisono.world.collectives import Group, Message
 from unisono.world.start import group as join
 
 
@@ -293,3 +294,19 @@ def test_layouts_keep_strides_and_kinds_apart() -> None:
     assert half.grad.dtype == torch.float64
     assert len(exchange.layout.buckets) == 2
     exchange.close()
+
+
+def late(world: World) -> float:
+    with join(world) as group:
+        told = torch.zeros(1)
+        if world.rank:
+            time.sleep(6)  # more than connecting may take: the timeout that gloo's messages have by themselves
+        sends, receives = ([Message(told + 7, 0)], []) if world.rank else ([], [Message(told, 1)])
+        for work in group.send_and_receive(sends, receives):
+            work.wait()
+        return float(told)
+
+
+@pytest.mark.slow
+def test_a_message_waits_for_a_process_that_is_late() -> None:
+    assert run_ranks(late, 2)[0] == 7.0

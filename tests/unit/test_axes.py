@@ -64,12 +64,37 @@ LINE = Line(("unisono", "run", "text", "--ranks", "4"))
         ({"shard": 2, "replicate": 1}, "4 processes", "parallel.shard=2 makes 2.", "--set parallel.replicate=-1"),
         ({"shard": 0}, "parallel.shard = 0", "An axis has 1 or more processes", "--set parallel.shard=1"),
         ({"shard": -1}, "parallel.replicate = -1 and parallel.shard = -1", "One axis", "--set parallel.replicate=1"),
+        (
+            {"pipeline": 2, "shard": 2},
+            "parallel.pipeline = 2 and parallel.shard = 2",
+            "held whole",
+            "--set parallel.shard=1",
+        ),
+        (
+            {"pipeline": 4, "virtual_ranks": 1},
+            "parallel.pipeline = 4 and virtual_ranks = 1",
+            "one stream",
+            "--set virtual_ranks=2",
+        ),
+        (
+            {"pipeline": 2, "schedule": "DualPipeV", "loops": 3},
+            "parallel.schedule = DualPipeV and parallel.loops = 3",
+            "It has 2 each.",
+            "--set parallel.schedule=Interleaved1F1B",
+        ),
+        (
+            {"pipeline": 2, "schedule": "LoopedBFS", "stages": ["a"]},
+            'parallel.stages = ["a"]',
+            "4 stages begin with the model and with 3 modules.",
+            "parallel.stages=[]",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would(
     parallel: dict[str, Any], asked: str, true: str, do: str
 ) -> None:
-    (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), 4, LINE)
+    ranks = parallel.pop("virtual_ranks", 8)
+    (problem,) = check(Settings(steps=1, virtual_ranks=ranks, parallel=ParallelSettings(**parallel)), 4, LINE)
     assert problem.asked == asked
     assert true in problem.true
     assert do in problem.do

@@ -222,11 +222,14 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
     return [
         {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
         for name in (*request.accept_change, "layout")
-        if name != "length" and before.get(name) != identity.get(name)  # of the length, the run knows better
+        if name not in KNOWN_LATER and before.get(name) != identity.get(name)
     ]
 
 
-CHANGING = ("length", "layout")
+KNOWN_LATER = ("length", "ties")
+"""Parts of a run's identity that follow from its data and its model: the run compares them."""
+
+CHANGING = (*KNOWN_LATER, "layout")
 """Parts of a run's identity that are compared elsewhere."""
 
 

@@ -129,7 +129,7 @@ class Chain:
                 raise LoopError(
                     f"parallel.stages = {list(names)} was asked for.",
                     f"Stage {stage} would have no parameter that trains.",
-                    "name other modules to begin with, or none: --set parallel.stages=[]",
+                    "name other modules to begin with, or none: --set 'parallel.stages=[]'",
                 )
         return found
 
@@ -143,7 +143,7 @@ class Chain:
             raise LoopError(
                 f"parallel.stages = {list(names)} was asked for, for {stages} stages.",
                 f"{stages - 1} modules are to be named in the order in which {self.name} calls them: {known}.",
-                "name these, or none: --set parallel.stages=[]",
+                "name these, or none: --set 'parallel.stages=[]'",
             )
         return found
 

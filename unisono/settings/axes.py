@@ -80,9 +80,10 @@ def fill(sizes: dict[str, int], processes: int) -> Axes | None:
 def layout(parallel: Any, axes: Axes) -> str:
     """How a model is divided in ways that its bits depend on, in words; "whole": in none.
 
-    Replicas and shards leave every addition where it was. These do not: a sum over features, say, is made in parts.
+    Replicas, shards and stages leave every addition where it was (but for what stages share: train/stages.py). These do
+    not: a sum over features, say, is made in parts.
     """
-    sizes = [f"{name}={size}" for name in INSIDE if (size := getattr(axes, name)) > 1]
+    sizes = [f"{name}={size}" for name in ("context", "tensor") if (size := getattr(axes, name)) > 1]
     ways = [name for name in ("sequence", "loss") if axes.tensor > 1 and getattr(parallel, name)]
     return " ".join(sizes + ways) or "whole"
 

@@ -96,6 +96,12 @@ class Models:
         self.params = list({id(p): p for p in [*self.params, *model.parameters()]}.values())
         self._grew = True
 
+    @property
+    def ties(self) -> str:
+        """Parameters that several stages of a pipeline use, in words: their gradients are added once a step, and not in
+        every micro-batch, which has other bits."""
+        return ", ".join(self.pipeline.names.tied) if self.pipeline is not None else ""
+
     def track(self, modules: Iterable[torch.nn.Module]) -> None:
         """These were tracked: their buffers count too, whoever holds their parameters."""
         self.tracked = list(modules)

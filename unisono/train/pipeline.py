@@ -197,15 +197,6 @@ class Pipeline:
         wanted = set(map(id, params))
         return [[p for p in self.names.of(stage) if id(p) in wanted] for stage in self.line.ours]
 
-    @property
-    def why_tolerance(self) -> str:
-        """What differs from one process by rounding, in words."""
-        tied = ", ".join(self.names.tied)
-        return (
-            f"{tied} belongs to several stages, whose gradients are added once a step and not in every micro-batch: "
-            f"the same bits for any number of replicas of {self.line.stages} stages"
-        )
-
     def grown(self, count: int) -> LoopError:
         return LoopError(
             "run.steps was asked for a step.",

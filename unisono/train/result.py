@@ -22,11 +22,11 @@ def promise(run: Run[Any]) -> tuple[str, str]:
     if run.differences:
         return "tolerance", "; ".join(run.differences)
     exchange = promise_of(run.settings.exchange, run.settings.virtual_ranks, run.size)
-    pipeline = run._models.pipeline
-    if pipeline is not None and pipeline.names.tied:
-        return "tolerance", pipeline.why_tolerance
-    axes = run._mesh.axes if pipeline is None else run._mesh.axes._replace(pipeline=1)  # which changes no bit
-    return promised(exchange, run.settings.parallel, axes, run._models.plans)
+    ties = run._models.ties
+    if ties:
+        reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
+        exchange = exchange[0], f"{exchange[1]}; {reason}"
+    return promised(exchange, run.settings.parallel, run._mesh.axes, run._models.plans)
 
 
 def result(run: Run[Any]) -> dict[str, Any]:

@@ -229,6 +229,8 @@ class Run(Generic[S]):
         last = self.count_steps(data)
         self._identity["length"] = data.shape if isinstance(data, Stream) else length
         self.changes += self._state.check_length(self._identity["length"], self._accepted)
+        self._identity["ties"] = self._models.ties or "none"
+        self.changes += self._state.check_ties(self._identity["ties"])
         self._engine = build_engine(
             self._kind,
             data,

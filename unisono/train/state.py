@@ -150,6 +150,11 @@ class State:
             )
         return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
 
+    def check_ties(self, ties: str) -> list[dict[str, Any]]:
+        """What stages of a pipeline share now: as with another layout, it is another way to the same, to rounding."""
+        before = self.resumed.about["identity"].get("ties", "none") if self.resumed else ties
+        return [{"step": self.saved_after or 0, "field": "ties", "from": before, "to": ties}] if before != ties else []
+
     def seal(self, *, half_done: bool) -> None:
         """The loop is being left with break; `half_done`: in the middle of a step. What the script does from here on is
         no part of the training, but a checkpoint is written only when the script returns."""

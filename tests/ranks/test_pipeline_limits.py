@@ -1,0 +1,158 @@
+"""What cannot be with a pipeline: each told in words, and no process waits for another one that is gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks.loops import Numbers, attempt, linear, whole
+from tests.ranks.loops import train as train_linear
+from tests.ranks.test_pipeline import deep, squares
+from tests.ranks.training import settings
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+
+class Asks(nn.Module):
+    """Looks into a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.second(x if x.sum() > 0 else -x)
+        return out
+
+
+class Counts(nn.Linear):
+    """Changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().forward(x)
+
+
+def single() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+
+
+def flat_end() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Tanh())
+
+
+def rows() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def plain(run: Run[Any]) -> Any:
+    return train_linear(run, whole, build=rows)
+
+
+def passes(run: Run[Any]) -> Any:
+    model = run.place(rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in run.steps(Numbers()):
+        step.run(model, squares, over=[optimizer])
+
+
+def twice(run: Run[Any]) -> Any:
+    model = run.place(rows)
+    for step in run.steps(Numbers()):
+        step.run(model, squares, forward=lambda model, batch: model(batch[0]) + model(batch[0]))
+
+
+def never(run: Run[Any]) -> Any:
+    model = run.place(rows)
+    for step in run.steps(Numbers()):
+        step.run(model, squares, forward=lambda model, batch: batch[0])
+
+
+def two(run: Run[Any]) -> Any:
+    return run.place(rows), run.place(linear)
+
+
+def part(run: Run[Any]) -> Any:
+    model = run.place(cast(Callable[[], nn.Sequential], rows))
+    return model[2](torch.ones(1, 3)), model[0](torch.ones(1, 3))
+
+
+def building(build: Callable[[], nn.Module]) -> Callable[[Run[Any]], Any]:
+    def loop(run: Run[Any]) -> Any:
+        return deep(run, build)
+
+    loop.__qualname__ = loop.__name__ = f"with_{build.__name__}"
+    globals()[loop.__name__] = loop
+    return loop
+
+
+PIPED = ParallelSettings(pipeline=2)
+WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
+    "batch norm": (building(Normed), PIPED, "Its 1 is a BatchNorm1d.*GroupNorm"),
+    "more stages than layers": (building(single), PIPED, "chain of 2.*1 have parameters.*parallel.pipeline=1"),
+    "no row at all": (building(linear), PIPED, "chain of 0 modules"),
+    "more stages than layers, looped": (
+        plain,
+        ParallelSettings(pipeline=2, schedule="LoopedBFS"),
+        "of which 2 have parameters.*parallel.pipeline=2, or a schedule.*1F1B",
+    ),
+    "a forward that looks into tensors": (building(Asks), PIPED, "cannot be followed without data.*nn.Sequential"),
+    "a name that is none": (
+        plain,
+        replace(PIPED, stages=["4"]),
+        r"parallel.stages = \['4'\].*in which Sequential calls them: 1, 2",
+    ),
+    "a stage without parameters": (building(flat_end), replace(PIPED, stages=["2"]), "Stage 1 would have no parameter"),
+    "a plain loop": (plain, PIPED, "was iterated over.*parallel.pipeline=2.*step.run"),
+    "a pass": (passes, PIPED, "began a pass.*step.run"),
+    "two models": (two, PIPED, "after a Sequential.*one model"),
+}
+ON_SOME = {
+    "two calls": (twice, "called twice for one micro-batch|PeerLost"),
+    "no call": (never, "did not call the model|PeerLost"),
+    "another stage's module": (part, "was called by itself.*stage [01]"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> None:
+    loop, parallel, words = WRONG[what]
+    for told in run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=parallel)):
+        assert isinstance(told, str), told
+        assert re.search(words, told, re.DOTALL), told
+
+
+@pytest.mark.parametrize("what", ON_SOME)
+def test_what_one_process_sees_ends_the_others(tmp_path: Path, what: str) -> None:
+    loop, words = ON_SOME[what]
+    told = run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=PIPED))
+    assert all(isinstance(words_here, str) and re.search(words, words_here, re.DOTALL) for words_here in told), told
+    assert not all("PeerLost" in words_here for words_here in told), told
+
+
+def counting(run: Run[Any]) -> Any:
+    return deep(run, lambda: nn.Sequential(Counts(), nn.Linear(3, 2)))
+
+
+def test_buffers_that_forward_changes_are_refused(tmp_path: Path) -> None:
+    for told in run_ranks(attempt, 2, tmp_path, counting, settings(batch=8, virtual_ranks=4, parallel=PIPED)):
+        assert isinstance(told, str), told
+        assert "changed buffers" in told
