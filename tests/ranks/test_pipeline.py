@@ -256,7 +256,7 @@ def test_a_resume_out_of_a_pipeline_with_ties_is_told(tmp_path: Path) -> None:
     (print_, _) = run_ranks(stopping, 2, tmp_path, piped, 2, True)
     assert print_.startswith("exact ")
     (print_,) = run_ranks(stopping, 1, tmp_path, UNEVEN, 4, True)
-    assert print_.startswith("exact until step 2 ")
+    assert print_.startswith("exact until step 3 ")  # where it had stopped
 
 
 def stopping(world: World, folder: Path, config: Settings, stop_after: int, tied: bool = False) -> str:

@@ -201,7 +201,8 @@ class Asked:
         """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""
         path = newest(run_dir, log.say)
         before = about(path)["identity"] if path is not None else {}
-        problems = self.request.problems_of_accepted({*before, *identity, "length"}, self.line())
+        fields = {*before, *identity, "length"} - {*TOLD}
+        problems = self.request.problems_of_accepted(fields, self.line())
         known = {name: value for name, value in before.items() if name not in CHANGING}
         if path is not None:
             now = {name: value for name, value in identity.items() if name not in CHANGING}
@@ -228,6 +229,9 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
 
 KNOWN_LATER = ("length", "ties")
 """Parts of a run's identity that follow from its data and its model: the run compares them."""
+
+TOLD = ("layout", "ties")
+"""Parts that need not be accepted when they change: the promise tells of it."""
 
 CHANGING = (*KNOWN_LATER, "layout")
 """Parts of a run's identity that are compared elsewhere."""
