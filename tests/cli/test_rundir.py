@@ -118,9 +118,10 @@ BY = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"],
     "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py", "--ranks", "2"],
 }
+STARTERS = ["python", "unisono", pytest.param("torchrun", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("starter", BY)
+@pytest.mark.parametrize("starter", STARTERS)
 def test_a_run_directory_has_one_run_at_a_time_and_nobody_after_it_was_killed(command: Command, starter: str) -> None:
     command.script(WAITS)
     asked = ["--run-dir", "out", "--set", "steps=1"]
@@ -168,7 +169,7 @@ MOVES = """
     """
 
 
-@pytest.mark.parametrize("starter", BY)
+@pytest.mark.parametrize("starter", STARTERS)
 def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(command: Command, starter: str) -> None:
     command.script(MOVES)
     (command.folder / "some.toml").write_text("batch = 5\nloader.workers = 1\n")

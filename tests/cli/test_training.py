@@ -98,7 +98,7 @@ def test_twenty_of_twenty_runs_survive_being_killed(command: Command) -> None:
         survive(command, chance, whole, f"killed-{number}")
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_leaves_cleanly_and_the_run_goes_on_from_there(command: Command, sign: signal.Signals) -> None:
     command.script(SCRIPT)
     whole = undisturbed(command)
