@@ -99,7 +99,12 @@ def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.is_torchs], ids=by_name)
 def test_scripts_for_torchrun_run(block: Block, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(block.code, encoding="utf-8")
-    run(tmp_path, *TORCHRUN, "script.py")
+    try:
+        run(tmp_path, *TORCHRUN, "script.py")
+    except AssertionError as error:  # torch's own processes abort at their exit now and then: not ours to mend
+        if "terminate called without an active exception" not in str(error):
+            raise
+        run(tmp_path, *TORCHRUN, "script.py")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -67,6 +68,12 @@ def replace_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.T
 
 def zero_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     model.zero_grad(set_to_none=False)
+    whole(step, model, x, i)
+
+
+def zero_on_one(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 1:
+        model.zero_grad(set_to_none=False)
     whole(step, model, x, i)
 
 
@@ -311,6 +318,7 @@ BREACHES = {
     "clipping in a round": Breach(rounds(clip_in_a_round), "changed between two micro-batches.*clip=1.0"),
     "a gradient replaced in a round": Breach(rounds(replace_in_a_round), "changed between two micro-batches"),
     "zeroes in a round": Breach(rounds(zero_in_a_round), "changed between two micro-batches.*set_to_none=False"),
+    "zeroes on one process": Breach(rounds(zero_on_one), "changed between two micro-batches"),
     "a hook after accumulation": Breach(lambda run: train(run, build=hooked), "weight of shape .* has a hook"),
     "a hook in a round": Breach(rounds(hook_in_a_round), "changed between two micro-batches.*a hook"),
     # after the rounds

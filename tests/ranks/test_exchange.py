@@ -270,7 +270,7 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
     ready = Readiness(layout, lambda bucket: None)
     for repeats in (1, 2):
         ready.begin()
-        ready.enter(Copy(layout), tell=False, last=True)
+        ready.enter(Copy(layout), tell=False, last=True, launch=True)
         x = torch.ones(1, 2)
         if repeats == 1:
             layer(x).sum().backward()

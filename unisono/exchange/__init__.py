@@ -53,7 +53,13 @@ class Exchange(Protocol):
     def zero(self) -> None: ...
 
     @property
-    def used(self) -> Sequence[bool]: ...
+    def used(self) -> Sequence[bool]:
+        """Which parameters took part in a backward of this step, on this process."""
+
+    @property
+    def touched(self) -> bool:
+        """Has the loop changed p.grad in this process's last micro-batch? (Earlier, `leave` raises LoopError.) Messages
+        are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
 
     def close(self) -> None: ...
 

@@ -32,7 +32,7 @@ class AllReduce:
         self.sum.clear()
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self.ready.enter(self.sum, tell=False, last=last and self.group.size > 1)
+        self.ready.enter(self.sum, tell=False, last=last, launch=last and self.group.size > 1)
 
     def leave(self) -> None:
         self.ready.leave()
@@ -61,6 +61,10 @@ class AllReduce:
     @property
     def used(self) -> Sequence[bool]:
         return self.ready.used
+
+    @property
+    def touched(self) -> bool:
+        return self.ready.touched
 
     def close(self) -> None:
         self.ready.close()

@@ -271,6 +271,16 @@ class Pool:
         self.free += copies
 
 
+def touched() -> LoopError:
+    return LoopError(
+        "The gradient was changed between two micro-batches.",
+        "There p.grad holds whatever this process has added up so far: another number of processes would change "
+        "another sum. (Clipping, noise, zero_grad(set_to_none=False), a hook that runs after accumulation.)",
+        "change p.grad after `for batch in step:`, where it is the mean gradient; clip with "
+        "step.update(optimizer, clip=1.0).",
+    )
+
+
 class Readiness:
     """Knows which parameters backward has finished: calls `complete(number)` for each, where that matters, and
     `launch(bucket)` as soon as a bucket is complete, in the last micro-batch of all.
@@ -286,11 +296,12 @@ class Readiness:
         self.layout = layout
         self.launch, self.complete = launch, complete
         self.used = [False] * len(layout.params)
+        self.touched = False
         self.expected = [0] * len(layout.params)
         self.fired = [0] * len(layout.params)
         self.next = 0
         self.into: Copy | Loose | None = None
-        self._tell = self._last = False
+        self._tell = self._sends = self._last = False
         self._missing: list[int] = []
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
@@ -305,7 +316,7 @@ class Readiness:
             self.into.fill(number, p)
             self.used[number] = True
             self.fired[number] += 1
-            if not (self._tell or self._last):
+            if not (self._tell or self._sends):
                 return
             if self.fired[number] > self.expected[number] > 0 and (self._tell or bucket < self.next):
                 self.refuse_varying(number)
@@ -313,7 +324,7 @@ class Readiness:
                 return
             if self._tell:
                 self.complete(number)
-            if self._last:
+            if self._sends:
                 self._missing[bucket] -= 1
                 while self.next < len(self._missing) and self._missing[self.next] == 0:
                     self.next += 1
@@ -332,31 +343,28 @@ class Readiness:
         )
 
     def begin(self) -> None:
-        """A step begins: nothing is used, nothing is launched."""
+        """A step begins: nothing is used or touched, nothing is launched."""
         self.used = [False] * len(self.used)
+        self.touched = False
         self.next = 0
 
-    def enter(self, into: Copy | Loose, *, tell: bool, last: bool) -> None:
-        """A micro-batch begins, gathered in `into`. Does it matter when parameters are complete? Is it the last one?"""
+    def enter(self, into: Copy | Loose, *, tell: bool, last: bool, launch: bool) -> None:
+        """A micro-batch begins, gathered in `into`. Does it matter when parameters are complete? Is it the last one?
+        Do its buckets leave as soon as they are complete?"""
         self.into = into
         into.place(self.layout.params)
         self.fired = [0] * len(self.fired)
         known = any(self.expected)
-        self._tell, self._last = tell and known, last and known
-        if self._last:
+        self._tell, self._sends, self._last = tell and known, launch and known, last
+        if self._sends:
             self._missing = [len(bucket.members) for bucket in self.layout.buckets]
 
     def leave(self) -> None:
         if self.into is not None and not self.into.untouched(self.layout.params):
-            raise LoopError(
-                "The gradient was changed between two micro-batches.",
-                "There p.grad holds whatever this process has added up so far: another number of processes would "
-                "change another sum. (Clipping, noise, zero_grad(set_to_none=False), a hook that runs after "
-                "accumulation.)",
-                "change p.grad after `for batch in step:`, where it is the mean gradient; clip with "
-                "step.update(optimizer, clip=1.0).",
-            )
-        self.into, self._tell, self._last = None, False, False
+            if not self._last:
+                raise touched()
+            self.touched = True
+        self.into, self._tell, self._sends, self._last = None, False, False, False
         self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
 
     def close(self) -> None:

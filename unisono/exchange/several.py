@@ -64,6 +64,10 @@ class Several:
                 known[id(p)] = known.get(id(p), False) or was
         return [known[id(p)] for p in self.params]
 
+    @property
+    def touched(self) -> bool:
+        return any(part.touched for part in self.parts)
+
     def close(self) -> None:
         for part in self.parts:
             part.close()

@@ -93,5 +93,9 @@ class Slices:
     def zero(self) -> None:
         self.inner.zero()
 
+    @property
+    def touched(self) -> bool:
+        return self.inner.touched
+
     def close(self) -> None:
         self.inner.close()

@@ -22,6 +22,7 @@ class Solo:
         assert virtual_ranks == group.size == 1
         self.params = params
         self.used: Sequence[bool] = ()
+        self.touched = False  # one micro-batch after the other adds to p.grad as the loop leaves it: plain torch
         # The kernel of torch's GradScaler multiplies all gradients and looks at them, if they are of one kind: the
         # quickest there is. It leaves a 1 in `_found` when an element is not finite.
         self._fast = {(p.dtype, p.device) for p in params} == {(torch.float32, p.device) for p in params[:1]}

@@ -74,7 +74,7 @@ class Tree:
         if not self._to_come:
             self._plan(self._current, last=last)
         folds = not self._to_come and bool(self._merges)
-        self.ready.enter(self._current[1], tell=folds, last=last and self.group.size > 1)
+        self.ready.enter(self._current[1], tell=folds, last=last, launch=last and self.group.size > 1)
 
     def leave(self) -> None:
         assert self._current is not None
@@ -124,8 +124,11 @@ class Tree:
 
     @property
     def used(self) -> Sequence[bool]:
-        """Which parameters took part in a backward of this step, on this process."""
         return self.ready.used
+
+    @property
+    def touched(self) -> bool:
+        return self.ready.touched
 
     def close(self) -> None:
         self.ready.close()

@@ -14,6 +14,7 @@ from unisono.data.loader import Collate, Loader, Schedule
 from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import lies_in
 from unisono.errors import DataError, LoopError
+from unisono.exchange.buckets import touched
 from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
@@ -188,8 +189,12 @@ class Engine:
             self._check_forward(step)
         gradient.seen = True
         buffers = self.models.buffers
-        totals = self.table.meet({**self.asked, "unused": not all(gradient.exchange.used), **buffers.flags})
+        exchange = gradient.exchange
+        said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
+        totals = self.table.meet(said)
         self.agreed = agreed = totals.flags
+        if agreed["touched"]:
+            raise touched()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
