@@ -29,9 +29,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.machine import parser, show, spread
-from benchmarks.ours import build_run
 from unisono.env import World
 from unisono.settings import Settings
+from unisono.testing import build_run
 from unisono.train.run import Run
 from unisono.world.start import group as join
 

@@ -29,13 +29,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.machine import parser, show, spread
-from benchmarks.ours import build_run
 from benchmarks.tasks import TASKS, loss_of
 from unisono.env import World
 from unisono.score.order import Order
 from unisono.score.placement import place_evenly
 from unisono.settings import Settings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
