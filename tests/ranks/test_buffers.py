@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of, train
 from unisono.env import World
-from unisono.settings import Settings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -150,13 +150,10 @@ def by_hand(run: Run[Any], momentum: float | None) -> dict[str, float]:
     return {name: float((value - want[name]).abs().max()) for name, value in model.state_dict().items()}
 
 
-def hand_loops(world: World, folder: str, momentum: float | None) -> Any:
-    return attempt(world, Path(folder), lambda run: by_hand(run, momentum), replace(CONFIG, virtual_ranks=3))
-
-
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norm_is_what_one_process_makes_of_all_micro_batches(tmp_path: Path, momentum: float | None) -> None:
-    (apart,) = run_ranks(hand_loops, 1, str(tmp_path), momentum)
+    loop, config = partial(by_hand, momentum=momentum), replace(CONFIG, virtual_ranks=3)
+    (apart,) = run_ranks(attempt, 1, tmp_path, loop, config)
     assert max(apart.values()) < 1e-5, apart
     assert apart["1.num_batches_tracked"] == 0
 
@@ -182,17 +179,13 @@ def test_they_are_saved_and_resumed_on_another_number_of_processes(tmp_path: Pat
     assert run_ranks(halves, 2, str(tmp_path / "run"), False) == whole * 2
 
 
-def evaluated(world: World, folder: str) -> Any:
+def evaluated(run: Run[Any]) -> Any:
     """A forward in eval mode that counts: an evaluation leaves nothing behind, though processes see different parts."""
-
-    def loop(run: Run[Settings]) -> Any:
-        model = run.place(Counted)
-        before = run._state.fingerprint(), model.seen.item()
-        run.evaluate(model, Numbers(), lambda output, x, i: (output.sum(), len(i)))
-        return before == (run._state.fingerprint(), model.seen.item())
-
-    return attempt(world, Path(folder), loop)
+    model = run.place(Counted)
+    before = run._state.fingerprint(), model.seen.item()
+    run.evaluate(model, Numbers(), lambda output, x, i: (output.sum(), len(i)))
+    return before == (run._state.fingerprint(), model.seen.item())
 
 
 def test_an_evaluation_leaves_them_as_they_were(tmp_path: Path) -> None:
-    assert run_ranks(evaluated, 2, str(tmp_path)) == [True, True]
+    assert run_ranks(attempt, 2, tmp_path, evaluated) == [True, True]

@@ -321,13 +321,9 @@ def test_a_checkpoint_goes_from_any_number_of_slices_to_any_other(
     """Each with (processes, slices)."""
     for (size, context), steps in ((before, 2), (after, 5)):
         config = replace(CONFIG, steps=steps, parallel=ParallelSettings(context=context))
-        told = run_ranks(resumed, size, tmp_path, config, steps == 5)[0]
+        told = run_ranks(partial(attempt, resume=steps == 5), size, tmp_path, recipe, config)[0]
         assert isinstance(told, dict), told
     assert told["losses"] == pytest.approx(alone[recipe]["losses"][2:], rel=1e-5)
-
-
-def resumed(world: World, folder: Path, config: Any, resume: bool) -> Any:
-    return attempt(world, folder, recipe, config, resume=resume)
 
 
 def in_passes(run: Run[Any]) -> Any:

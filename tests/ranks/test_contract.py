@@ -426,9 +426,5 @@ def test_a_sum_can_be_said_in_several_ways(tmp_path: Path) -> None:
     assert times[:-1] == pytest.approx(sums[:-1], rel=1e-6)
 
 
-def count_alone(world: World, folder: str) -> Any:
-    return attempt(world, Path(folder), with_batch_norm, ONE)
-
-
 def test_batch_norm_with_one_virtual_rank_is_plain_torch(tmp_path: Path) -> None:
-    assert len(run_ranks(count_alone, 1, str(tmp_path))[0]) == 4
+    assert len(run_ranks(attempt, 1, tmp_path, with_batch_norm, ONE)[0]) == 4

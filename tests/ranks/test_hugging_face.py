@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks.loops import SETTINGS, attempt, linear, loss_of, sgd
+from tests.ranks.loops import attempt, linear, loss_of, sgd
 from tests.shards import write_lines
 from unisono.data.streams import Stream
-from unisono.env import World
 from unisono.errors import DataError
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -42,16 +42,13 @@ def told(run: Run[Any], folder: str) -> Any:
     return seen, run._state.fingerprint()
 
 
-def train(world: World, data: str, folder: str) -> Any:
-    return attempt(world, Path(folder), lambda run: told(run, data), SETTINGS)
-
-
 def test_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
     write_lines(tmp_path / "data", (9, 3, 8))
-    runs = {n: run_ranks(train, n, str(tmp_path / "data"), str(tmp_path / str(n))) for n in (1, 2)}
-    for told in (told for ranks in runs.values() for told in ranks):
-        assert not isinstance(told, str), told
-        assert told[1] == runs[1][0][1]
+    loop = partial(told, folder=str(tmp_path / "data"))
+    runs = {n: run_ranks(attempt, n, tmp_path / str(n), loop) for n in (1, 2)}
+    for here in (here for ranks in runs.values() for here in ranks):
+        assert not isinstance(here, str), here
+        assert here[1] == runs[1][0][1]
     assert [sorted(i for seen, _ in ranks for i in seen) for ranks in runs.values()] == [
         [i for i in range(20) if i != 4]
     ] * 2

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
-from unisono.env import World
 from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -41,13 +40,10 @@ def pictures(run: Run[Any]) -> Any:
     return train(run, build=Pictures, data=Numbers(24))
 
 
-def placed(world: World, folder: Path, parallel: ParallelSettings) -> Any:
-    return attempt(world, folder, pictures, replace(SETTINGS, parallel=parallel))
-
-
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_shards_compute_in_the_order_of_one_process(tmp_path: Path, gather: Any) -> None:
-    (alone,) = run_ranks(placed, 1, tmp_path / "one", ParallelSettings())
-    shards = run_ranks(placed, 2, tmp_path / "two", ParallelSettings(shard=2, gather=gather))
+    (alone,) = run_ranks(attempt, 1, tmp_path / "one", pictures)
+    config = replace(SETTINGS, parallel=ParallelSettings(shard=2, gather=gather))
+    shards = run_ranks(attempt, 2, tmp_path / "two", pictures, config)
     assert isinstance(alone, list), alone
     assert shards == [alone] * 2

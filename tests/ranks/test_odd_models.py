@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,11 +290,7 @@ def norms_of_skipped(run: Run[Any]) -> list[tuple[bool, bool]]:
     return told
 
 
-def skipped(world: World, folder: str) -> Any:
-    return attempt(world, Path(folder), norms_of_skipped, replace(CONFIG, precision="fp16"))
-
-
 def test_a_skipped_step_has_a_norm(tmp_path: Path) -> None:
-    (told,) = run_ranks(partial(skipped), 1, str(tmp_path))
+    (told,) = run_ranks(attempt, 1, tmp_path, norms_of_skipped, replace(CONFIG, precision="fp16"))
     assert told[0] == (True, True)
     assert all(skip == infinite for skip, infinite in told)

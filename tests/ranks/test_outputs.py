@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt
-from unisono.env import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -124,10 +122,6 @@ def hugging_face(run: Run[Any]) -> Any:
     return losses, loss, best.tolist(), run._state.fingerprint()
 
 
-def loops(world: World, folder: str, loop: Any, precision: Any) -> Any:
-    return attempt(world, Path(folder), loop, replace(CONFIG, precision=precision))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nested_batches_and_several_outputs(tmp_path: Path, precision: str) -> None:
     same(tmp_path, nested, precision)
@@ -139,10 +133,9 @@ def test_a_hugging_face_model_that_owns_its_loss(tmp_path: Path, precision: str)
     same(tmp_path, hugging_face, precision)
 
 
-def same(tmp_path: Path, loop: Any, precision: str) -> None:
-    first, *others = [
-        told for size in (1, 2, 3) for told in run_ranks(loops, size, str(tmp_path / str(size)), loop, precision)
-    ]
+def same(tmp_path: Path, loop: Any, precision: Any) -> None:
+    config = replace(CONFIG, precision=precision)
+    first, *others = [told for n in (1, 2, 3) for told in run_ranks(attempt, n, tmp_path / str(n), loop, config)]
     assert isinstance(first, tuple), first
     assert all(told == first for told in others)
     assert first[0][-1] < first[0][0]
@@ -172,9 +165,5 @@ def whole_batch(run: Run[Any]) -> Any:
 def test_its_mean_is_over_all_labels_that_count(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
     config = replace(CONFIG, batch=20, steps=1)
-    for apart in run_ranks(partial(attempt_with, config=config), 2, str(tmp_path)):
+    for apart in run_ranks(attempt, 2, tmp_path, whole_batch, config):
         assert apart < 1e-5
-
-
-def attempt_with(world: World, folder: str, config: Any) -> Any:
-    return attempt(world, Path(folder), whole_batch, config)

@@ -236,12 +236,8 @@ def divide(model: nn.Module, by: int) -> None:
         p.grad /= by
 
 
-def besides(world: World, folder: str) -> Any:
-    return attempt(world, Path(folder), beside, replace(CONFIG, virtual_ranks=1))
-
-
 def test_with_one_virtual_rank_it_is_the_loop_by_hand(tmp_path: Path) -> None:
-    assert run_ranks(besides, 1, str(tmp_path)) == [True]
+    assert run_ranks(attempt, 1, tmp_path, beside, replace(CONFIG, virtual_ranks=1)) == [True]
 
 
 # -- breaches

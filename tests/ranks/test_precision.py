@@ -108,12 +108,8 @@ def hopeless(run: Run[Any]) -> Any:
     return steps
 
 
-def hopes(world: World, folder: str) -> Any:
-    return attempt(world, Path(folder), hopeless, replace(CONFIG, precision="fp16", steps=100))
-
-
 def test_a_loss_that_no_scale_mends_is_told(tmp_path: Path) -> None:
-    for told in run_ranks(hopes, 2, str(tmp_path)):
+    for told in run_ranks(attempt, 2, tmp_path, hopeless, replace(CONFIG, precision="fp16", steps=100)):
         assert "Step 16 has a loss of" in told  # 16 halvings from 2^16 to 1
         assert "virtual rank 0 of 4" in told
 
@@ -156,14 +152,10 @@ def beside(run: Run[Any], data: Any, precision: str) -> Any:
     return all(same.values()), run._scale.value == scale
 
 
-def besides(world: World, folder: str, precision: Any, data: Any) -> Any:
-    config = replace(CONFIG, precision=precision, virtual_ranks=1)
-    return attempt(world, Path(folder), partial(beside, data=data, precision=precision), config)
-
-
 @pytest.mark.parametrize(("precision", "data"), [("bf16", Numbers(23)), ("fp16", Spiky(23))])
-def test_with_one_virtual_rank_it_is_the_loop_by_hand(tmp_path: Path, precision: str, data: Any) -> None:
-    assert run_ranks(besides, 1, str(tmp_path), precision, data) == [(True, True)]
+def test_with_one_virtual_rank_it_is_the_loop_by_hand(tmp_path: Path, precision: Any, data: Any) -> None:
+    config = replace(CONFIG, precision=precision, virtual_ranks=1)
+    assert run_ranks(attempt, 1, tmp_path, partial(beside, data=data, precision=precision), config) == [(True, True)]
 
 
 def placed(run: Run[Any]) -> Any:
@@ -181,10 +173,6 @@ def placed(run: Run[Any]) -> Any:
     }
 
 
-def placements(world: World, folder: str) -> Any:
-    return attempt(world, Path(folder), placed, replace(CONFIG, precision="bf16"))
-
-
 def test_a_placed_model_stays_what_it_was(tmp_path: Path) -> None:
-    (told,) = run_ranks(placements, 1, str(tmp_path))
+    (told,) = run_ranks(attempt, 1, tmp_path, placed, replace(CONFIG, precision="bf16"))
     assert told == {"signature": ["input"], "the copy is its own": True, "out": "torch.float32", "state": True}

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from tests.ranks.agreement import come
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
-from unisono.env import World
 from unisono.parallel.compiled import apply_compile
 from unisono.parallel.recompute import LARGE, apply_recompute, what_to_keep
 from unisono.recipes.text import GPT, Model
@@ -101,17 +101,14 @@ def test_the_second_time_is_the_first(tmp_path: Path, kept: list[Any], how: Any,
     assert run_ranks(attempt, size, tmp_path, odd, config) == [kept] * size
 
 
-def train_gpt(world: World, config: Any, folder: str) -> dict[str, Any]:
-    return train_kind(world, "gpt", config, folder, length=53)
-
-
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"virtual_ranks": 1}, {"micro_batch": 1}])
 def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> None:
     """A model without rows is one layer: the GPT of these tests has one block."""
     config = settings(**changes)
-    (kept,) = run_ranks(train_gpt, 1, config, str(tmp_path / "kept"))
+    short = partial(train_kind, length=53)
+    (kept,) = run_ranks(short, 1, "gpt", config, str(tmp_path / "kept"))
     config = replace(config, parallel=ParallelSettings(recompute="layer"))
-    (again,) = run_ranks(train_gpt, 1, config, str(tmp_path / "again"))
+    (again,) = run_ranks(short, 1, "gpt", config, str(tmp_path / "again"))
     assert (again["state"], again["losses"], again["norms"]) == (kept["state"], kept["losses"], kept["norms"])
     assert again["result"]["promise"] == "exact"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,7 @@ from unisono.testing import run_ranks
 
 def results(tmp_path: Path, size: int, kind: str, config: Any, **more: Any) -> list[dict[str, Any]]:
     folder = tmp_path / f"{kind}-{size}-{len(list(tmp_path.iterdir()))}"
-    return run_ranks(train_with, size, kind, config, str(folder), more)
-
-
-def train_with(world: Any, kind: str, config: Any, folder: str, more: dict[str, Any]) -> dict[str, Any]:
-    return train(world, kind, config, folder, **more)
+    return run_ranks(partial(train, **more), size, kind, config, str(folder))
 
 
 def same(runs: list[dict[str, Any]]) -> None:
@@ -101,8 +98,8 @@ def test_what_the_loop_draws_around_its_rounds_is_the_same_everywhere(tmp_path: 
         same(runs)
         assert runs[0]["state"] != results(tmp_path, 1, "mlp", config)[0]["state"]
         halves = str(tmp_path / f"halves-{virtual_ranks}")
-        run_ranks(train_with, 1, "mlp", config, halves, {"noise": True, "stop_after": 3})
-        resumed = run_ranks(train_with, sizes[-1], "mlp", config, halves, {"noise": True, "resume": True})
+        run_ranks(partial(train, noise=True, stop_after=3), 1, "mlp", config, halves)
+        resumed = run_ranks(partial(train, noise=True, resume=True), sizes[-1], "mlp", config, halves)
         assert resumed[0]["state"] == runs[0]["state"]
 
 
@@ -114,8 +111,8 @@ def test_tensors_are_read_at_once_with_the_same_bits(tmp_path: Path, virtual_ran
     runs += results(tmp_path, 1, "tensors", replace(config, loader=LoaderSettings(workers=2)))
     same(runs)
     halves = str(tmp_path / "halves")
-    run_ranks(train_with, virtual_ranks, "tensors", config, halves, {"stop_after": 3})
-    (resumed,) = run_ranks(train_with, 1, "tensors", config, halves, {"resume": True})
+    run_ranks(partial(train, stop_after=3), virtual_ranks, "tensors", config, halves)
+    (resumed,) = run_ranks(partial(train, resume=True), 1, "tensors", config, halves)
     assert resumed["state"] == runs[0]["state"]
     assert runs[0]["state"] != results(tmp_path, 1, "tensors", replace(config, seed=1))[0]["state"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import training
 from tests.ranks.loops import Numbers, attempt, linear, train, whole
 from tests.ranks.test_passes import CONFIG, alternating, together
 from tests.ranks.training import settings
-from tests.ranks.training import train as train_kind
 from unisono.env import World
 from unisono.settings import ParallelSettings
 from unisono.testing import build_run, run_ranks
@@ -39,16 +40,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train_with(world: World, kind: str, config: Any, folder: str, more: dict[str, Any]) -> dict[str, Any]:
-    return train_kind(world, kind, config, folder, **more)
+short = partial(training.train, length=53)
+"""53 is prime: the last batch of an epoch is short."""
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every case on one process. 53 is prime: the last batch of an epoch is short."""
+    """Every case on one process."""
     folder = tmp_path_factory.mktemp("alone")
     return {
-        case: run_ranks(train_with, 1, case.split(",")[0], settings(**changes), str(folder / case), {"length": 53})[0]
+        case: run_ranks(short, 1, case.split(",")[0], settings(**changes), str(folder / case))[0]
         for case, changes in CASES.items()
     }
 
@@ -61,7 +62,7 @@ def test_any_division_gives_the_bits_of_one_process(
     size, parallel = PLACEMENTS[placement]
     config = settings(**CASES[case], parallel=parallel)
     first = alone[case]
-    for run in run_ranks(train_with, size, case.split(",")[0], config, str(tmp_path), {"length": 53}):
+    for run in run_ranks(short, size, case.split(",")[0], config, str(tmp_path)):
         assert run["state"] == first["state"]
         assert run["losses"] == first["losses"]
         assert run["norms"] == first["norms"]
@@ -72,13 +73,13 @@ def test_any_division_gives_the_bits_of_one_process(
 def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
     """Saved in mid-epoch by one placement, continued by another, three times over: as if never stopped."""
     config, folder = settings(clip=0.5), tmp_path / "parts"
-    never_stopped = run_ranks(train_with, 1, "gpt", config, str(tmp_path / "whole"), {"length": 53})[0]
+    never_stopped = run_ranks(short, 1, "gpt", config, str(tmp_path / "whole"))[0]
     stops = [(2, ParallelSettings(shard=2), 2), (3, ParallelSettings(), 4), (4, ParallelSettings(shard=2), 6)]
     for size, parallel, stop in stops:
-        more = {"length": 53, "resume": stop > 2, "stop_after": stop}
-        run_ranks(train_with, size, "gpt", replace(config, parallel=parallel), str(folder), more)
+        part = partial(short, resume=stop > 2, stop_after=stop)
+        run_ranks(part, size, "gpt", replace(config, parallel=parallel), str(folder))
     last = replace(config, parallel=ParallelSettings(shard=3, gather="step"))
-    ended = run_ranks(train_with, 3, "gpt", last, str(folder), {"length": 53, "resume": True})[0]
+    ended = run_ranks(partial(short, resume=True), 3, "gpt", last, str(folder))[0]
     assert ended["state"] == never_stopped["state"]
 
 

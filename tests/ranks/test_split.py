@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import nn
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
-from unisono.env import World
 from unisono.errors import LoopError
 from unisono.parallel.split import Where, apply_split, deal, parts_of, size_of, tied
 from unisono.recipes.text import GPT, Model
@@ -75,17 +75,13 @@ def test_the_bits_are_those_of_one_device(tmp_path: Path, changes: dict[str, Any
         assert run_ranks(attempt, 2, tmp_path / "three, on two processes", stacked, config) == [told] * 2
 
 
-def train_gpt(world: World, config: Any, folder: str, more: dict[str, Any]) -> dict[str, Any]:
-    return train_kind(world, "gpt", config, folder, **more)
-
-
 def test_a_checkpoint_goes_to_another_placement(tmp_path: Path) -> None:
     """From split to shards and back. The GPT of these tests has no rows: its parts are dealt as they come."""
     config, folder = settings(), str(tmp_path / "parts")
-    (never_stopped,) = run_ranks(train_gpt, 1, config, str(tmp_path / "whole"), {})
+    (never_stopped,) = run_ranks(train_kind, 1, "gpt", config, str(tmp_path / "whole"))
     for size, parallel, stop in [(1, TWO, 2), (2, ParallelSettings(shard=2), 4), (1, TWO, None)]:
-        more = {"resume": stop != 2, "stop_after": stop}
-        ended = run_ranks(train_gpt, size, replace(config, parallel=parallel), folder, more)[0]
+        part = partial(train_kind, resume=stop != 2, stop_after=stop)
+        ended = run_ranks(part, size, "gpt", replace(config, parallel=parallel), folder)[0]
     assert ended["state"] == never_stopped["state"]
     assert ended["result"]["promise"] == "exact"
 

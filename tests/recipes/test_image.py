@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.house.sources import ROOT
-from tests.recipes.training import same_run, train_recipe
+from tests.recipes.training import lacking, run_recipe, same_run, stopped_and_resumed, train_recipe
 from unisono.recipes.corpora.pictures import FASHION, Part
 from unisono.recipes.image import PictureSet, shifted
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+pytestmark = pytest.mark.skipif(lacking("image") is not None, reason="scikit-learn is not installed")
 
 TOY = {
     "source": "digits",
@@ -49,12 +44,8 @@ def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_it_goes_on_where_it_stopped(tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Saved after step 4 on two processes; the state at the end is removed, and three processes go on."""
-    run, sets = tmp_path / "run", {**TOY, "checkpoint.every": 4}
-    train(run, 2, sets=sets)
-    shutil.rmtree(run / "checkpoints" / "step-00000006")
-    result, _ = train(run, 3, "--resume", sets=sets)
-    assert result["weights_sha256"] == alone["weights_sha256"]
+    resumed = stopped_and_resumed("image", tmp_path / "run", TOY)
+    assert resumed["weights_sha256"] == alone["weights_sha256"]
 
 
 @pytest.mark.slow
@@ -79,9 +70,7 @@ def test_a_damaged_picture_ends_every_process_with_its_name(tmp_path: Path) -> N
             image.effect_noise((9, 9), 50).save(tmp_path / "pets" / label / f"{i}.png")
     path = tmp_path / "pets" / "dogs" / "2.png"
     path.write_bytes(path.read_bytes()[:70])
-    command = [sys.executable, "-m", "unisono.cli.main", "run", "image", "--ranks", "2"]
-    command += ["--set", f"data={tmp_path / 'pets'}", "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_recipe("image", tmp_path / "run", 2, sets={"data": tmp_path / "pets"})
     assert done.returncode == 1
     assert f"The picture {path} was to be read." in done.stderr
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.ranks.loops import attempt
+from tests.recipes.training import needs_data
 from unisono.env import World
 from unisono.recipes import image, speech, text, topics
-from unisono.recipes.corpora import docstrings, espeak
+from unisono.recipes.corpora import docstrings
 from unisono.settings import LoaderSettings, Settings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -71,22 +72,9 @@ def train(world: World, folder: str, recipe: str) -> dict[str, Any]:
     }
 
 
-def lacking(recipe: str) -> str | None:
-    """What a recipe's data needs and this machine has not."""
-    if recipe == "image" and importlib.util.find_spec("sklearn") is None:
-        return "scikit-learn"
-    if recipe == "speech":
-        try:
-            espeak.variants()
-        except espeak.Silent as why:
-            return f"a synthesizer: {why}"
-    return None
-
-
 @pytest.mark.parametrize("recipe", SETTINGS)
 def test_one_model(tmp_path: Path, recipe: str) -> None:
-    if (lacks := lacking(recipe)) is not None:
-        pytest.skip(f"needs {lacks} (pip install 'unisono[recipes]')")
+    needs_data(recipe)
     runs = [told for n in (1, 2, 3, 4) for told in run_ranks(train, n, str(tmp_path / str(n)), recipe)]
     for case in CASES:
         assert isinstance(runs[0][case], dict), runs[0][case]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.house.sources import ROOT
 from tests.recipes.tones import cut_short, write_words
-from tests.recipes.training import same_run, train_recipe
-from unisono.recipes.corpora import espeak
+from tests.recipes.training import needs_data, run_recipe, same_run, train_recipe
 
 TOY = {
     "steps": 5,
@@ -29,16 +25,9 @@ TOY = {
 train = partial(train_recipe, "speech", sets=TOY)
 
 
-def needs_synthesizer() -> None:
-    try:
-        espeak.variants()
-    except espeak.Silent as why:
-        pytest.skip(f"no synthesizer ({why}): pip install 'unisono[recipes]'")
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    needs_synthesizer()
+    needs_data("speech")
     return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
 
 
@@ -65,10 +54,7 @@ def test_words_of_ones_own(tmp_path: Path) -> None:
 def test_a_damaged_file_ends_every_process_with_its_name(tmp_path: Path) -> None:
     folder = write_words(tmp_path / "words")
     path = cut_short(folder / "word1" / "voice3_1.wav", 900)
-    command = [sys.executable, "-m", "unisono.cli.main", "run", "speech", "--ranks", "2", "--set", f"data={folder}"]
-    done = subprocess.run(
-        [*command, "--run-dir", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = run_recipe("speech", tmp_path / "run", 2, sets={"data": folder})
     assert done.returncode == 1
     assert f"Train on {path}." in done.stderr
     assert "Its header tells of 3,360 samples, but it ends after 900 bytes." in done.stderr
@@ -78,5 +64,5 @@ def test_a_damaged_file_ends_every_process_with_its_name(tmp_path: Path) -> None
 @pytest.mark.timeout(600)
 def test_it_learns(tmp_path: Path) -> None:
     """The recipe as it stands, on two processes: voices it has never heard are understood."""
-    needs_synthesizer()
+    needs_data("speech")
     assert train(tmp_path / "run", 2, sets={"source": "spoken"})[0]["accuracy"] >= 0.9

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.training import same_run, train_recipe
+from tests.recipes.training import same_run, stopped_and_resumed, train_recipe
 
 TOY = {
     "steps": 6,
@@ -49,12 +48,8 @@ def test_the_same_bits(tmp_path: Path, alone: dict[str, Any], ranks: int, more: 
 
 @pytest.mark.slow
 def test_it_goes_on_where_it_stopped(tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Saved after step 4 on two processes; the state at the end is removed, and three processes go on."""
-    run, sets = tmp_path / "run", {**TOY, "checkpoint.every": 4}
-    train(run, 2, sets=sets)
-    shutil.rmtree(run / "checkpoints" / "step-00000006")
-    result, _ = train(run, 3, "--resume", sets=sets)
-    assert result["weights_sha256"] == alone["weights_sha256"]
+    resumed = stopped_and_resumed("text", tmp_path / "run", TOY)
+    assert resumed["weights_sha256"] == alone["weights_sha256"]
 
 
 @pytest.mark.slow

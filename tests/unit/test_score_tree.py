@@ -29,11 +29,11 @@ def even(parts: list[int]) -> bool:
 Expression = Any  # a leaf's number, or a pair of expressions: brackets written down
 
 
-def brackets(leaves: int, value: Callable[[int], Any] = lambda i: i) -> Expression:
+def brackets(leaves: int) -> Expression:
     """The tree over `leaves`, by its definition: halves, down to single leaves."""
 
     def at(lo: int, hi: int) -> Expression:
-        return value(lo) if hi - lo == 1 else (at(lo, (lo + hi) // 2), at((lo + hi) // 2, hi))
+        return lo if hi - lo == 1 else (at(lo, (lo + hi) // 2), at((lo + hi) // 2, hi))
 
     return at(0, leaves)
 

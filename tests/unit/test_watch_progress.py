@@ -88,8 +88,8 @@ def plain(hands: Hands, total: int | None = 200, first: int = 0) -> tuple[Progre
     return Progress(stream, False, total, first, memory=lambda: 412_000_000, now=hands), stream
 
 
-def live(hands: Hands, stream: TextIO, total: int | None = 200, first: int = 0) -> Progress:
-    return Progress(stream, True, total, first, memory=lambda: 412_000_000, now=hands)
+def live(hands: Hands, stream: TextIO, total: int | None = 200) -> Progress:
+    return Progress(stream, True, total, 0, memory=lambda: 412_000_000, now=hands)
 
 
 def test_off_a_terminal_the_first_step_then_every_ten_seconds_and_the_last(hands: Hands) -> None:
