@@ -1,4 +1,4 @@
-"""For all tests: what is kept for next time goes to a folder that goes."""
+"""For all tests: what is kept for next time goes to a folder that goes, and no example of a property is too slow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("unisono", deadline=None)  # a test says what is true, not how busy this machine is
+hypothesis.settings.load_profile("unisono")
 
 _cache = tempfile.mkdtemp(prefix="unisono-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache  # before the fork server starts, whose children inherit it

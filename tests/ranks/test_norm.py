@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.env import World
@@ -21,7 +21,6 @@ def gradients() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=g) * 10.0**i for i, shape in enumerate(SHAPES)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4), st.integers(0, 99))
 def test_it_is_torchs(shapes: list[list[int]], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)

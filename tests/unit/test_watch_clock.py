@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import phases
@@ -101,7 +101,6 @@ def test_a_stopped_clock_watches_no_more() -> None:
     assert phases._observers == before
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(phases.PHASES), st.integers(0, 100)), max_size=50))
 def test_nothing_is_lost_and_nothing_counted_twice(way: list[tuple[str, int]]) -> None:
     hands = Hands()

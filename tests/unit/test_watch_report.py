@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.phases import PHASES
@@ -54,7 +54,6 @@ def test_no_time_at_all() -> None:
 seconds_of_phases = st.dictionaries(st.sampled_from(PHASES), st.floats(0, 1e7))
 
 
-@settings(deadline=None)
 @given(seconds_of_phases)
 def test_the_table_fits_eighty_columns_and_any_stream(seconds: dict[str, float]) -> None:
     text = where_the_time_went(seconds, steps=10**9)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.watch.progress import Field, duration, fit, size
 
 
-@settings(deadline=None)
 @given(st.lists(st.builds(Field, st.integers(0, 9), st.text("abc ", max_size=30)), min_size=1), st.integers(1, 120))
 def test_a_line_fits_any_width(fields: list[Field], width: int) -> None:
     line = fit(fields, width)
