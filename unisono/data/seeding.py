@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,19 @@ def give_state(state: State) -> None:
     torch.default_generator.set_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Whoever draws in this block: behind it all generators, that of `device` too, stand where they stood before."""
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    stood, of_device = take_state(), accelerator.get_rng_state() if accelerator else None
+    try:
+        yield
+    finally:
+        give_state(stood)
+        if accelerator:
+            accelerator.set_rng_state(of_device)
 
 
 class Generators:

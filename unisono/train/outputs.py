@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.data.seeding import give_state, take_state
+from unisono.data.seeding import undisturbed
 from unisono.data.walk import MicroBatch, Walk
 from unisono.errors import Stopped
 from unisono.train.buffers import slots_of
@@ -79,21 +79,16 @@ def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator
     """The models in eval mode, without gradients; afterwards their modes and buffers and the generators are as before,
     or what the loop does next would depend on who evaluated what."""
     modes = [(part, part.training) for model in models for part in model.modules()]
-    generators, accelerator = take_state(), None if device.type == "cpu" else torch.get_device_module(device)
-    of_device = accelerator.get_rng_state() if accelerator else None
     slots = [slot for model in models for slot in slots_of(model)]
     for slot in slots:
         slot.remember()
     for model in models:
         model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), undisturbed(device):
             yield
     finally:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good
             part.training = training
         for slot in slots:
             slot.put_back()
-        give_state(generators)
-        if accelerator:
-            accelerator.set_rng_state(of_device)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from unisono.data.seeding import give_state, seed_everything, take_state
+from unisono.data.seeding import seed_everything, undisturbed
 from unisono.errors import LoopError
 from unisono.score.keys import ROUND, mix, place_key
 from unisono.score.order import Place
@@ -28,20 +27,13 @@ def in_slices(engine: Engine, rounds: Iterator[Round], number: int) -> Iterator[
     """
     context, one_stream = engine.models.context, engine.order.virtual_ranks == 1
     device = engine.group.device if engine.group.device.type != "cpu" else None
-    accelerator = torch.get_device_module(device) if device and one_stream else None
     buffers = [b for model in engine.models.modules for b in model.buffers()]
     before = versions(buffers)
     for place, batch, last in rounds:
-        stream = take_state() if one_stream else None
-        of_device = accelerator.get_rng_state() if accelerator else None
         key = place_key(mix(engine.order.seed, ROUND), *place[:3])
-        with context.part(batch) as part:
+        with undisturbed(engine.group.device) if one_stream else nullcontext(), context.part(batch) as part:
             seed_everything(mix(key, number, context.group.rank), device)
             yield place, part, last
-        if stream is not None:
-            give_state(stream)
-        if accelerator:
-            accelerator.set_rng_state(of_device)
     if any(engine.models.buffers.flags.values()) or versions(buffers) != before:
         raise LoopError(
             f"The forward pass of a step changed buffers, with parallel.context = {context.group.size}.",

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import unisono
 from unisono.data.loader import Numbers, Task, to_device
-from unisono.data.seeding import give_state, take_state
+from unisono.data.seeding import undisturbed
 from unisono.errors import Stopped
 from unisono.score.keys import ROUND, mix
 from unisono.score.order import Place
@@ -176,9 +176,9 @@ class TracedEngine(Engine):
         if isinstance(fetcher.data, Numbers) or self.trace.place[0]:
             return
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
-        before, threads = take_state(), torch.get_num_threads()
-        again = fetcher.fetch(Task(place, mix(self.order.seed, ROUND), samples))
-        give_state(before)
+        threads = torch.get_num_threads()
+        with undisturbed(CPU):
+            again = fetcher.fetch(Task(place, mix(self.order.seed, ROUND), samples))
         torch.set_num_threads(threads)
         self.trace.line("again", "samples", "same" if digest(again) == digest(to_device(batch, CPU)) else "other")
 
