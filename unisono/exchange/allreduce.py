@@ -39,9 +39,7 @@ class AllReduce(Exchange):
 
     def launch(self) -> None:
         self.sum.complete()
-        for bucket in range(self.ready.next, len(self.layout.buckets)):
-            self._launch(bucket)
-        self.ready.next = len(self.layout.buckets)
+        self.ready.launch_rest()
 
     def finish(self, weight: float) -> bool:
         wait_for(self._works)

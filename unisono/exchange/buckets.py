@@ -369,6 +369,12 @@ class Readiness:
         self.into, self._tell, self._sends, self._last = None, False, False, False
         self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
 
+    def launch_rest(self) -> None:
+        """No more backward will come in this step: what has not been launched is launched now."""
+        while self.next < len(self.layout.buckets):
+            self.next += 1
+            self.launch(self.next - 1)
+
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -97,9 +97,7 @@ class Tree(Exchange):
         for root in self._roots or []:
             if root is not None:
                 root.complete()  # parameters that nobody used here count as zeros
-        for bucket in range(self.ready.next, len(self.layout.buckets)):
-            self._launch(bucket)
-        self.ready.next = len(self.layout.buckets)
+        self.ready.launch_rest()
 
     def finish(self, weight: float) -> bool:
         assert self._result is not None
