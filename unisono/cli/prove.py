@@ -17,6 +17,7 @@ from unisono.cli.trials import Trial, Trials, reason_of, refuse_unfit
 from unisono.errors import Problem, SettingsError
 from unisono.launch.supervise import Outcome
 from unisono.settings import Line, plural, toml
+from unisono.watch.progress import size
 
 if TYPE_CHECKING:
     from unisono.cli.agreement import Agreement, Error, Limits, Written
@@ -136,14 +137,6 @@ COLUMNS = {
 def header(width: int) -> str:
     """The line above the table."""
     return "  ".join([f"{'placement':{width}}", *(f"{name:{place}}" for name, place in COLUMNS.items()), "worst"])
-
-
-def size(count: int) -> str:
-    """Bytes in three digits: 812 B, 3.21 MB."""
-    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= power:
-            return f"{count / power:.3g} {unit}"
-    return f"{count} B"
 
 
 def _short(error: float | None) -> str:

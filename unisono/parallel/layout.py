@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-class Order:
+class Strides:
     """Of one module's parameters: the strides of those that lay otherwise, in elements, by name."""
 
     def __init__(self, strides: Mapping[str, tuple[int, ...]]) -> None:
@@ -39,14 +39,14 @@ class Order:
         self._held = {}
 
 
-def apply_rows(model: nn.Module) -> list[tuple[nn.Module, Order]]:
+def apply_rows(model: nn.Module) -> list[tuple[nn.Module, Strides]]:
     """Lay every parameter row after row. Returns the modules that had one in another order, with that."""
     found = []
     for module in model.modules():
         own = module.named_parameters(recurse=False)
         strides = {name: p.stride() for name, p in own if not p.is_contiguous()}
         if strides:
-            found.append((module, Order(strides)))
+            found.append((module, Strides(strides)))
     for p in model.parameters():
         p.data = p.data.contiguous()
     return found

@@ -151,8 +151,8 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             layers.append(Layer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
-    for module, order in ordered:
-        order.listen(module)
+    for module, strides in ordered:
+        strides.listen(module)
     return layers
 
 

@@ -299,27 +299,18 @@ def explain(settings: Any, sources: Mapping[str, str]) -> str:
     return "".join(f"{line:{width}}  # {source}\n" for line, source in lines)
 
 
-def read(path: Path, cls: type | None = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values and sources that `explain` wrote to `path`, both by dotted name.
+def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values and sources that `explain` wrote to `path`, both by dotted name: what TOML holds, and for "none" None.
 
-    With `cls` values get their types again, and names that the class does not have are left out; without it they
-    are what TOML holds, and "none" is None. Raises SettingsError where the file is not such a file.
+    Raises SettingsError where the file is not such a file.
     """
-    values = lines_of(path)
+    values = {name: None if value == "none" else value for name, value in lines_of(path).items()}
     sources = {}
     for line in path.read_text(encoding="utf-8").split("\n"):
         assignment, mark, source = line.rpartition("  # ")  # the comment is last, whatever a text value contains
         if mark:
             sources[assignment.partition(" = ")[0]] = source.strip()
-    if cls is None:
-        return {name: None if value == "none" else value for name, value in values.items()}, sources
-    hints = {entry.name: entry.hint for entry in entries_of(cls)}
-    try:
-        return {name: typed(hints[name], value) for name, value in values.items() if name in hints}, sources
-    except Misfit as misfit:
-        raise SettingsError(
-            f"Read {path}", f"A value is not {misfit}.", f"Write in {path} a value of its type."
-        ) from misfit
+    return values, sources
 
 
 def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str = "") -> Iterator[Entry]:

@@ -17,10 +17,6 @@ FILL = -1
 """As an axis's size: whatever number of processes the other axes leave."""
 
 
-INSIDE = ("pipeline", "context", "tensor")
-"""Axes whose processes see the same samples, and compute parts of one result."""
-
-
 BESIDE_NO_PIPELINE = {
     "shard": "A stage is held whole by each process that has it: shards of stages are not built.",
     "context": "A micro-batch goes through the stages whole: slices of sequences are not built for them.",

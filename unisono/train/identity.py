@@ -37,16 +37,17 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def processor(info: Path = Path("/proc/cpuinfo"), caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> str:
+def processor() -> str:
     """The kind of processor and its caches. The libraries of linear algebra choose and cut their kernels by them: with
     the same instruction set, two generations of one maker's processors gave other bits (measured; see LOG.md)."""
     try:
-        lines = [line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines()]
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()]
     except OSError:
         return platform.processor() or platform.machine()
     known = {name.strip(): value.strip() for name, _, value in lines}
     kind = [known[name] for name in ("vendor_id", "CPU implementer", "CPU part") if name in known]
     kind += [f"{word} {known[name]}" for name, word in (("cpu family", "family"), ("model", "model")) if name in known]
+    caches = Path("/sys/devices/system/cpu/cpu0/cache")
     sizes = [
         (index / "size").read_text().strip()
         for index in sorted(caches.glob("index*"))

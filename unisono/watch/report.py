@@ -79,12 +79,12 @@ WORTH_SECONDS = 3.0
 """A phase that took less is not worth anybody's time, whatever its share: advice from a short run is mostly noise."""
 
 
-def bottleneck(seconds: Mapping[str, float], total: float | None = None, *, workers: int = 0) -> Bottleneck | None:
+def bottleneck(seconds: Mapping[str, float], *, workers: int = 0) -> Bottleneck | None:
     """The phase that is most above what it should take, in words, with what to try; None when all is well.
 
     workers  the run's loader.workers: those who have some need other advice than to take some
     """
-    total = sum(seconds.values()) if total is None else total
+    total = sum(seconds.values())
     over = {phase: seconds.get(phase, 0.0) / total / limit for phase, limit in LARGE.items()} if total > 0 else {}
     worst = max(over, key=lambda phase: over[phase], default=None)
     if worst is None or over[worst] < 1 or seconds[worst] < WORTH_SECONDS:
