@@ -28,6 +28,7 @@ class Outputs:
 
     forward  forward(model, batch) -> output
     hurry    does this process want to leave?
+    speaks   is what comes here to be told the others? Of several processes with the same outputs one does
     part     in this context a batch is what this process computes of it: all of it, unless somebody says otherwise
     """
 
@@ -42,6 +43,7 @@ class Outputs:
     ) -> None:
         self.model, self.walk, self.pipeline = model, walk, pipeline
         self.group: Group = walk.group if pipeline is None else pipeline.world
+        self.speaks = pipeline is None or pipeline.speaks
         self.forward, self.hurry = forward or call, hurry
         self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
