@@ -35,6 +35,11 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
+def ratio(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Of mine to theirs, turn by turn: what others do on the machine makes both longer."""
+    return spread([a / b for a, b in zip(mine, theirs, strict=True)])
+
+
 def machine() -> dict[str, Any]:
     """Processor, cores, load, and the versions that matter."""
     names = Path("/proc/cpuinfo")

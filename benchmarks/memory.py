@@ -30,12 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
-from benchmarks.ours import build_run
 from unisono.env import World
 from unisono.score.placement import place_evenly
 from unisono.score.tree import copies, subtrees
 from unisono.settings import Settings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.world.start import group as join
 
 STEPS = 4

@@ -28,38 +28,27 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.machine import parser, show, spread
-from benchmarks.ours import build_run
+from benchmarks.machine import parser, ratio, show, spread
+from benchmarks.tasks import Points, mlp
 from unisono.env import World
 from unisono.settings import Settings
+from unisono.testing import build_run
 from unisono.train.run import Run
 from unisono.world.start import group as join
 
 BATCH, WIDTH, BLOCK = 8, 32, 500
 
 
+DATA: dict[str, Callable[..., Dataset[Any]]] = {"TensorDataset": TensorDataset, "a data set of one's own": Points}
+
+
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    return mlp(WIDTH, WIDTH, WIDTH)
 
 
-class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A data set of one's own."""
-
-    def __init__(self) -> None:
-        self.x, self.y = torch.randn(BLOCK * BATCH, WIDTH), torch.randn(BLOCK * BATCH, WIDTH)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], self.y[index]
-
-
-def tensors() -> TensorDataset:
-    return TensorDataset(torch.randn(BLOCK * BATCH, WIDTH), torch.randn(BLOCK * BATCH, WIDTH))
-
-
-DATA: dict[str, Callable[[], Dataset[Any]]] = {"TensorDataset": tensors, "a data set of one's own": Points}
+def points() -> Iterator[torch.Tensor]:
+    """What goes in, and what should come out: a block of it."""
+    return (torch.randn(BLOCK * BATCH, WIDTH) for _ in range(2))
 
 
 def by_hand(data: Dataset[Any], fabric: Any = None) -> Iterator[None]:
@@ -123,7 +112,7 @@ def measure(pairs: int, data: Dataset[Any]) -> dict[str, Any]:
         "more_us": {
             name: spread([a - b for a, b in zip(column, hand, strict=True)]) for name, column in seconds.items()
         },
-        "ratio": {name: spread([a / b for a, b in zip(column, hand, strict=True)]) for name, column in seconds.items()},
+        "ratio": {name: ratio(column, hand) for name, column in seconds.items()},
     }
 
 
@@ -141,8 +130,8 @@ def table(name: str, found: dict[str, Any]) -> str:
         f"{'':9} {'a step':28} {'least':>7}  {'over the loop by hand':28} ratio",
     ]
     for arm, us in found["us"].items():
-        least, more, ratio = found["least_us"][arm], found["more_us"][arm], found["ratio"][arm]
-        told = f"  {f'{more:.1f}':28} {ratio:.3f}" if arm != "by hand" else ""
+        least, more, over = found["least_us"][arm], found["more_us"][arm], found["ratio"][arm]
+        told = f"  {f'{more:.1f}':28} {over:.3f}" if arm != "by hand" else ""
         lines.append(f"{arm:9} {f'{us:.1f}':28} {least:7.1f}{told}")
     return "\n".join(lines)
 
@@ -152,7 +141,7 @@ def main() -> None:
     flags.add_argument("--pairs", type=int, default=100, help="pairs of blocks (100)")
     asked = flags.parse_args()
     torch.set_num_threads(1)
-    found = {name: measure(4 if asked.quick else asked.pairs, build()) for name, build in DATA.items()}
+    found = {name: measure(4 if asked.quick else asked.pairs, build(*points())) for name, build in DATA.items()}
     show("overhead", found, lambda: "\n".join(table(name, one) for name, one in found.items()), as_json=asked.json)
 
 

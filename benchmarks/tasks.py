@@ -16,6 +16,23 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 
+def mlp(*widths: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.ReLU(), nn.Linear(widths[1], widths[2]))
+
+
+class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A data set of one's own: it is asked for every sample."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
 class Norm(nn.GroupNorm):
     def __init__(self, channels: int) -> None:
         super().__init__(8, channels)

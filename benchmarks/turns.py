@@ -28,14 +28,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.machine import parser, show, spread
-from benchmarks.ours import build_run
+from benchmarks.machine import parser, ratio, show, spread
 from benchmarks.tasks import TASKS, loss_of
 from unisono.env import World
 from unisono.score.order import Order
 from unisono.score.placement import place_evenly
 from unisono.settings import Settings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
@@ -167,10 +166,7 @@ def measure(race: Race, name: str, virtual_ranks: int, rounds: int, steps: int) 
             work[loop] += found["work"][loop]
 
     def ratios(of: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        return {
-            loop: spread([mine / theirs for mine, theirs in zip(of[loop], of[other], strict=True)])
-            for loop, other in race.beside.items()
-        }
+        return {loop: ratio(of[loop], of[other]) for loop, other in race.beside.items()}
 
     return {
         "model": name,

@@ -8,11 +8,23 @@ is no port to collide on; a deadline ends a hang and prints every rank's stack.
             return group.sum_(torch.tensor([1.0])).item()
 
     assert run_ranks(sums, 3) == [3.0, 3.0, 3.0]
+
+A loop needs a run, and gets one without the command around it:
+
+    def loss(world, settings, folder):
+        with unisono.world.start.group(world) as group:
+            run = build_run(settings, world, group, folder)
+            script.main(run)
+            run.close()
+            return run.result()["loss"]
+
+    assert len({loss for size in (1, 2, 3) for loss in run_ranks(loss, size, Settings(steps=3), tmp_path)}) == 1
 """
 
 from __future__ import annotations
 
 import faulthandler
+import io
 import multiprocessing as mp
 import tempfile
 import time
@@ -20,9 +32,17 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.env import World
+from unisono.settings import Settings
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+    from unisono.world.collectives import Group
+
+S = TypeVar("S", bound=Settings)
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -61,6 +81,20 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
                     process.join()
                 process.close()
         return [results[rank] for rank in range(size)]
+
+
+def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: bool = False) -> Run[S]:
+    """The run that a script's main is given, with a progress line that nobody sees. `close` it in the end.
+
+    folder  the run directory: checkpoints and timeline go there
+    resume  from the newest checkpoint there, if there is one; who asks answers for it that the settings go with it
+    """
+    from unisono.checkpoint.load import load, newest
+    from unisono.train.run import Run
+
+    found = newest(folder, print) if resume else None
+    resumed = load(found) if found is not None else None
+    return Run(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
 
 
 def _collect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -13,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mistakes.stage import DDP, Place, case
-from unisono.checkpoint.load import load, newest
 from unisono.env import World, inherited
 from unisono.settings import CheckpointSettings, Settings
-from unisono.testing import run_ranks
-from unisono.train.run import Run
+from unisono.testing import build_run, run_ranks
 from unisono.world.start import group as join
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,16 +71,7 @@ def _ours(world: World, name: str, folder: str, launch: int) -> Any:
     played, run_dir = case(name), Path(folder) / "run"
     run_dir.mkdir(exist_ok=True)
     with join(world) as group:
-        found = newest(run_dir, print) if launch else None
-        run: Run[Settings] = Run(
-            settings(played.settings),
-            world=world,
-            group=group,
-            run_dir=run_dir,
-            identity={},
-            resumed=load(found) if found else None,
-            output=io.StringIO(),
-        )
+        run = build_run(settings(played.settings), world, group, run_dir, resume=launch > 0)
         try:
             return played.ours(run, Place(world.rank, world.size, Path(folder), launch))
         finally:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import parser, spread
+from benchmarks.machine import parser, ratio, spread
 from benchmarks.race.arms import MODULES
 from unisono.env import inherited
 
@@ -101,13 +101,13 @@ class Race:
     def table(self, columns: dict[str, list[float]], unit: float, digits: int) -> None:
         """A row an arm, over plain torch: turn by turn, and quickest turn to quickest turn."""
         hand = columns[HAND]
-        ratio = {arm: spread([a / b for a, b in zip(column, hand, strict=True)]) for arm, column in columns.items()}
+        ratios = {arm: ratio(column, hand) for arm, column in columns.items()}
         self.say("| | median (quartiles) | least | over by hand | ratio, turn by turn | least to least |")
         self.say("|---|---|---|---|---|---|")
-        for arm in sorted(columns, key=lambda name: (name != HAND, ratio[name].median)):
+        for arm in sorted(columns, key=lambda name: (name != HAND, ratios[name].median)):
             column = [value * unit for value in columns[arm]]
             more = spread([unit * (a - b) for a, b in zip(columns[arm], hand, strict=True)])
-            told = f"{more.median:+.{digits}f} | {ratio[arm]:.3f} | {min(columns[arm]) / min(hand):.3f}"
+            told = f"{more.median:+.{digits}f} | {ratios[arm]:.3f} | {min(columns[arm]) / min(hand):.3f}"
             name = f"**{arm}**" if arm.startswith(OURS) else arm
             quickest = f"{min(column):.{digits}f}"
             self.say(f"| {name} | {spread(column):.{digits}f} | {quickest} | {told if arm != HAND else ' | | '} |")

@@ -175,9 +175,9 @@ def ignite(course: Course) -> Laps:
 
 def ours(course: Course) -> Laps:
     """The public loop, in a run without the command around it."""
-    from benchmarks.ours import build_run
     from unisono.env import World
     from unisono.settings import Settings
+    from unisono.testing import build_run
     from unisono.world.start import build_group
 
     virtual_ranks = course.size * course.accumulate

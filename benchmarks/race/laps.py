@@ -25,10 +25,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from benchmarks.race.arms import ARMS, MODULES, Course, Laps
-from benchmarks.tasks import TASKS, loss_of
+from benchmarks.tasks import TASKS, Points, loss_of, mlp
 from unisono.env import World
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
@@ -47,23 +47,6 @@ class Heat:
     steps: int = 1
     start: int = 0  # which of several starts this is
     rows: bool = False  # the data as a TensorDataset, although the task is tiny
-
-
-def mlp(*widths: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.ReLU(), nn.Linear(widths[1], widths[2]))
-
-
-class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A data set of one's own: it is asked for every sample."""
-
-    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[index], self.y[index]
 
 
 def mse(output: torch.Tensor, target: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -91,7 +74,7 @@ def course_of(heat: Heat, rank: int, size: int, folder: Path) -> Course:
 
 def known() -> list[str]:
     """The arms that can start here."""
-    return [arm for arm in ARMS if arm not in MODULES or find_spec(MODULES[arm]) is not None]
+    return [arm for arm in ARMS if arm not in MODULES or find_spec(MODULES[arm].partition(".")[0])]
 
 
 def race(heat: Heat, group: Group, folder: Path) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import last_json
 from unisono.cli.main import main
 from unisono.errors import Problem
 
@@ -37,13 +37,13 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def ask(*words: str) -> list[Problem]:
         before = sorted(tmp_path.rglob("*"))
         status = main([*words, "--json"])
-        told = capsys.readouterr()
-        error = json.loads(told.out.splitlines()[-1])["error"]
+        screen = capsys.readouterr()
+        error = last_json(screen.out)["error"]
         assert (status, error["exit_status"]) == (2, 2)
         assert sorted(tmp_path.rglob("*")) == before
         problems = [Problem(**problem) for problem in error["problems"]]
         assert all(all(part for part in problem) for problem in problems)
-        assert told.err == "\n".join(str(problem) for problem in problems) + "\n"
+        assert screen.err == "\n".join(str(problem) for problem in problems) + "\n"
         return problems
 
     return ask

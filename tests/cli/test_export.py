@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
+from tests.cli.asking import Ask
+from tests.cli.command import last_json
 from tests.ranks.training import MLP, TinyGPT, settings, train
 from unisono.checkpoint.export import once
 from unisono.checkpoint.load import load, newest
@@ -32,18 +33,18 @@ def test_the_weights_of_shards_go_into_the_model_of_one_process(
 ) -> None:
     out = tmp_path / "model.safetensors"
     assert main(["export", str(trained), str(out), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    facts = last_json(capsys.readouterr().out)
     saved = load(newest(trained, print) or trained).states["model"]
-    assert (told["step"], told["aliases"], told["left_out"]) == (3, {"head.weight": "embed.weight"}, [])
+    assert (facts["step"], facts["aliases"], facts["left_out"]) == (3, {"head.weight": "embed.weight"}, [])
     found = load_file(out)
-    assert {*found, *told["aliases"]} == set(saved)
+    assert {*found, *facts["aliases"]} == set(saved)
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[name]), name
     with safe_open(out, framework="pt") as file:
-        facts = file.metadata()
+        said = file.metadata()
     assert main(["fingerprint", str(trained), "--json"]) == 0
-    assert facts["weights_sha256"] == json.loads(capsys.readouterr().out)["weights_sha256"] == told["weights_sha256"]
-    assert (facts["step"], facts["format"], facts["head.weight"]) == ("3", "pt", "embed.weight")
+    assert said["weights_sha256"] == last_json(capsys.readouterr().out)["weights_sha256"] == facts["weights_sha256"]
+    assert (said["step"], said["format"], said["head.weight"]) == ("3", "pt", "embed.weight")
 
     one, other = TinyGPT(), TinyGPT()
     load_model(one, out)
@@ -104,18 +105,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
         (["RUN"], "and the file to write", "unisono export runs/NAME-TIME model.safetensors"),
     ],
 )
-def test_wrong_requests(
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
-    do: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_wrong_requests(trained: Path, tmp_path: Path, ask: Ask, words: list[str], said: str, do: str) -> None:
     (tmp_path / "RUN").symlink_to(trained)
-    assert main(["export", *words]) == 2
-    out = capsys.readouterr().err
-    assert said in out
-    assert f"Next: {do}" in out
+    (problem,) = ask("export", *words)
+    assert said in str(problem)
+    assert problem.do.startswith(do)

@@ -6,15 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.cli.command import Command
-from tests.cli.test_check import start, text_of
+from tests.cli.asking import Ask
+from tests.cli.command import Command, last_json, start
+from tests.cli.wrong_scripts import text_of
 from unisono.cli.agreement import CANCELLED, Error, Limits, Written, compare, distance
-from unisono.cli.main import main
 from unisono.cli.placement import PlacedLine, Placement, fitting, placement_of
 from unisono.cli.prove import Proof, Row
 from unisono.cli.request import Request
@@ -47,19 +46,23 @@ def proved(
     path = folder / "script.py"
     path.write_text(script)
     request = Request(sets=("steps=9", *sets), json=True)
-    proof = Proof(path, 1, steps, tolerance, request, LINE, folder / "proof", start=start)
+    proof = Proof(
+        script=path,
+        threads=1,
+        steps=steps,
+        tolerance=tolerance,
+        request=request,
+        line=LINE,
+        folder=folder / "proof",
+        start=start,
+    )
     return proof.run([placement_of(text, LINE) for text in placements], {}), proof
-
-
-def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
 
 
 def test_what_is_divided_only_agrees_to_the_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placements = ["replicate=2", "shard=2", "shard=2,gather=step"]
     status, proof = proved(tmp_path, text_of({}), placements)
-    assert (status, told(capsys)["agree"]) == (0, True), proof.rows
+    assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True), proof.rows
     for row in proof.rows:
         assert (row.verdict, row.equal, row.loss, row.gradient, row.norm, row.weights) == ("agrees", True, 0, 0, 0, 0)
         assert row.seconds is not None
@@ -75,7 +78,7 @@ def test_a_gradient_that_depends_on_the_processes_is_named(tmp_path: Path, capsy
     """The loss is right, and so is the last layer's gradient: what comes behind the hook is not."""
     wrong = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 0.001 * (SEEN[0] > 1)))"}
     status, proof = proved(tmp_path, text_of(wrong), ["shard=2", "replicate=2"])
-    said = told(capsys)
+    said = last_json(capsys.readouterr().out)
     assert (status, said["agree"]) == (1, False)
     assert said["first"]["what"] == "the gradient of first.bias in step 0"
     assert said["first"]["placement"] == "shard=2"
@@ -87,7 +90,7 @@ def test_a_gradient_that_depends_on_the_processes_is_named(tmp_path: Path, capsy
 def test_what_is_within_the_tolerance_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nearly = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 1e-5 * SEEN[0]))"}
     status, proof = proved(tmp_path, text_of(nearly), ["replicate=2"], tolerance=1e-3)
-    assert (status, proof.rows[0].equal) == (0, False), told(capsys)
+    assert (status, proof.rows[0].equal) == (0, False), last_json(capsys.readouterr().out)
     assert 5e-6 < (proof.rows[0].gradient or 0) < 2e-5
 
 
@@ -96,13 +99,13 @@ def test_an_exchange_that_is_not_exact_is_told_from_a_mistake(
 ) -> None:
     status, proof = proved(tmp_path, text_of({}), ["replicate=3"], "exchange=allreduce", tolerance=0.0)
     assert (status, proof.rows[0].verdict) == (1, "differs")
-    assert "exchange=tree" in told(capsys)["advice"]
+    assert "exchange=tree" in last_json(capsys.readouterr().out)["advice"]
 
 
 def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, proof = proved(tmp_path, TWO_MODELS, ["shard=2"])
-    assert status == 0, told(capsys)
-    truth = Written(tmp_path / "proof" / "truth" / "evidence")
+    assert status == 0, last_json(capsys.readouterr().out)
+    truth = Written(proof.notes("truth"))
     assert truth.steps == ["step-0", "step-0-pass-1", "step-1", "step-1-pass-1"]
     assert [*truth.files["step-0"]] == ["a.weight", "a.bias"]
     assert [*truth.files["step-0-pass-1"]] == ["b.weight", "b.bias"]
@@ -113,7 +116,7 @@ def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> 
     drops = {"make": "pass", "before": "model = run.place(lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), Net()))"}
     script = text_of(drops).replace("    model = run.place(Net)\n", "")
     _, proof = proved(tmp_path, script, ["replicate=2"], steps=1)
-    truth = Written(tmp_path / "proof" / "truth" / "evidence")
+    truth = Written(proof.notes("truth"))
     assert truth.main["dropout"] == "0, 0.2"
     first = Error("loss", "", 0, 0, 0.1, 1e-6, False)
     assert "The model drops (0, 0.2)" in proof._advice(Placement({"tensor": "2"}), first, truth)
@@ -230,37 +233,27 @@ def test_a_row_is_a_line_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("words", "said", "do"),
     [
-        (["script.py", "--steps", "0"], "At least one step", "unisono prove script.py --steps 3 --set"),
-        (["script.py", "--run-dir", "x"], "begins every run at step 0", "unisono prove script.py"),
-        (["script.py", "--tolerance", "2"], "from 0", "unisono prove script.py --tolerance 1e-05 --set"),
+        (["train.py", "--steps", "0"], "At least one step", "unisono prove train.py --steps 3 --set"),
+        (["train.py", "--run-dir", "x"], "begins every run at step 0", "unisono prove train.py"),
+        (["train.py", "--tolerance", "2"], "from 0", "unisono prove train.py --tolerance 1e-05 --set"),
         (["nothing.py"], "no such file", "unisono prove --help"),
         ([], "needs the name of a recipe, or the path of a script", "unisono prove text\n"),
-        (["script.py", "--parallel", "shrad=2"], "nearest is shard", "unisono prove script.py --parallel shard=2"),
-        (["script.py", "--parallel", "shard"], "takes key=value", "unisono prove script.py --parallel shard=2"),
-        (["script.py", "--parallel", "shard=-1"], "number of processes", "unisono prove script.py --parallel shard=2"),
+        (["train.py", "--parallel", "shrad=2"], "nearest is shard", "unisono prove train.py --parallel shard=2"),
+        (["train.py", "--parallel", "shard"], "takes key=value", "unisono prove train.py --parallel shard=2"),
+        (["train.py", "--parallel", "shard=-1"], "number of processes", "unisono prove train.py --parallel shard=2"),
         (
-            ["script.py", "--parallel", "shard=2,gather=all"],
+            ["train.py", "--parallel", "shard=2,gather=all"],
             "parallel.gather takes one of layer, step",
-            "unisono prove script.py --parallel shard=2,gather=layer",
+            "unisono prove train.py --parallel shard=2,gather=layer",
         ),
         (
-            ["script.py", "--parallel", "replicate=2", "--parallel", "shard=16"],
+            ["train.py", "--parallel", "replicate=2", "--parallel", "shard=16"],
             "8 virtual ranks: 1 to 8 processes",
-            "unisono prove script.py --parallel replicate=2 --parallel shard=8 --set steps=9, or",
+            "unisono prove train.py --parallel replicate=2 --parallel shard=8 --set steps=9 --json, or",
         ),
     ],
 )
-def test_wrong_requests(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
-    do: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(text_of({}))
-    assert main(["prove", *words, "--set", "steps=9"]) == 2
-    out = capsys.readouterr().err
-    assert said in out
-    assert do in out.partition("Next: ")[2], out
+def test_wrong_requests(ask: Ask, words: list[str], said: str, do: str) -> None:
+    problem, *_ = ask("prove", *words, "--set", "steps=9")
+    assert said in str(problem)
+    assert do in f"{problem.do}\n"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.command import Command, last_json
 from unisono.launch.supervise import SECOND_SIGNAL_SECONDS
 
 SOON_SECONDS = 3.0
@@ -413,7 +412,7 @@ def test_json_ends_with_the_error(command: Command) -> None:
     command.script(RESULT + '\n    raise ValueError("boom")')
     ended = command.run("run", "script.py", "--run-dir", "out", "--json")
     assert ended.status == 1
-    error = json.loads(ended.out.splitlines()[-1])["error"]
+    error = last_json(ended.out)["error"]
     assert (error["type"], error["message"], error["rank"], error["exit_status"]) == ("ValueError", "boom", 0, 1)
     assert error["traceback"].endswith("ValueError: boom\n")
 
@@ -424,4 +423,4 @@ def test_json_says_when_it_was_stopped(command: Command) -> None:
     command.wait_for("ready 0")
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
-    assert json.loads(ended.out.splitlines()[-1]) == {"stopped": True, "exit_status": 0, "run_dir": "out"}
+    assert last_json(ended.out) == {"stopped": True, "exit_status": 0, "run_dir": "out"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.asking import Ask
-from tests.cli.command import Command
+from tests.cli.command import Command, last_json
 from unisono.cli.rundir import choose_run_dir, newest_run
 from unisono.errors import Problem
 from unisono.settings import Line
@@ -202,4 +202,4 @@ def test_a_script_that_never_joins_is_told_where_to(command: Command) -> None:
     assert ended.out == "trained alone\n"
     assert command.run("run", "script.py", "--run-dir", "out").status == 0
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--json")
-    assert json.loads(ended.out.splitlines()[-1])["error"]["exit_status"] == 2
+    assert last_json(ended.out)["error"]["exit_status"] == 2

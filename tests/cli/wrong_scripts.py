@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 SCRIPT = """
@@ -50,6 +51,11 @@ def main(run):
 unisono.main(main, unisono.Settings)
 """
 EMPTY = dict.fromkeys(("make", "fetch", "forward", "before", "loss", "after"), "pass")
+
+
+def text_of(changes: Mapping[str, str]) -> str:
+    """The script with these places filled in."""
+    return SCRIPT.format(**{**EMPTY, **changes})
 
 
 class Wrong(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from unisono.env import World
 from unisono.score.keys import INIT, ROUND, STEP, mix, place_key
 from unisono.score.order import Order
 from unisono.settings import Settings
-from unisono.testing import run_ranks
-from unisono.train.run import Run
+from unisono.testing import build_run, run_ranks
 from unisono.world.start import group as join
 
 STEPS = 20
@@ -46,9 +44,7 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor,
 def ours(world: World, kind: str, dropout: float, virtual_ranks: int, optimizer: str, folder: str) -> dict[str, Any]:
     with join(world) as group:
         config = Settings(steps=STEPS, batch=virtual_ranks * 4, virtual_ranks=virtual_ranks, seed=1)
-        run: Run[Settings] = Run(
-            config, world=world, group=group, run_dir=Path(folder), identity={}, resumed=None, output=io.StringIO()
-        )
+        run = build_run(config, world, group, Path(folder))
         model = run.place(lambda: build(kind, dropout))
         stepper = make(optimizer, model)
         run.track(model=model, optimizer=stepper)

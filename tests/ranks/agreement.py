@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.checkpoint.load import load, newest
 from unisono.env import World
 from unisono.settings import Settings
-from unisono.train.run import Run
+from unisono.testing import build_run
 from unisono.train.whole import whole_here
 from unisono.world.start import group as join
 
@@ -99,16 +97,7 @@ def come(
 ) -> Came:
     """Train on this rank."""
     with join(world) as group:
-        found = newest(Path(folder), print) if resume else None
-        run: Run[Settings] = Run(
-            config,
-            world=world,
-            group=group,
-            run_dir=Path(folder),
-            identity={},
-            resumed=load(found) if found else None,
-            output=io.StringIO(),
-        )
+        run = build_run(config, world, group, Path(folder), resume=resume)
         model = run.place(build, **({"plan": plan()} if plan else {}))
         # not Adam: a gradient that is zero but for rounding (of the keys' bias) would move weights by its sign
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

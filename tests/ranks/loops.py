@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unisono.checkpoint.load import load, newest
 from unisono.env import World
 from unisono.settings import Settings
+from unisono.testing import build_run
 from unisono.train.run import Run
 from unisono.train.step import Step
 from unisono.world.start import group as join
@@ -94,16 +93,7 @@ def attempt(world: World, folder: Path, loop: Loop, settings: Settings = SETTING
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with join(replace(world, store=f"file://{folder}/store{'-resumed' * resume}")) as group:
-            found = newest(folder, print) if resume else None
-            run: Run[Any] = Run(
-                settings,
-                world=world,
-                group=group,
-                run_dir=folder,
-                identity={},
-                resumed=load(found) if found else None,
-                output=io.StringIO(),
-            )
+            run = build_run(settings, world, group, folder, resume=resume)
             try:
                 return loop(run)
             finally:

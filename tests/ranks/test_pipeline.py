@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 
 from tests.ranks.loops import Numbers, attempt
 from tests.ranks.training import Sentences, TinyGPT, padded, settings
-from unisono.checkpoint.load import load, newest
 from unisono.env import World
 from unisono.recipes.text import GPT, Model
 from unisono.settings import ParallelSettings, Settings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
 from unisono.world.collectives import local
 from unisono.world.start import group as join
@@ -261,16 +259,7 @@ def test_a_resume_out_of_a_pipeline_with_ties_is_told(tmp_path: Path) -> None:
 
 def stopping(world: World, folder: Path, config: Settings, stop_after: int, tied: bool = False) -> str:
     with join(world) as group:
-        found = newest(folder, print)
-        run: Run[Any] = Run(
-            config,
-            world=world,
-            group=group,
-            run_dir=folder,
-            identity={},
-            resumed=load(found) if found else None,
-            output=io.StringIO(),
-        )
+        run = build_run(config, world, group, folder, resume=True)
         *_, promise, fingerprint = language(run, text=True, tied=tied, stop_after=stop_after)
         run.close()
         return f"{promise[0]} {fingerprint}"

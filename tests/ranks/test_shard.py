@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
 from unisono.env import World
 from unisono.settings import ParallelSettings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
 from unisono.world.collectives import local
 from unisono.world.start import group as join
@@ -214,9 +213,7 @@ def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
     """Bytes of parameters, gradients and optimizer state that lie here when a step is about to be updated."""
     with join(world) as group:
         config = settings(batch=8, virtual_ranks=8, parallel=parallel)
-        run: Run[Any] = Run(
-            config, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=io.StringIO()
-        )
+        run = build_run(config, world, group, folder)
         model = run.place(
             lambda: nn.Sequential(nn.Linear(3, 96), *(nn.Linear(96, 96) for _ in range(4)), nn.Linear(96, 2))
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.checkpoint.load import load, newest
 from unisono.env import World
 from unisono.settings import Settings
+from unisono.testing import build_run
 from unisono.train.run import Run
 from unisono.world.start import group as join
 
@@ -122,16 +121,7 @@ def train(
     """Train on this rank: losses, gradient norms, the result, how many micro-batches were computed here."""
     torch.manual_seed(world.rank)  # the run must not depend on it
     with join(world) as group:
-        found = newest(Path(run_dir), print) if resume else None
-        run: Run[Settings] = Run(
-            config,
-            world=world,
-            group=group,
-            run_dir=Path(run_dir),
-            identity={},
-            resumed=load(found) if found else None,
-            output=io.StringIO(),
-        )
+        run = build_run(config, world, group, Path(run_dir), resume=resume)
         out = loop(run, kind, length, deals or {}, stop_after, noise)
         run.close()
         return out | {"result": run.result(), "state": run._state.fingerprint()}

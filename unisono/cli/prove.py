@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from unisono.cli.check import alone, reason_of
 from unisono.cli.placement import ALONE, PlacedLine, Placement, fitting, placement_of
 from unisono.cli.request import WHERE, Request
 from unisono.cli.run import checked
+from unisono.cli.trials import Trial, Trials, reason_of, refuse_unfit
 from unisono.errors import Problem, SettingsError
-from unisono.launch import local
 from unisono.launch.supervise import Outcome
 from unisono.settings import Line, plural, toml
-from unisono.settings import read as read_settings
 
 if TYPE_CHECKING:
     from unisono.cli.agreement import Agreement, Error, Limits, Written
@@ -63,7 +58,7 @@ def prove(
     words += ["--steps", str(steps)] if steps != 3 else []
     words += ["--tolerance", f"{tolerance:g}"] if tolerance != TOLERANCE else []
     line = request.line("unisono", "prove", target, *words)
-    alone(line, steps, request)
+    refuse_unfit(line, steps, request)
     if not 0 <= tolerance < 1:
         true = "It is a part of a gradient's norm, from 0 (the same numbers) to 1."
         raise SettingsError(f"--tolerance {tolerance:g}", true, str(line.flag("--tolerance", f"{TOLERANCE:g}")))
@@ -73,7 +68,16 @@ def prove(
     if parallel and misfits:
         raise SettingsError.of([problem for wrong in misfits.values() for problem in wrong])
     with tempfile.TemporaryDirectory(prefix="unisono-prove-") as folder:
-        proof = Proof(script, threads, steps, tolerance, request, line, Path(folder), named=bool(parallel))
+        proof = Proof(
+            script=script,
+            threads=threads,
+            steps=steps,
+            tolerance=tolerance,
+            request=request,
+            line=line,
+            folder=Path(folder),
+            named=bool(parallel),
+        )
         return proof.run(placements, misfits)
 
 
@@ -158,19 +162,12 @@ def _short(error: float | None) -> str:
     return "" if error is None else "0" if error == 0 else f"{error:.0e}"
 
 
-@dataclass
-class Proof:
-    """The runs of one proof. `start` runs a script; see launch/local.py. named: somebody asked for these placements."""
+@dataclass(kw_only=True)
+class Proof(Trials):
+    """The trials of one proof. named: somebody asked for these placements."""
 
-    script: Path
-    threads: int
-    steps: int
     tolerance: float
-    request: Request
-    line: Line
-    folder: Path
     named: bool = True
-    start: Callable[..., Outcome] = local.run
     one: Row = field(default_factory=lambda: Row("one process", 1, ""))
     rows: list[Row] = field(default_factory=list)
     failed: tuple[Row, Outcome] | None = None
@@ -184,8 +181,9 @@ class Proof:
         if outcome.stopped:
             return self._stopped()
         if outcome.exit_status:
-            return self._no_ground(outcome)
-        truth = self._told("truth")
+            message = self._say_no_ground(outcome)
+            return self._leave(outcome.exit_status, failed={"placement": self.one.placement, "said": message})
+        truth = self._truth()
         self.steps = len(truth.main["seconds"])  # the script may have fewer than were asked for
         self._measured(self.one, truth, truth, ALONE)
         width = max(len(self.one.placement), *(len(str(placement)) for placement in placements))
@@ -204,40 +202,21 @@ class Proof:
                 if outcome.exit_status:
                     self._fails(row, outcome)
                 else:
-                    other = Written(self._folder("other"))
+                    other = Written(self.notes("other"))
                     agreement = compare(other, truth, limits)
                     self._judge(self._measured(row, other, truth, placement), agreement)
                     hint = hint or agreement.first
             self._say(row.line(width))
         return self._end(truth, limits, hint, placements)
 
-    # -- runs
-
-    def _folder(self, name: str) -> Path:
-        return self.folder / name / "evidence"
-
     def _steps(self, placement: Placement, name: str) -> Outcome:
-        """Run the steps; what they tell is in the folder of this name then, and nothing of what was there before."""
-        run_dir = self.folder / name
-        shutil.rmtree(run_dir, ignore_errors=True)
-        run_dir.mkdir(parents=True)
-        told = f"evidence:{self.steps}:{self._folder(name)}"
-        request = replace(self.request, sets=(*self.request.sets, *placement.sets), trace=told, json=False)
-        return self.start(
-            self.script,
-            request.arguments(run_dir),
-            ranks=placement.processes,
-            logs=run_dir / "log",
-            threads=self.threads,
-            screen=None,
-            say=False,
-        )
+        return self._run(Trial(name, placement.processes, placement.sets, notes="evidence:{steps}:{folder}"))
 
-    def _told(self, name: str) -> Written:
+    def _truth(self) -> Written:
         """Raises SettingsError where there is nothing to compare with."""
         from unisono.cli.agreement import Written
 
-        written = Written(self._folder(name))
+        written = Written(self.notes("truth"))
         if not written.ranks:
             true = "It ran, and left its loop before the steps that were to be compared."
             do = f"{self.line.flag('--steps', '1')}; and: for step in run.steps(train_set), inside of unisono.main."
@@ -282,9 +261,8 @@ class Proof:
 
     # -- what is said
 
-    def _say(self, text: str) -> None:
-        if not self.request.json:
-            print(text, flush=True)
+    def _facts(self, status: int) -> dict[str, Any]:
+        return {"agree": status == 0, "steps": self.steps}
 
     def _end(self, truth: Written, limits: Limits, first: Error | None, placements: Sequence[Placement]) -> int:
         differs = next((row for row in self.rows if row.verdict == "differs"), None)
@@ -326,7 +304,7 @@ class Proof:
 
     def _advice(self, placement: Placement, first: Error, truth: Written) -> str:
         """What it may be, as far as that is known, and what to type next."""
-        dropout, exchange = truth.main["dropout"], self._settings()["exchange"]
+        dropout, exchange = truth.main["dropout"], self._settings("truth")["exchange"]
         shortest = self.line.without("--parallel").flag("--parallel", str(placement)).flag("--steps", "1")
         if placement.is_exact and exchange != "tree":
             said = f"exchange={exchange} adds gradients up in another order where there are more processes."
@@ -348,25 +326,6 @@ class Proof:
 
     def _without_dropout(self) -> list[str]:
         """The settings that seem to say it, at 0."""
-        names = [n for n, value in self._settings().items() if "drop" in n and isinstance(value, float) and value > 0]
+        settings = self._settings("truth").items()
+        names = [n for n, value in settings if "drop" in n and isinstance(value, float) and value > 0]
         return [f"{name}={toml(0.0)}" for name in names] or ["DROPOUT=0"]
-
-    def _settings(self) -> dict[str, Any]:
-        """As they were on one process."""
-        return read_settings(self.folder / "truth" / "settings.toml")[0]
-
-    def _leave(self, status: int, **more: Any) -> int:
-        if self.request.json:
-            told = json.dumps({"agree": status == 0, "steps": self.steps, **more})
-            print(json.dumps(json.loads(told, parse_constant=str)))  # JSON has no word for an infinite error
-        return status
-
-    def _stopped(self) -> int:
-        print(f"Stopped, with nothing proved.\n  Next: {self.line}", file=sys.stderr)
-        return self._leave(1, cause="stopped")
-
-    def _no_ground(self, outcome: Outcome) -> int:
-        """There is nothing to compare with."""
-        message, text = reason_of(outcome)
-        self._say(f"It fails with 1 process already.\n\n{text}")
-        return self._leave(outcome.exit_status, failed={"placement": "one process", "said": message})

@@ -32,25 +32,33 @@ Weights = Callable[[], torch.Tensor]
 
 
 class Exchange(Protocol):
-    """What the step asks of an exchange. `promise` and `reason` go into result.json."""
+    """What the step asks of an exchange. `promise` and `reason` go into result.json. Whoever inherits from it writes
+    what it does, and leaves out where it does nothing."""
 
     promise: str
     reason: str
     params: Sequence[torch.nn.Parameter]
 
-    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None: ...
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        pass
 
-    def enter(self, virtual_rank: int, *, last: bool) -> None: ...
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        pass
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        pass
 
-    def launch(self) -> None: ...
+    def launch(self) -> None:
+        pass
 
     def finish(self, weight: float) -> bool: ...
 
-    def commit(self) -> None: ...
+    def commit(self) -> None:
+        pass
 
-    def zero(self) -> None: ...
+    def zero(self) -> None:
+        for p in self.params:
+            p.grad = None
 
     @property
     def used(self) -> Sequence[bool]:
@@ -61,7 +69,8 @@ class Exchange(Protocol):
         """Has the loop changed p.grad in this process's last micro-batch? (Earlier, `leave` raises LoopError.) Messages
         are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
 _files = {

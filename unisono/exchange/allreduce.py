@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange import Weights
+from unisono.exchange import Exchange, Spans, Weights
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
-from unisono.world.collectives import Group, Work
+from unisono.world.collectives import Group, Work, wait_for
 
 
-class AllReduce:
+class AllReduce(Exchange):
     promise = "tolerance"
     reason = "exchange=allreduce adds in an order that depends on the number of processes; exchange=tree does not"
 
@@ -27,7 +27,7 @@ class AllReduce:
         self.sum = Copy(self.layout)
         self._works: list[Work] = []
 
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         self.ready.begin()
         self.sum.clear()
 
@@ -44,19 +44,11 @@ class AllReduce:
         self.ready.next = len(self.layout.buckets)
 
     def finish(self, weight: float) -> bool:
-        for work in self._works:
-            work.wait()
+        wait_for(self._works)
         self._works = []
         finite = [divide_(flat, weight) for flat in self.sum.flats]
         self.sum.hand_over(self.params)
         return all(finite)
-
-    def commit(self) -> None:
-        pass
-
-    def zero(self) -> None:
-        for p in self.params:
-            p.grad = None
 
     @property
     def used(self) -> Sequence[bool]:

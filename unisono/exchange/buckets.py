@@ -228,9 +228,11 @@ def blocks(tensor: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def divide_(flat: torch.Tensor, weight: torch.Tensor | float) -> bool:
+def divide_(flat: torch.Tensor, weight: float) -> bool:
     """Divide in place. Are all elements finite then?"""
-    found = [finite(flat[block].div_(weight)) for block in blocks(flat)]  # all: every block is to be divided
+    # a tensor: elsewhere than on a processor torch divides by a number by multiplying with its inverse
+    divisor = flat.new_tensor(weight, dtype=torch.float64)
+    found = [finite(flat[block].div_(divisor)) for block in blocks(flat)]  # all: every block is to be divided
     return all(found)
 
 

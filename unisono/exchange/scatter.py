@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Weights
+from unisono.exchange import Exchange, Spans, Weights
 from unisono.exchange.buckets import divide_
 from unisono.score.tree import Fold, Node, Plan
-from unisono.world.collectives import Group, Message, Work, like, local
+from unisono.world.collectives import Group, Message, Work, like, local, wait_for
 
 Sum = torch.Tensor | None
 """A sum of chunks; None: of nothing, zeros."""
@@ -101,7 +101,7 @@ class Drop(Chunk):
         pass
 
 
-class Scatter:
+class Scatter(Exchange):
     """`group`: those that hold the same shards, each with a span of its own; `shard`: those that share one model."""
 
     promise = "exact"
@@ -128,7 +128,7 @@ class Scatter:
                 self.dropped.append(Drop(layer, trained, self, shard.size))
         self._sent: Sent | None = None
 
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """A step begins: we and those who share our model compute the span of our place in the group."""
         self.plan = Plan(self.virtual_ranks, tuple(spans))
         self.span = self.plan.spans[self.group.rank]
@@ -136,7 +136,7 @@ class Scatter:
         self.places = [(v, n) for v in range(*self.span) for n in range(pieces[v])]
         self.round = -1
         for chunk in self.chunks:
-            chunk.fold, chunk.leaf, chunk.rounds = Fold(self.virtual_ranks, _add), None, 0
+            chunk.fold, chunk.leaf, chunk.rounds = Fold(self.virtual_ranks, _add, self.span[0]), None, 0
             chunk.layer.used[:] = [False] * len(chunk.layer.used)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
@@ -149,9 +149,6 @@ class Scatter:
         for chunk in [*self.chunks, *self.dropped]:
             for p in chunk.params:
                 p.grad = None  # what FSDP2 makes of the nothing that we put out
-
-    def launch(self) -> None:
-        """All is sent already."""
 
     def send(self, chunk: Chunk, gradient: torch.Tensor) -> None:
         """Everybody gets their chunk of our gradient, unless it is a spare one; ours of theirs is on its way to us.
@@ -179,12 +176,11 @@ class Scatter:
         if self._sent is None:
             return
         (chunk, rows, _, works), self._sent = self._sent, None
-        for work in works:
-            work.wait()
+        wait_for(works)
         first = self.round * self.shard.size
         for (virtual_rank, number), row in zip(self.places[first:], rows, strict=False):
             if number == 0:
-                _nothing(chunk.fold, self.span[0], virtual_rank)
+                chunk.fold.skip_to(virtual_rank, None)
                 chunk.leaf = row + 0.0  # its own memory; and -0 becomes +0, as everywhere (buckets.py)
             else:
                 assert chunk.leaf is not None
@@ -198,14 +194,14 @@ class Scatter:
         ours = set(map(id, self.params))
         for chunk in self.chunks:
             total = self._total(chunk)
-            whole &= divide_(total, total.new_tensor(weight, dtype=torch.float64))
+            whole &= divide_(total, weight)
             for p, grad in zip(chunk.params, chunk.views(total), strict=True):
                 p.grad = grad if id(p) in ours else None
         return whole
 
     def _total(self, chunk: Chunk) -> torch.Tensor:
         """The sum over all virtual ranks: our partial sums meet those of the others who hold this very chunk."""
-        _nothing(chunk.fold, *self.span)
+        chunk.fold.skip_to(self.span[1], None)
         like = torch.empty(0, dtype=chunk.params[0].dtype, device=self.shard.device)
         roots = [like.new_zeros(chunk.length) if held is None else held for _, held in chunk.fold.held]
         chunk.fold.held = []
@@ -218,7 +214,7 @@ class Scatter:
         parts = {holder: [like.new_empty(piece) for _ in self.plan.sends(holder)] for holder in others}
         sends = [Message(root[other], other) for other in others for root in ours]
         receives = [Message(part, holder) for holder in others for part in parts[holder]]
-        _wait(self.group.send_and_receive(sends, receives))
+        wait_for(self.group.send_and_receive(sends, receives))
         parts[rank] = [root[rank] for root in ours]
         sums = [part for holder in range(size) for part in parts[holder]]
         for i, j in self.plan.additions():
@@ -226,15 +222,8 @@ class Scatter:
         whole = like.new_empty(size, piece)
         whole[rank] = sums[0]
         sends = [Message(whole[rank], other) for other in others]
-        _wait(self.group.send_and_receive(sends, [Message(whole[other], other) for other in others]))
+        wait_for(self.group.send_and_receive(sends, [Message(whole[other], other) for other in others]))
         return whole.flatten()[: chunk.length]
-
-    def commit(self) -> None:
-        pass
-
-    def zero(self) -> None:
-        for p in self.params:
-            p.grad = None
 
     @property
     def used(self) -> Sequence[bool]:
@@ -259,14 +248,3 @@ def _add(left: Sum, right: Sum) -> Sum:
     if left is None or right is None:
         return right if left is None else left
     return left.add_(right)
-
-
-def _nothing(fold: Fold[Sum], first: int, end: int) -> None:
-    """Virtual ranks from the last one that had something to do up to `end` had nothing."""
-    for nothing in range(fold.held[-1][0].hi if fold.held else first, end):
-        fold.push(Node(nothing, nothing + 1), None)
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()

@@ -62,7 +62,7 @@ class Slices:
         whole = True
         for some in self._some():
             flat = self.slices.add_up(torch.cat([grad.reshape(-1) for grad in some]))
-            whole &= divide_(flat, flat.new_tensor(weight, dtype=torch.float64))
+            whole &= divide_(flat, weight)
             for grad, mean in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
                 grad.copy_(mean.view_as(grad))
         return whole

@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from unisono.exchange import Weights
+from unisono.exchange import Exchange
 from unisono.exchange.buckets import finite
 from unisono.world.collectives import Group
 
 
-class Solo:
+class Solo(Exchange):
     """Bit-equal to the loop one writes by hand: sum loss, backward, gradients divided by the total weight."""
 
     promise = "exact"
     reason = "one virtual rank on one process"
+    used: Sequence[bool] = ()
+    touched = False  # one micro-batch after the other adds to p.grad as the loop leaves it: plain torch
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
         assert virtual_ranks == group.size == 1
         self.params = params
-        self.used: Sequence[bool] = ()
-        self.touched = False  # one micro-batch after the other adds to p.grad as the loop leaves it: plain torch
         # The kernel of torch's GradScaler multiplies all gradients and looks at them, if they are of one kind: the
         # quickest there is. It leaves a 1 in `_found` when an element is not finite.
         self._fast = {(p.dtype, p.device) for p in params} == {(torch.float32, p.device) for p in params[:1]}
         self._found = torch.zeros((), device=params[0].device)
         self._factors: dict[float, torch.Tensor] = {}
-
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
-        pass
-
-    def enter(self, virtual_rank: int, *, last: bool) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def launch(self) -> None:
-        pass
 
     def finish(self, weight: float) -> bool:
         grads = []
@@ -63,13 +51,3 @@ class Solo:
             return True
         self._found.zero_()
         return False
-
-    def commit(self) -> None:
-        pass
-
-    def zero(self) -> None:
-        for p in self.params:
-            p.grad = None
-
-    def close(self) -> None:
-        pass

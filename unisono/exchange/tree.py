@@ -23,14 +23,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange import Weights
+from unisono.exchange import Exchange, Spans, Weights
 from unisono.exchange.buckets import Copy, Layout, Loose, Pool, Readiness, divide_
 from unisono.exchange.wire import Wire
 from unisono.score.tree import Fold, Node, Plan, parent
 from unisono.world.collectives import Group
 
 
-class Tree:
+class Tree(Exchange):
     promise = "exact"
     reason = "one fixed tree adds the gradients of the virtual ranks, wherever they were computed"
 
@@ -50,14 +50,14 @@ class Tree:
         self._roots: list[Copy | None] | None = None  # the partial sums of this process, in order; None: all zeros
         self._result: Copy | None = None
 
-    def begin(self, spans: Sequence[tuple[int, int]], pieces: Mapping[int, int], weights: Weights) -> None:
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """A step begins: this process holds spans[rank]; virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
         plan = Plan(self.virtual_ranks, tuple(spans))
         self.pieces = pieces
         self.span = plan.spans[self.group.rank]
         # what is leftmost of a partial sum will travel; all the others are only added to it
         self._travel = {next((v for v in range(*n) if pieces[v]), -1) for n in plan.sends(self.group.rank)}
-        self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where), None, None
+        self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where, self.span[0]), None, None
         self.ready.begin()
         if self.group.size > 1 and (self.wire is None or self.wire.plan != plan):
             self.wire = Wire(plan, self.layout, self.group)
@@ -67,7 +67,7 @@ class Tree:
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         """Before a micro-batch: p.grad is where its gradient belongs. `last`: no other follows here in this step."""
         if self._current is None:
-            self._skip_to(virtual_rank)
+            self._fold.skip_to(virtual_rank, None)
             self._current = self._open(virtual_rank)
             self._to_come = self.pieces[virtual_rank]
         self._to_come -= 1
@@ -87,7 +87,7 @@ class Tree:
                 if not done:
                     self._merge(number)
             self._fold.push(*self._current)
-            self._skip_to(self._following())
+            self._fold.skip_to(self._following(), None)
             self._current = None
 
     def launch(self) -> None:
@@ -104,7 +104,7 @@ class Tree:
     def finish(self, weight: float) -> bool:
         assert self._result is not None
         if self.wire is None:
-            found = [divide_(flat, flat.new_tensor(weight, dtype=torch.float64)) for flat in self._result.flats]
+            found = [divide_(flat, weight) for flat in self._result.flats]
             whole = all(found)
         else:
             whole = self.wire.finish()
@@ -116,8 +116,7 @@ class Tree:
         self._roots = []
 
     def zero(self) -> None:
-        for p in self.params:
-            p.grad = None
+        super().zero()
         if self._result is not None:
             self.pool.give([self._result])
             self._result = None
@@ -139,14 +138,6 @@ class Tree:
         self.pool.free.clear()
 
     # -- the fold of this process's own leaves
-
-    def _skip_to(self, virtual_rank: int) -> None:
-        """Virtual ranks between the last one that had something to do and this one had nothing."""
-        for nothing in range(self._reached(), virtual_rank):
-            self._fold.push(Node(nothing, nothing + 1), None)
-
-    def _reached(self) -> int:
-        return self._fold.held[-1][0].hi if self._fold.held else self.span[0]
 
     def _following(self) -> int:
         """The next virtual rank that has something to do, or the end of the span. What lies before it is nothing, and
@@ -177,13 +168,11 @@ class Tree:
                 self._merges.append((left, right))
             return _where(left, right)
 
-        end = Fold(self.virtual_ranks, note)
+        end = Fold(self.virtual_ranks, note, self.span[0])
         end.held = list(self._fold.held)
         if leaf is not None:
             end.push(*leaf)
-        reached, until = end.held[-1][0].hi if end.held else self.span[0], self._following() if leaf else self.span[1]
-        for nothing in range(reached, until):
-            end.push(Node(nothing, nothing + 1), None)
+        end.skip_to(self._following() if leaf else self.span[1], None)
         if not last:
             return
         self._roots = []

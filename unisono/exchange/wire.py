@@ -24,7 +24,7 @@ import torch
 from unisono.exchange import Weights
 from unisono.exchange.buckets import Copy, Layout, blocks, finite
 from unisono.score.tree import Plan
-from unisono.world.collectives import Group, Message, Work
+from unisono.world.collectives import Group, Message, Work, wait_for
 from unisono.world.shared import Name, look
 
 IN_FLIGHT = 2
@@ -117,8 +117,7 @@ class Wire:
         """The sums are where `send` was told to put them; is all that we made of them finite?"""
         while self.settled < len(self.sent):
             self._settle()
-        for work in self.works:
-            work.wait()
+        wait_for(self.works)
         self.sent, self.works = [], []  # gloo's hold its connections: a forked loader worker would close them, and hang
         return bool(torch.stack(self.finite).all()) or all(map(finite, self.results))
 
@@ -126,8 +125,7 @@ class Wire:
         """Of the oldest bucket under way: wait for its partial sums, add them up, hand everybody our chunk of it."""
         bucket, parts, chunks, works = self.sent[self.settled]
         self.settled += 1
-        for work in works:
-            work.wait()
+        wait_for(works)
         if self.divisor is None:
             self.divisor = reduce(torch.add, self.row)
         near = {rank: self._look(rank, bucket) for rank in self.neighbours}

@@ -84,12 +84,11 @@ class Fold(Generic[T]):
     """Folds nodes (mostly leaves) as they come, from left to right, merging siblings as soon as both are there.
 
     `add(a, b)` returns a + b and may reuse a. `held` is what waits: at the end, the largest complete subtrees of the
-    span that was pushed, in order. It is never longer than `copies` says.
+    span that was pushed, in order. It is never longer than `copies` says. `first` is the leaf where this span begins.
     """
 
-    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
-        self.leaves = leaves
-        self.add = add
+    def __init__(self, leaves: int, add: Callable[[T, T], T], first: int = 0) -> None:
+        self.leaves, self.add, self.first = leaves, add, first
         self.held: list[tuple[Node, T]] = []
 
     def push(self, node: Node, value: T) -> None:
@@ -97,6 +96,11 @@ class Fold(Generic[T]):
         while len(self.held) > 1 and (both := parent(self.leaves, self.held[-2][0], self.held[-1][0])):
             (_, left), (_, right) = self.held[-2:]
             self.held[-2:] = [(both, self.add(left, right))]
+
+    def skip_to(self, leaf: int, nothing: T) -> None:
+        """The leaves from the last one that was pushed up to this one have nothing."""
+        for empty in range(self.held[-1][0].hi if self.held else self.first, leaf):
+            self.push(Node(empty, empty + 1), nothing)
 
 
 @dataclass(frozen=True)

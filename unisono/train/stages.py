@@ -16,7 +16,7 @@ from unisono.checkpoint.load import fingerprint_of
 from unisono.checkpoint.pack import Tensors, described, pack, unpack
 from unisono.errors import CheckpointError
 from unisono.train.norm import is_cut, norm_of, rows_of
-from unisono.world.collectives import Group, Message, like, local
+from unisono.world.collectives import Group, Message, like, local, wait_for
 from unisono.world.mesh import Mesh
 
 
@@ -78,8 +78,7 @@ class Names:
             parts = {rank: torch.empty_like(local(p.detach())) for rank in givers}
             sends = [] if mine is None else [Message(mine.view(-1), rank) for rank in others]
             receives = [Message(parts[rank].view(-1), rank) for rank in givers if rank != self.line.rank]
-            for work in self.line.send_and_receive(sends, receives):
-                work.wait()
+            wait_for(self.line.send_and_receive(sends, receives))
             if mine is not None:
                 parts[self.line.rank] = mine
             total = parts[givers[0]].clone()
@@ -224,8 +223,7 @@ def bring(group: Group, mine: dict[str, Any]) -> list[dict[str, Any]]:
     everybody = group.gather(plain)
     if group.rank:
         flats = [t.to(group.device).contiguous() for t in tensors.values()]
-        for work in group.send_and_receive([Message(_bytes(t), 0) for t in flats], []):
-            work.wait()
+        wait_for(group.send_and_receive([Message(_bytes(t), 0) for t in flats], []))
         return [mine]
     found = [mine]
     for rank, other in enumerate(everybody[1:], 1):
@@ -234,8 +232,7 @@ def bring(group: Group, mine: dict[str, Any]) -> list[dict[str, Any]]:
             name: torch.empty(of["shape"], dtype=getattr(torch, of["dtype"]), device=group.device)
             for name, of in about.items()
         }
-        for work in group.send_and_receive([], [Message(_bytes(t), rank) for t in arrived.values()]):
-            work.wait()
+        wait_for(group.send_and_receive([], [Message(_bytes(t), rank) for t in arrived.values()]))
         found.append(unpack(other, {name: t.cpu() for name, t in arrived.items()}))
     return found
 

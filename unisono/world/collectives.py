@@ -50,6 +50,12 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+def wait_for(works: Iterable[Work]) -> None:
+    """Until all of them are over."""
+    for work in works:
+        work.wait()
+
+
 TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
 
