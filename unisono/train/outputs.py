@@ -64,7 +64,7 @@ class Outputs:
         self.count = self.walk.finish()
 
 
-def call(model: torch.nn.Module, batch: Any) -> Any:
+def call(model: Callable[..., Any], batch: Any) -> Any:
     """How a batch goes into a model unless the user says otherwise: its first part, or a mapping by name."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -78,19 +78,25 @@ def parts(batch: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """The models in eval mode, without gradients; afterwards their modes and buffers and the generators are as before,
-    or what the loop does next would depend on who evaluated what."""
+    """The models in eval mode, without gradients; afterwards all is as before."""
+    with as_before(models, device), torch.no_grad():
+        for model in models:
+            model.eval()
+        yield
+
+
+@contextmanager
+def as_before(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Afterwards the models' modes and buffers and the generators are as before, or what the loop does next would
+    depend on who computed what in here."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     generators, accelerator = take_state(), None if device.type == "cpu" else torch.get_device_module(device)
     of_device = accelerator.get_rng_state() if accelerator else None
     slots = [slot for model in models for slot in slots_of(model)]
     for slot in slots:
         slot.remember()
-    for model in models:
-        model.eval()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good
             part.training = training

@@ -29,6 +29,7 @@ from unisono.parallel.chain import Chain, Piece, compute
 from unisono.parallel.pipeline import Line, Tensors
 from unisono.score.order import Place
 from unisono.train.crossing import from_parts, parts_of
+from unisono.train.cut import Example, apply_times, told
 from unisono.train.misfits import check_loss
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.stages import Names
@@ -168,9 +169,17 @@ class Round:
 
 
 class Pipeline:
-    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it"""
+    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it
+    told: where it was cut, in a line"""
 
-    def __init__(self, mesh: Mesh, parallel: ParallelSettings, model: nn.Module, before: Pipeline | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        parallel: ParallelSettings,
+        model: nn.Module,
+        before: Pipeline | None,
+        example: Example | None = None,
+    ) -> None:
         """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
         if before is not None:
             raise LoopError(
@@ -187,7 +196,12 @@ class Pipeline:
         """The processes among which sequences are divided between the stages, if they are."""
         self.line = line = Line(mesh.pipeline, parallel.schedule, parallel.loops)
         self.chain: Chain = Chain(model)
-        begins = mesh.world.share(self.chain.begins(line.stages, parallel.stages))
+        begins = self.chain.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
+        if example is not None:
+            apply_times(self.chain, model, example, mesh)
+            begins = self.chain.begins(line.stages, parallel.stages)
+        begins = mesh.world.share(begins)
+        self.told = told(self.chain, begins, named=bool(parallel.stages))
         self.pieces: list[Piece] = self.chain.pieces(begins)
         self.names = Names(model, mesh, _users(model, self.chain, begins), line.owners)
         _keep(model, self.chain, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
