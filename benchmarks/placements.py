@@ -13,35 +13,55 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import line
-from unisono.cli.prove import KINDS, size
+from unisono.cli.prove import KINDS, Row, size
 from unisono.env import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "agreement.md"
 STEPS = 5
+MOST = 1.1
+"""Times its theoretical share of the memory, a process may hold."""
 RECIPES = {
     "text": ("a GPT, 0.8 million parameters, tied", ["batch=16"]),
     "image": ("a ResNet with batch norm, 0.3 million", ["source=digits", "batch=32"]),
+    "image with group norm": ("the same with group norm", ["source=digits", "batch=32", "model.norm=group"]),
     "speech": (
-        "a convolutional net over time, 0.3 million",
+        "a convolutional net over time, 0.2 million",
         ["source=spoken", "voices=3", "draws=1", "batch=16", "model.dropout=0.0"],
     ),
 }
-"""What each is, and its settings. Without dropout, which draws otherwise where activations are divided."""
+"""What each is, and its settings, by a title whose first word is the recipe's name. Without dropout, which draws
+otherwise where activations are divided."""
 
 HEAD = """# Placements beside one process
 
-The same {steps} steps under every placement on 2 and 4 processes, compared with one process by `unisono prove`
-([placements.md](placements.md#do-they-agree) says how). *Loss*, *gradient* (the worst tensor of all steps, before
-clipping) and *norm* are relative errors, of which {gradient:g} is the limit, and {loss:g} of a loss. *Weights* is their
-error over the way that they went. *Bits*: is all of it the same, to the last bit? Of *parameters, gradients, optimizer*
-it says what the process with most holds, each at its largest in a step; *share* is the worst of the three over what is
-expected: one process's, divided by the shards (with `gather=step`, of the optimizer state only), the stretches of a
-pipeline, and the parts of every matrix.
+What a reader of this page sees: a real model is trained for {steps} steps on one process, and then for the same {steps}
+steps under every placement on 2 and 4 processes that `unisono prove` knows
+([placements.md](placements.md#do-they-agree) says what it compares, and [how](placements.md) each of them divides a
+model). If a placement is right, the two trainings are the same but for rounding. Each row is one placement:
+
+- **loss**, **gradient**, **norm**: how far they are from those of one process, the farthest of all steps; of the
+  gradients that of the farthest tensor, before clipping. These are relative errors: 1e-7 is float32's last digit.
+  A loss may be {loss:g} away, a gradient and its norm {gradient:g}; what is farther is called *differs*.
+- **weights**: after the last step, how far they are from those of one process, over the way that they went from where
+  they began. The limit is a tenth, since Adam makes a whole step even of a gradient that is zero but for rounding.
+- **bits**: is all of this the same, to the last bit? *Equal* is promised where samples, parameters or layers are dealt
+  out; where a sum itself is made in parts (`tensor`, `context`, and a weight that two stages of a pipeline use) it is
+  *other*, to rounding.
+- **parameters, gradients, optimizer**: how much memory they take, on the process that has most, each at its largest.
+- **share**: the worst of these three over its theoretical share: one process's, divided by the shards (with
+  `gather=step`, which keeps whole parameters and gradients during a step, of the optimizer state only) and by the parts
+  of every matrix; in a pipeline, of the parameters of this process's own layers. 1.00 is right; above {share:.2f} is
+  told.
+- **s a step**: the median without the first one. It says little: all processes share the cores of one machine.
+
+Below a table stands which placements a model is refused for, and why; and where a pipeline's stretches of the layers
+are uneven by more than a tenth, since a layer is not cut, and since a weight that two of them use is on both.
 """
 
 FOOT = """
@@ -52,8 +72,9 @@ processes share these cores, so the times are not what a machine for each would 
 
 def proved(recipe: str) -> dict[str, Any]:
     """What `unisono prove RECIPE --json` says."""
-    words = [word for each in RECIPES[recipe][1] for word in ("--set", each)]
-    command = [sys.executable, "-m", "unisono.cli.main", "prove", recipe, "--steps", str(STEPS), "--json", *words]
+    words = ["prove", recipe.split()[0], "--steps", str(STEPS), "--json"]
+    words += [word for each in RECIPES[recipe][1] for word in ("--set", each)]
+    command = [sys.executable, "-m", "unisono.cli.main", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=inherited({"PYTHONPATH": str(ROOT)}), check=False
     )
@@ -74,10 +95,22 @@ def table(recipe: str, told: dict[str, Any]) -> str:
         "| s a step | |",
         "|---" * 11 + "|",
     ]
-    lines += [row(found) for found in [told["one"], *told["placements"]]]
-    refused = [f"`{found['placement']}`: {found['reason']}" for found in told["placements"] if found["reason"]]
-    lines += ["", *(f"- {each}" for each in refused)] if refused else []
-    return "\n".join([*lines, ""])
+    lines += [row(found) for found in [told["one"], *told["placements"]] if found["verdict"] != "refused"]
+    said = remarks(told["placements"])
+    return "\n".join([*lines, *[""][: len(said)], *said, ""])
+
+
+def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What is to be said of some of them, each thing once: why they are refused or fail, what they hold too much of, or
+    why not all of their processes hold as much."""
+    those: dict[str, list[str]] = {}
+    for found in rows:
+        words = [f"{found['verdict']}. {found['reason'].rstrip('.')}"] if found["reason"] else []
+        words += [f"it holds {kind} for {share:.2f} shares" for kind, share in found["share"].items() if share > MOST]
+        words += [uneven] if (uneven := Row(**found).uneven) else []
+        for each in words:
+            those.setdefault(each, []).append(f"`{found['placement']}`")
+    return [f"- {', '.join(names)}: {words}." for words, names in those.items()]
 
 
 def row(found: dict[str, Any]) -> str:
@@ -98,13 +131,16 @@ def main() -> None:
     flags.add_argument("--only", nargs="*", default=list(RECIPES), choices=list(RECIPES), help="these recipes")
     flags.add_argument("--page", type=Path, default=PAGE, help="where the tables go (docs/agreement.md)")
     asked = flags.parse_args()
-    sections, limits = [], {"gradient": 1e-5, "loss": 1e-6}
+    sections, wrong, limits = [], [], {"gradient": 1e-5, "loss": 1e-6, "share": MOST}
     for recipe in asked.only:
         told = proved(recipe)
+        wrong += [recipe] if not told.get("agree") else []
         sections.append(table(recipe, told))
         print(sections[-1], flush=True)
     head = HEAD.format(steps=STEPS, **limits)
     asked.page.write_text("\n".join([head, *sections]) + FOOT.format(machine=line()), encoding="utf-8")
+    if wrong:
+        raise SystemExit(f"Not every placement of {' and '.join(wrong)} agrees with one process: see {asked.page}")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,37 @@ def test_an_exchange_that_is_not_exact_is_told_from_a_mistake(
     assert "exchange=tree" in last_json(capsys.readouterr().out)["advice"]
 
 
+UNEVEN = """
+import torch, unisono
+from torch import nn
+
+def squares(output, x):
+    return output.square().sum(), len(x)
+
+def main(run):
+    model = run.place(lambda: nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 2)))
+    optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(torch.utils.data.TensorDataset(torch.arange(60.0).reshape(20, 3))):
+        step.run(model, squares)
+        step.update(optimizer)
+
+unisono.main(main, unisono.Settings)
+"""
+
+
+def test_a_stage_is_measured_by_what_its_layers_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """80 parameters in the first one, 42 in the second."""
+    status, proof = proved(tmp_path, UNEVEN, ["pipeline=2"], steps=1)
+    (row,) = proof.rows
+    assert (status, row.equal, row.bytes["parameters"]) == (0, True, 80 * 4), last_json(capsys.readouterr().out)
+    assert row.stretches == [80 / 122, 42 / 122]
+    assert (row.share["parameters"], row.share["optimizer"]) == (1.0, 1.0)
+    assert row.share["gradients"] < 1.2, "what an exchange holds is a multiple of 128 bytes"
+    assert row.uneven == "its stretches of the layers have 66% and 34% of the parameters"
+    assert proof.one.uneven == ""
+
+
 def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, proof = proved(tmp_path, TWO_MODELS, ["shard=2"])
     assert status == 0, last_json(capsys.readouterr().out)
@@ -202,7 +233,10 @@ def test_every_placement_that_fits() -> None:
     assert {placement.processes for placement in found} == {2, 4}
     named = {axis for placement in found for axis, size in placement.axes._asdict().items() if size > 1}
     assert named == set(Placement({}).axes._fields)
-    assert {"replicate=4", "shard=4,gather=step", "replicate=2,shard=2"} <= set(map(str, found))
+    wanted = {"replicate=4", "shard=4,gather=step", "replicate=2,shard=2", "pipeline=2,schedule=Interleaved1F1B"}
+    wanted |= {"shard=2,tensor=2", "replicate=2,tensor=2", "replicate=2,context=2", "tensor=2,sequence=true,loss=true"}
+    wanted |= {"replicate=2,pipeline=2", "tensor=2,pipeline=2"}
+    assert wanted <= set(map(str, found))
 
 
 def test_a_placement_in_short() -> None:

@@ -86,7 +86,15 @@ def score(output: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> 
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def come(world: World, folder: str, config: Settings, build: Any = GPT, plan: Any = None, resume: bool = False) -> Came:
+def come(
+    world: World,
+    folder: str,
+    config: Settings,
+    build: Any = GPT,
+    plan: Any = None,
+    resume: bool = False,
+    length: int = LENGTH,
+) -> Came:
     """Train on this rank."""
     with join(world) as group:
         run = build_run(config, world, group, Path(folder), resume=resume)
@@ -95,14 +103,14 @@ def come(world: World, folder: str, config: Settings, build: Any = GPT, plan: An
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         run.track(model=model, optimizer=optimizer)
         losses, norms, gradients = [], [], {}
-        for step in run.steps(Sentences()):
+        for step in run.steps(Sentences(length=length)):
             step.run(model, score)
             if not step.number:
                 gradients = {n: whole_here(p.grad).detach().clone().numpy() for n, p in model.named_parameters()}
             norms.append(step.grad_norm)
             step.update(optimizer)
             losses.append(step.loss)
-        run.log(run.evaluate(model, Sentences(7), score))
+        run.log(run.evaluate(model, Sentences(7, length), score))
         losses.append(run.results["score"])
         weights = {n: whole_here(p).detach().clone().numpy() for n, p in model.named_parameters()}
         came = Came(losses, norms, gradients, weights, run._state.fingerprint(), run.promise())

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.recipes.training import lacking, run_recipe, same_run, stopped_and_resumed, train_recipe
+from unisono.errors import SettingsError
 from unisono.recipes.corpora.pictures import FASHION, Part
-from unisono.recipes.image import PictureSet, shifted
+from unisono.recipes.image import Model, PictureSet, Settings, shifted
+from unisono.settings import ParallelSettings
 
 pytestmark = pytest.mark.skipif(lacking("image") is not None, reason="scikit-learn is not installed")
 
@@ -40,6 +42,29 @@ def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
     assert f"validation: {result['accuracy']:.2%} right" in screen
     assert "on 50 pictures" in screen
     same_run(result, alone, "accuracy", "valid_loss")
+
+
+def test_with_group_norm_it_is_a_pipeline_too(tmp_path: Path) -> None:
+    """Uneven stages, shares of unlike size: the bits of one process."""
+    sets = {**TOY, "epochs": 1, "model.norm": "group"}
+    (one, _), (two, _) = (
+        train(tmp_path / str(ranks), ranks, sets={**sets, "parallel.pipeline": ranks}) for ranks in (1, 2)
+    )
+    same_run(two, one, "accuracy", "valid_loss")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (ParallelSettings(pipeline=2), "Batch norm's running statistics.*model.norm=group"),
+        (ParallelSettings(tensor=2), "matrices are convolutions.*parallel.tensor=1 --set parallel.shard=2"),
+        (ParallelSettings(context=4), "A picture is no sequence.*parallel.context=1 --set parallel.shard=4"),
+    ],
+)
+def test_what_does_not_go_with_it_is_said_before_it_is_made(parallel: ParallelSettings, words: str) -> None:
+    with pytest.raises(SettingsError, match=f"(?s){words}"):
+        Settings(parallel=parallel)
+    assert Settings(model=Model(norm="group"), parallel=ParallelSettings(pipeline=2)).parallel.pipeline == 2
 
 
 @pytest.mark.slow

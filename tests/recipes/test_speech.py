@@ -10,6 +10,9 @@ import pytest
 
 from tests.recipes.tones import cut_short, write_words
 from tests.recipes.training import needs_data, run_recipe, same_run, train_recipe
+from unisono.errors import SettingsError
+from unisono.recipes.speech import Settings
+from unisono.settings import ParallelSettings
 
 TOY = {
     "steps": 5,
@@ -39,6 +42,18 @@ def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
     )
     assert f"validation: {result['accuracy']:.1%} of 10 clips right, in 1 voice kept apart" in screen
     same_run(result, alone, "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        (ParallelSettings(tensor=2), "begins with a convolution.*parallel.tensor=1 --set parallel.shard=2"),
+        (ParallelSettings(context=2), "no attention.*parallel.context=1 --set parallel.shard=2"),
+    ],
+)
+def test_what_does_not_go_with_it_is_said_before_it_is_made(parallel: ParallelSettings, words: str) -> None:
+    with pytest.raises(SettingsError, match=f"(?s){words}"):
+        Settings(parallel=parallel)
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from tests.recipes.training import same_run, stopped_and_resumed, train_recipe
+from unisono.errors import SettingsError
+from unisono.recipes.text import Model, Settings
+from unisono.settings import ParallelSettings
 
 TOY = {
     "steps": 6,
@@ -28,6 +31,23 @@ train = partial(train_recipe, "text", sets=TOY)
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "words"),
+    [
+        (Model(width=100), ParallelSettings(), "Rotary positions .* 25.*width=96"),
+        (Model(heads=0), ParallelSettings(), "Rotary positions"),
+        (Model(), ParallelSettings(tensor=3), "4 is no multiple of 3.*tensor=2"),
+        (Model(heads=2), ParallelSettings(context=4), "2 is no multiple of 4.*context=2"),
+        (Model(depth=1), ParallelSettings(pipeline=5), "a row of 4 layers.*pipeline=4, or: --set model.depth=2"),
+    ],
+)
+def test_a_model_that_does_not_go_with_its_placement_is_not_made(
+    model: Model, parallel: ParallelSettings, words: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"(?s){words}"):
+        Settings(model=model, parallel=parallel)
 
 
 def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:

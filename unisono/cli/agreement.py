@@ -122,6 +122,13 @@ class Written:
         """Of parameters, gradients or optimizer state, on the process that has most."""
         return max(told["bytes"][kind] for told in self.ranks)
 
+    def part(self, rank: int, whole: Written, kind: str = "parameters") -> float:
+        """What this process's layers have of the elements of `whole`: 1, or less in a pipeline. What several stages use
+        is in each."""
+        of = "parameters" if kind == "parameters" else "trained"  # only these have a gradient, and a state
+        elements: float = self.ranks[rank]["elements"][of]
+        return elements / whole.main["elements"][of]
+
     def read(self, part: str, name: str) -> list[torch.Tensor | None]:
         return [_read(file) for file in self.files.get(part, {}).get(name, [])]
 

@@ -21,6 +21,13 @@ DATA = ("replicate", "shard")
 """Axes along which the sums are the tree's, wherever they are made: the bits of one process are promised."""
 
 
+ALSO = {
+    "tensor": {"sequence": "true", "loss": "true"},
+    "pipeline": {"schedule": "Interleaved1F1B"},
+}
+"""Other ways to use an axis, which are proved as well: on two processes alone."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Values of settings of `parallel`, as text; in the order in which they were said."""
@@ -50,10 +57,11 @@ class Placement:
         return prod(getattr(self.axes, name) for name in DATA) == self.processes
 
     def share(self, kind: str) -> float:
-        """The part of one process's parameters, gradients or optimizer state that each should hold."""
+        """The part that each should hold of the parameters, gradients or optimizer state of its layers: all of them, or
+        those of its stretch."""
         axes, by_step = self.axes, self.values.get("gather") == "step"
         whole_in_rounds = by_step and kind != "optimizer"
-        return 1 / (axes.tensor * axes.pipeline * (1 if whole_in_rounds else axes.shard))
+        return 1 / (axes.tensor * (1 if whole_in_rounds else axes.shard))
 
 
 ALONE = Placement({})
@@ -88,7 +96,8 @@ def placement_of(text: str, line: Line) -> Placement:
 
 
 def fitting(most: int = 4) -> Iterator[Placement]:
-    """Every placement of the axes that are built on 2 and on `most` processes: one axis alone, and two by two."""
+    """Every placement of the axes that are built on 2 and on `most` processes: one axis alone, and two by two; of
+    shards, matrices and stages also the other way in which they may lie."""
     axes = ["replicate", "shard", "tensor", "pipeline", "context"]
     sizes = sorted({2, most})
     found = [{name: str(size)} for name in axes for size in sizes]
@@ -98,6 +107,9 @@ def fitting(most: int = 4) -> Iterator[Placement]:
         yield Placement(values)
         if "shard" in values:
             yield Placement({**values, "gather": "step"})
+        for axis, ways in ALSO.items():
+            if values == {axis: "2"}:
+                yield Placement({**values, **ways})
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-5
 KINDS = ("parameters", "gradients", "optimizer")
+UNEVEN = 1.1
+"""If the longest stretch of a pipeline's layers has more than that times the mean, this is told."""
 
 
 def prove(
@@ -105,10 +107,20 @@ class Row:
     equal: bool | None = None  # to the bit, all of it
     bytes: dict[str, int] = field(default_factory=dict)  # by kind, on the process that has most
     share: dict[str, float] = field(default_factory=dict)  # the same, over what would be its part of one process's
+    stretches: list[float] = field(default_factory=list)  # the part of the parameters that each one of the layers has
     seconds: float | None = None  # a step, without the first one
     first: str = ""  # the first thing that disagrees
     error: float | None = None  # how much
     reason: str = ""  # why it fails or is refused
+
+    @property
+    def uneven(self) -> str:
+        """Why this process of a pipeline holds more than another, in words; "": they hold about the same."""
+        if not self.stretches or max(self.stretches) * len(self.stretches) <= UNEVEN:
+            return ""
+        *others, last = (f"{part:.0%}" for part in self.stretches)
+        over = " (what several use is on each)" if sum(self.stretches) > 1 else ""
+        return f"its stretches of the layers have {', '.join(others)} and {last} of the parameters{over}"
 
     def line(self, width: int) -> str:
         """A line of the table."""
@@ -207,8 +219,11 @@ class Proof(Trials):
     def _measured(self, row: Row, told: Written, truth: Written, placement: Placement) -> Row:
         for kind in KINDS:
             row.bytes[kind] = told.bytes(kind)
-            if truth.bytes(kind):
-                row.share[kind] = told.bytes(kind) / (truth.bytes(kind) * placement.share(kind))
+            if whole := truth.bytes(kind) * placement.share(kind):
+                over = (mine["bytes"][kind] / (whole * told.part(i, truth, kind)) for i, mine in enumerate(told.ranks))
+                row.share[kind] = max(over)
+        stage = len(told.ranks) // placement.axes.pipeline  # processes with one stretch: neighbours, as axes.py counts
+        row.stretches = [told.part(first, truth) for first in range(0, len(told.ranks), stage)]
         seconds = sorted(told.main["seconds"][1:] or told.main["seconds"])  # the first one is always longer
         row.seconds = seconds[len(seconds) // 2]
         return row
@@ -249,6 +264,9 @@ class Proof(Trials):
         status = 1 if differs is not None or self.failed is not None else 0
         for row in refused:
             self._say(f"\n{row.placement} is refused: {row.reason}")
+        for row in self.rows:
+            if row.uneven:
+                self._say(f"\n{row.placement} is uneven: {row.uneven}.")
         more: dict[str, Any] = {}
         self._say(f"\n{self._verdict(agree)}\nLimits: {limits}.")
         if differs is not None and first is not None:

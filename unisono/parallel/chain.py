@@ -29,10 +29,14 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import LoopError
+from unisono.parallel.balance import Row, balance
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
 """torch's functions that make a tensor of nothing but numbers: fx does not notice by itself when these follow from an
 input."""
+
+ALIKE = 0.05
+"""Stages whose times differ by no more than this share are alike: so far do the clocks of busy machines stray."""
 
 
 @dataclass
@@ -46,7 +50,8 @@ class Piece:
 
 @dataclass
 class Link:
-    """A module that is called, with the parameters that come into use with it, and what it costs."""
+    """A module that is called, with the parameters that come into use with it, and what it costs: a number of
+    parameters, or nanoseconds."""
 
     node: fx.Node
     params: list[nn.Parameter]
@@ -61,7 +66,10 @@ class Chain:
     """A model's forward, followed.
 
     links  the modules that are called, in order; a stage begins with one of them
+    timed  are their costs times (parallel/cost.py), or else numbers of parameters?
     """
+
+    timed = False
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
@@ -148,26 +156,23 @@ class Chain:
         return found
 
     def _balanced(self, stages: int) -> list[int]:
-        """The least cost of the dearest stage; of equals, the fewest tensors that cross, then the most even."""
-        count = len(self.links)
-        costs, weights = [0], [0]
-        for link in self.links:
-            costs.append(costs[-1] + link.cost)
-            weights.append(weights[-1] + any(p.requires_grad for p in link.params))
-        width = self._widths()
-        best: list[dict[int, tuple[tuple[int, int, int], list[int]]]] = [{0: ((0, 0, 0), [])}]
-        for _ in range(stages):
-            ends: dict[int, tuple[tuple[int, int, int], list[int]]] = {}
-            for first, (score, begins) in best[-1].items():
-                for end in range(first + 1, count + 1):
-                    if weights[end] == weights[first]:
-                        continue
-                    cost = costs[end] - costs[first]
-                    new = (max(score[0], cost), score[1] + width[first], score[2] + cost * cost)
-                    if end not in ends or new < ends[end][0]:
-                        ends[end] = new, [*begins, first]
-            best.append(ends)
-        return best[-1][count][1]
+        trains = [any(p.requires_grad for p in link.params) for link in self.links]
+        row = Row([link.cost for link in self.links], trains, self._widths())
+        return balance(row, stages, ALIKE if self.timed else 0.0)
+
+    def price(self, seconds: Sequence[float]) -> None:
+        """From now on each link costs so much time."""
+        self.timed = True
+        for link, taken in zip(self.links, seconds, strict=True):
+            link.cost = round(taken * 1e9)
+
+    def shares(self, begins: Sequence[int]) -> list[float]:
+        """How much of the cost of all links each stage has."""
+        costs = [
+            sum(link.cost for link in self.links[first:end])
+            for first, end in zip(begins, [*begins[1:], len(self.links)], strict=True)
+        ]
+        return [cost / max(1, sum(costs)) for cost in costs]
 
     def _widths(self) -> list[int]:
         """How many tensors cross where each link begins."""
@@ -203,6 +208,13 @@ class Chain:
                 if node in home and home[node] <= stage and node in later:
                     piece.sends.append(node)
         return pieces
+
+    def stretches(self) -> tuple[list[fx.Node], list[list[fx.Node]]]:
+        """What every stage computes for itself; and link by link, what would be its own if it were a stage."""
+        pieces = self.pieces(range(len(self.links)))
+        used = {node for piece in pieces for node in piece.nodes if node.op != "output"}
+        common = [node for node in self.graph.nodes if node in used - self._deep]
+        return common, [[node for node in piece.nodes if node in self._deep] for piece in pieces]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the model is called with, by name. Raises LoopError for what was left at its default when it was cut."""

@@ -12,6 +12,7 @@ Result   89.6 % of the 10,000 test pictures right after two epochs; of the digit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class Model:
     width: int = 32  # channels of the first stage; every further one has twice as many, and a quarter of the pixels
     stages: int = 3
     depth: int = 1  # blocks in a stage, of two convolutions each
+    norm: Literal["batch", "group"] = "batch"  # group: over a picture's own channels, so that pictures are apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,24 @@ class Settings(unisono.Settings):
     train_images: int | None = None  # the first so many only; none: all
     valid_images: int | None = None
     model: Model = Model()
+
+    def __post_init__(self) -> None:
+        """What does not go with this model is said before it is made."""
+        parallel = self.parallel
+        if parallel.pipeline > 1 and self.model.norm == "batch":
+            raise unisono.SettingsError(
+                f"The image recipe was asked for parallel.pipeline={parallel.pipeline} and model.norm=batch.",
+                "Batch norm's running statistics go from one micro-batch to the next, and in a pipeline many are under "
+                "way at once.",
+                "--set model.norm=group, or: --set parallel.pipeline=1",
+            )
+        for axis, size, true in (
+            ("tensor", parallel.tensor, "Its matrices are convolutions; those of attention and feed-forward are cut."),
+            ("context", parallel.context, "A picture is no sequence: a convolution looks at each pixel's neighbours."),
+        ):
+            if size > 1:
+                do = f"--set parallel.{axis}=1 --set parallel.shard={size}"
+                raise unisono.SettingsError(f"The image recipe was asked for parallel.{axis}={size}.", true, do)
 
 
 def main(run: unisono.Run[Settings]) -> None:
@@ -148,7 +168,7 @@ class ResNet(nn.Module):
         stride = 2 if min(size) >= 16 else 1  # three quarters of the pixels go at once, where there are enough
         self.stem = nn.Sequential(
             nn.Conv2d(channels, model.width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(model.width),
+            norm(model, model.width),
             nn.ReLU(),
         )
         blocks: list[nn.Module] = []
@@ -156,7 +176,7 @@ class ResNet(nn.Module):
         for stage in range(model.stages):
             for block in range(model.depth):
                 outputs = model.width * 2**stage
-                blocks.append(Block(inputs, outputs, stride=2 if stage and not block else 1))
+                blocks.append(Block(model, inputs, outputs, stride=2 if stage and not block else 1))
                 inputs = outputs
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(inputs, classes)
@@ -170,19 +190,26 @@ class ResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def norm(model: Model, channels: int) -> nn.Module:
+    """Batch norm; or group norm (arXiv 1803.08494), with up to 8 channels in a group."""
+    if model.norm == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(channels // math.gcd(8, channels), channels)
+
+
 class Block(nn.Module):
     """Two convolutions, added to what came in. At the start they add nothing, which keeps the first steps calm."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, model: Model, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.first = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.first_norm = nn.BatchNorm2d(outputs)
+        self.first_norm = norm(model, outputs)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.second_norm = nn.BatchNorm2d(outputs)
-        nn.init.zeros_(self.second_norm.weight)
+        self.second_norm = norm(model, outputs)
+        nn.init.zeros_(self.second_norm.get_parameter("weight"))
         self.past: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
-            self.past = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))
+            self.past = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), norm(model, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.first_norm(self.first(x)))

@@ -49,6 +49,16 @@ class Settings(unisono.Settings):
     augment: float = 1.0  # how much a training clip is changed each time it is seen; 0: not at all
     model: Model = Model()
 
+    def __post_init__(self) -> None:
+        """What does not go with this model is said before it is made."""
+        for axis, size, true in (
+            ("tensor", self.parallel.tensor, "Each of its blocks begins with a convolution, and these are not cut."),
+            ("context", self.parallel.context, "It has no attention: a convolution looks at each frame's neighbours."),
+        ):
+            if size > 1:
+                do = f"--set parallel.{axis}=1 --set parallel.shard={size}"
+                raise unisono.SettingsError(f"The speech recipe was asked for parallel.{axis}={size}.", true, do)
+
 
 def main(run: unisono.Run[Settings]) -> None:
     settings = run.settings

@@ -42,6 +42,29 @@ class Settings(unisono.Settings):
     sample_bytes: int = 300  # text to write at the end
     model: Model = Model()
 
+    def __post_init__(self) -> None:
+        """What would be wrong once the model is made is said before anything starts."""
+        width, heads, depth, parallel = self.model.width, self.model.heads, self.model.depth, self.parallel
+        if heads < 1 or width < 1 or width % (2 * heads):
+            raise unisono.SettingsError(
+                f"The text recipe was asked for model.width={width} and model.heads={heads}.",
+                f"Rotary positions need an even width per head; here it is {width / max(1, heads):g}.",
+                f"--set model.width={2 * max(1, heads) * max(1, round(width / (2 * max(1, heads))))}",
+            )
+        for axis, size in (("tensor", parallel.tensor), ("context", parallel.context)):
+            if size > 1 and heads % size:
+                raise unisono.SettingsError(
+                    f"The text recipe was asked for parallel.{axis}={size} and model.heads={heads}.",
+                    f"Each process computes whole heads, and {heads} is no multiple of {size}.",
+                    f"--set parallel.{axis}={max(n for n in range(1, size) if heads % n == 0)}",
+                )
+        if parallel.pipeline > depth + 3:
+            raise unisono.SettingsError(
+                f"The text recipe was asked for parallel.pipeline={parallel.pipeline} and model.depth={depth}.",
+                f"Its model is a row of {depth + 3} layers with weights: embedding, blocks, norm and head.",
+                f"--set parallel.pipeline={depth + 3}, or: --set model.depth={parallel.pipeline - 3}",
+            )
+
 
 def main(run: unisono.Run[Settings]) -> None:
     settings = run.settings
@@ -92,12 +115,6 @@ class GPT(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        if model.width % (2 * model.heads):
-            raise unisono.SettingsError(
-                f"The text recipe was asked for model.width={model.width} and model.heads={model.heads}.",
-                f"Rotary positions need an even width per head; here it is {model.width / model.heads:g}.",
-                f"--set model.width={2 * model.heads * max(1, round(model.width / (2 * model.heads)))}",
-            )
         self.tokens = nn.Embedding(256, model.width)
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.depth))
         self.norm = nn.RMSNorm(model.width)

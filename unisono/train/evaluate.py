@@ -26,7 +26,9 @@ def evaluate(outputs: Outputs, measure: Measure, context: Context) -> dict[str, 
     rows: dict[str, list[tuple[int, float, float]]] = {}
     for micro_batch, output in outputs:
         for name, (total, weight) in _named(measure, measure(output, *parts(micro_batch.batch))).items():
-            rows.setdefault(name, []).append((micro_batch.number, float(total), float(weight)))
+            found = rows.setdefault(name, [])
+            if outputs.speaks:
+                found.append((micro_batch.number, float(total), float(weight)))
     return _fold(rows, outputs.count, outputs.group, context.group)
 
 

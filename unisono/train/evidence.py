@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Evidence:
             "norms": [],  # [part, norm], before clipping
             "seconds": [],  # of every step, without what is written here
             "bytes": {"parameters": 0, "gradients": 0, "optimizer": 0},  # the most that lay here at once, of each
+            "elements": {},  # of the parameters of this process's layers, were they whole; and of those that train
             "dropout": "",  # a module that drops something
         }
         self._aside = 0.0
@@ -84,6 +85,11 @@ class Evidence:
                 if full is not None:
                     save_file({name: _plain(full)}, folder / f"{len(names)}.safetensors")
                 names.append([name, full is not None])
+
+    def count(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """How many elements these have on all processes together that hold parts of them."""
+        trained = sum(p.numel() for p in params if p.requires_grad)
+        self.told["elements"] = {"parameters": sum(p.numel() for p in params), "trained": trained}
 
     def weigh(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """So much memory of this kind is held here now: also what lies around a part that these tensors show."""
@@ -167,6 +173,7 @@ class ToldEngine(Engine):
         if number == 0:
             evidence.write_state("before", self.mesh)
             evidence.told["dropout"] = _dropout(self.models.modules)
+            evidence.count(self.models.params)
             self.group.barrier()
         evidence.begin()
         return ToldStep(self, number)

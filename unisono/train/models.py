@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unisono.parallel.shard import Layer
     from unisono.parallel.tensor import Plan
     from unisono.settings import ParallelSettings
+    from unisono.train.cut import Example
     from unisono.train.pipeline import Pipeline
 
 
@@ -69,11 +70,13 @@ class Models:
         parallel: ParallelSettings,
         plan: Plan | Placement | None,
         together: Callable[[], None],
+        example: Example | None = None,
     ) -> None:
         """Place a model: every process has the same content of it from here on, or its part of that.
 
         plan      how it is cut, under tensor parallel
         together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
+        example   what its layers are timed with, if it is cut into stages
         """
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
@@ -83,7 +86,7 @@ class Models:
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipeline import Pipeline  # half a second
 
-            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline)
+            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example)
         if self.mesh.torchs is not None:
 
             def meet(*_: Any) -> None:

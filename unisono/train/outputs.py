@@ -28,6 +28,7 @@ class Outputs:
 
     forward  forward(model, batch) -> output
     hurry    does this process want to leave?
+    speaks   is what comes here to be told the others? Of several processes with the same outputs one does
     part     in this context a batch is what this process computes of it: all of it, unless somebody says otherwise
     """
 
@@ -42,6 +43,7 @@ class Outputs:
     ) -> None:
         self.model, self.walk, self.pipeline = model, walk, pipeline
         self.group: Group = walk.group if pipeline is None else pipeline.world
+        self.speaks = pipeline is None or pipeline.speaks
         self.forward, self.hurry = forward or call, hurry
         self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
@@ -62,7 +64,7 @@ class Outputs:
         self.count = self.walk.finish()
 
 
-def call(model: torch.nn.Module, batch: Any) -> Any:
+def call(model: Callable[..., Any], batch: Any) -> Any:
     """How a batch goes into a model unless the user says otherwise: its first part, or a mapping by name."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -76,16 +78,23 @@ def parts(batch: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """The models in eval mode, without gradients; afterwards their modes and buffers and the generators are as before,
-    or what the loop does next would depend on who evaluated what."""
+    """The models in eval mode, without gradients; afterwards all is as before."""
+    with as_before(models, device), torch.no_grad():
+        for model in models:
+            model.eval()
+        yield
+
+
+@contextmanager
+def as_before(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Afterwards the models' modes and buffers and the generators are as before, or what the loop does next would
+    depend on who computed what in here."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     slots = [slot for model in models for slot in slots_of(model)]
     for slot in slots:
         slot.remember()
-    for model in models:
-        model.eval()
     try:
-        with torch.no_grad(), undisturbed(device):
+        with undisturbed(device):
             yield
     finally:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good

@@ -28,6 +28,8 @@ from unisono.exchange.several import Several
 from unisono.parallel.chain import Chain, Piece, compute
 from unisono.parallel.pipeline import Line, Tensors
 from unisono.score.order import Place
+from unisono.train.crossing import from_parts, parts_of
+from unisono.train.cut import Example, apply_times, told
 from unisono.train.misfits import check_loss
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.stages import Names
@@ -140,11 +142,13 @@ class Round:
         *tensors, dice = received or [self.start.dice]
         give_state(self.start.others)
         give_dice(dice, device)
-        turn = pipeline.turn = Turn(stage, tensors)
+        across = pipeline.across
+        turn = pipeline.turn = Turn(stage, from_parts(tensors, across) if across else tensors)
         try:
             output = self.call(self.model, self.batch)
         except Reached as reached:
-            return [*reached.sends, dice_of(device).to(device)]
+            sends = parts_of(reached.sends, across) if across else reached.sends
+            return [*sends, dice_of(device).to(device)]
         finally:
             pipeline.turn = None
         if not turn.done:
@@ -165,9 +169,17 @@ class Round:
 
 
 class Pipeline:
-    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it"""
+    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it
+    told: where it was cut, in a line"""
 
-    def __init__(self, mesh: Mesh, parallel: ParallelSettings, model: nn.Module, before: Pipeline | None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        parallel: ParallelSettings,
+        model: nn.Module,
+        before: Pipeline | None,
+        example: Example | None = None,
+    ) -> None:
         """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
         if before is not None:
             raise LoopError(
@@ -177,10 +189,19 @@ class Pipeline:
             )
         _refuse_norms(model)
         self.world: Group = mesh.world
+        self.speaks = mesh.tensor.rank == 0
+        """Do its last stage's outputs count, among those of the processes that share its matrices?"""
         self.turn: Turn | None = None
+        self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence else None
+        """The processes among which sequences are divided between the stages, if they are."""
         self.line = line = Line(mesh.pipeline, parallel.schedule, parallel.loops)
         self.chain: Chain = Chain(model)
-        begins = mesh.world.share(self.chain.begins(line.stages, parallel.stages))
+        begins = self.chain.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
+        if example is not None:
+            apply_times(self.chain, model, example, mesh)
+            begins = self.chain.begins(line.stages, parallel.stages)
+        begins = mesh.world.share(begins)
+        self.told = told(self.chain, begins, named=bool(parallel.stages))
         self.pieces: list[Piece] = self.chain.pieces(begins)
         self.names = Names(model, mesh, _users(model, self.chain, begins), line.owners)
         _keep(model, self.chain, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
@@ -259,7 +280,7 @@ class Pipeline:
                     partial(gather, place),
                 )
             )
-        with peers(f"Step {step.number}'s pipeline"):
+        with peers(f"Step {step.number}'s pipeline"), engine.models.around_loss():
             self.line.run(rounds, backward=True)
             phases.enter("exchange")
             engine.table.spread(self.line.group)

@@ -25,8 +25,10 @@ def predict(outputs: Outputs) -> Any:
     for micro_batch, output in outputs:
         leaves, found = tree_flatten(output)
         spec = _same_structure(spec, found)
-        pieces.append([_rows(whole_here(leaf), micro_batch) for leaf in leaves])
-        numbers.append((micro_batch.number, micro_batch.samples))
+        rows = [_rows(whole_here(leaf), micro_batch) for leaf in leaves]
+        if outputs.speaks:
+            pieces.append(rows)
+            numbers.append((micro_batch.number, micro_batch.samples))
     columns = [list(column) for column in zip(*pieces, strict=True)]
     kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
     mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}

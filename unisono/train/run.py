@@ -24,6 +24,7 @@ from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
+from unisono.train.cut import Example
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
@@ -141,12 +142,15 @@ class Run(Generic[S]):
         *,
         plan: Plan | Placement | None = None,
         sequence: Sequences | None = None,
+        example: Any = None,
     ) -> Module:
         """Put a model where it trains, and give every process the same weights, or its part; returns the model.
 
         model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
         plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}, or a Placement
         sequence  for parallel.context: what goes with positions, as in unisono.Sequence(positions={"cos": 0})
+        example   for parallel.pipeline: a micro-batch, as collated (model(batch[0]), or model(**batch) for a mapping).
+                  The stages then take equally long, forward and backward, instead of having as many parameters
         """
         if not isinstance(model, torch.nn.Module):
             seed_everything(
@@ -165,9 +169,12 @@ class Run(Generic[S]):
             refuse_sync(model)
         placed: Module = model  # type: ignore[assignment]
         self._table.together("run.place")
-        self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"))
+        timed = None if example is None else Example(example, self.settings.precision)
+        self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"), timed)
         self._models.context.add(placed, sequence)
-        self._state.stages = None if self._models.pipeline is None else self._models.pipeline.names
+        if self._models.pipeline is not None:
+            self._state.stages = self._models.pipeline.names
+            self.print(self._models.pipeline.told)
         apply_precision(placed, self.settings.precision, self.device)
         return placed
 

@@ -1,0 +1,148 @@
+"""What each link of a chain costs: the time of its forward and its backward pass, by the clock.
+
+    forward  0 --x--> forward  1 --x--> forward  2 --x--> ...          x is cut off from the graph that made it, so a
+    backward 0        backward 1        backward 2                     link goes backward at once, and is forgotten
+
+All links take their turn before the first one has its next, so that whatever else the machine does meets all of them;
+of each link the quickest turn counts, as with Python's timeit: what is above it was somebody else's doing. (On a busy
+machine half of a model was told to be 47 to 54 % of it that way, and 31 to 52 % by the median.)
+
+Gradients are returned to us and not written down, so p.grad stays as it is. What comes into a link from behind is ones:
+time does not depend on what they are. Loss and optimizer are not in it, and what every stage computes for itself
+(masks, positions) is nobody's cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from unisono.parallel.chain import Chain
+
+WARM_UPS = 2
+"""Turns that do not count: memory is fetched in them, kernels are chosen, layers are compiled."""
+
+TURNS = 10
+"""Turns that count; a fixed number, since processes that share a layer's matrices must take equally many."""
+
+Inputs = dict[str, Any]
+"""What a model's forward is called with, by name."""
+
+
+@dataclass
+class Stretch:
+    """A link, and what the forward computes between it and the next one.
+
+    arrives  values of earlier stretches that it uses
+    leaves   values that later ones use, or the model returns
+    """
+
+    nodes: list[fx.Node]
+    arrives: list[fx.Node]
+    leaves: list[fx.Node]
+    params: list[nn.Parameter]
+
+
+def seconds_of_links(
+    model: nn.Module, chain: Chain, inputs: Inputs, device: torch.device, autocast: AbstractContextManager[Any]
+) -> list[float]:
+    """How long each link of the chain takes, forward and backward.
+
+    inputs    on `device`, as chain.bind gives them
+    autocast  in which the forward computes; it is entered for each link
+
+    Draws random numbers, and buffers may change: to keep them is the caller's.
+    """
+    common, stretches = _stretches(chain)
+    walk = _Walk(model, garbage_collect_values=False, graph=chain.graph)
+    with torch.enable_grad():
+        turns = [list(walk.turn(common, stretches, inputs, device, autocast)) for _ in range(WARM_UPS + TURNS)]
+    return list(map(min, zip(*turns[WARM_UPS:], strict=True)))
+
+
+class _Walk(fx.Interpreter):
+    """Goes through a chain from node to node: https://docs.pytorch.org/docs/stable/fx.html#the-interpreter-pattern."""
+
+    def turn(
+        self,
+        common: Sequence[fx.Node],
+        stretches: Sequence[Stretch],
+        inputs: Inputs,
+        device: torch.device,
+        autocast: AbstractContextManager[Any],
+    ) -> Iterator[float]:
+        """The seconds of each stretch."""
+        known: dict[fx.Node, Any] = {}
+        self.env = known
+        copied = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)  # a layer may write over its input
+        with autocast:
+            for node in common:
+                is_input = node.op == "placeholder"
+                known[node] = copied.get(str(node.target)) if is_input else self.run_node(node)
+        for stretch in stretches:
+            kept = {node: known[node] for node in stretch.arrives}
+            known |= {node: tree_map_only(torch.Tensor, _as_made, value) for node, value in kept.items()}
+            began = _now(device)
+            with autocast:
+                for node in stretch.nodes:
+                    known[node] = self.run_node(node)
+            ended = _now(device)
+            yield ended - began + self._backward(stretch, kept, device)
+            known |= kept
+            for node in stretch.nodes:
+                value = known.pop(node)
+                if node in stretch.leaves:
+                    known[node] = tree_map_only(torch.Tensor, _cut_off, value)
+
+    def _backward(self, stretch: Stretch, kept: dict[fx.Node, Any], device: torch.device) -> float:
+        """Seconds; nothing, if nobody wants a gradient."""
+        made = _in_graphs(self.env[node] for node in stretch.leaves)
+        wanted = [*_in_graphs(kept.values()), *stretch.params]
+        if not made or not wanted:
+            return 0.0
+        ones = [torch.ones_like(tensor) for tensor in made]
+        began = _now(device)
+        torch.autograd.grad(made, wanted, ones, allow_unused=True)
+        return _now(device) - began
+
+
+def _stretches(chain: Chain) -> tuple[list[fx.Node], list[Stretch]]:
+    """What every stage computes for itself, and what comes with each link."""
+    common, rows = chain.stretches()
+    found = []
+    for link, nodes in zip(chain.links, rows, strict=True):
+        own = set(nodes)
+        used = dict.fromkeys(before for node in nodes for before in node.all_input_nodes)
+        arrives = [node for node in used if node not in own and node not in common]
+        leaves = [node for node in nodes if any(user not in own for user in node.users)]
+        trained = list(dict.fromkeys(p for p in link.params if p.requires_grad))
+        found.append(Stretch(nodes, arrives, leaves, trained))
+    return common, found
+
+
+def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """The same without the graph that made it. It wants a gradient if it did before."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _as_made(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that may be written over, as autograd does not allow for what nobody has computed."""
+    return tensor.clone() if tensor.requires_grad else tensor
+
+
+def _in_graphs(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _now(device: torch.device) -> float:
+    """The time, when `device` has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+    return time.perf_counter()

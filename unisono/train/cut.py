@@ -1,0 +1,87 @@
+"""Where a pipeline is cut, if a user gives an example: by the time that the layers take, as one process measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from unisono.data.loader import to_device
+from unisono.errors import LoopError, Problem
+from unisono.parallel.precision import autocast
+from unisono.train.outputs import as_before, call
+from unisono.world.collectives import peers
+from unisono.world.mesh import Mesh
+
+if TYPE_CHECKING:
+    from unisono.parallel.chain import Chain
+
+
+class Example(NamedTuple):
+    """A micro-batch as the data set's collate makes it, and the precision that the run computes with."""
+
+    batch: Any
+    precision: str
+
+
+def apply_times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) -> None:
+    """Let each link of the chain cost the time that it takes the main process to go forward and backward through it.
+
+    The whole model is on every process still. The others wait, so nobody's clock is disturbed by them; only those that
+    share the matrices of the main process's layers compute along. What is measured there holds everywhere, so all cut
+    alike. Weights, buffers, gradients and random numbers are as before.
+
+    Raises LoopError on every process if the model cannot be called with the example.
+    """
+    seconds: list[float] = []
+    problem: Problem | None = None
+    if mesh.pipeline.rank == mesh.data.rank == 0:
+        try:
+            seconds = _times(chain, model, example, mesh)
+        except LoopError as error:
+            problem = error.problems[0]
+        except Exception as error:
+            problem = _not_callable(chain.name, error)
+    with peers("Measuring how long a pipeline's layers take"):
+        said = mesh.world.share({"seconds": seconds, "problem": problem})
+    if said["problem"] is not None:
+        raise LoopError(*said["problem"])
+    chain.price(said["seconds"])
+
+
+def _times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
+    from unisono.parallel.cost import seconds_of_links  # torch.fx's interpreter: whoever cuts has it
+
+    device = mesh.world.device
+    args, kwargs = call(_arguments, to_device(example.batch, device))
+    with as_before([model], device):
+        inputs = chain.bind(args, kwargs)
+        return seconds_of_links(model, chain, inputs, device, autocast(example.precision, device))
+
+
+def _arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def _not_callable(name: str, error: Exception) -> Problem:
+    why = (str(error) or "nothing more is said").splitlines()[0]
+    return Problem(
+        f"run.place was given an example, to cut a {name} by the time that its layers take.",
+        f"The model cannot go forward and backward with it: {type(error).__name__}: {why}",
+        "give a micro-batch as the data set's collate makes it: a tuple, of which the first part goes into the model, "
+        "or a mapping by name. Without an example, stages are balanced by their parameters.",
+    )
+
+
+def told(chain: Chain, begins: Sequence[int], *, named: bool) -> str:
+    """Where the chain is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
+    (52 %), by parameters`. `named`: did the user say where?"""
+    stages = []
+    ends = [*begins[1:], len(chain.links)]
+    for first, end, share in zip(begins, ends, chain.shares(begins), strict=True):
+        names = dict.fromkeys((chain.links[first].name, chain.links[end - 1].name))
+        stages.append(f"{' to '.join(names)} ({share:.0%})".replace("%", " %"))
+    by = "time" if chain.timed else "parameters"
+    how = f"as named (shares by {by})" if named else f"by {by}"
+    return f"pipeline: {len(begins)} stages, {', '.join(stages)}, {how}"
