@@ -125,7 +125,7 @@ def test_a_stage_is_measured_by_what_its_layers_have(tmp_path: Path, capsys: pyt
     """80 parameters in the first one, 42 in the second."""
     status, proof = proved(tmp_path, UNEVEN, ["pipeline=2"], steps=1)
     (row,) = proof.rows
-    assert (status, row.equal, row.bytes["parameters"]) == (0, True, 80 * 4), told(capsys)
+    assert (status, row.equal, row.bytes["parameters"]) == (0, True, 80 * 4), last_json(capsys.readouterr().out)
     assert row.stretches == [80 / 122, 42 / 122]
     assert (row.share["parameters"], row.share["optimizer"]) == (1.0, 1.0)
     assert row.share["gradients"] < 1.2, "what an exchange holds is a multiple of 128 bytes"
