@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.ranks.training import MLP, TinyGPT
 from unisono.errors import LoopError
-from unisono.parallel.chain import Chain, compute
+from unisono.parallel.chain import CannotFollow, Chain, compute
 from unisono.recipes.text import GPT, Model
 
 
@@ -93,5 +93,5 @@ def test_what_was_left_at_its_default_stays_there() -> None:
 
 
 def test_a_forward_that_changes_torchs_mode_is_refused() -> None:
-    with pytest.raises(LoopError, match=r"torch\.no_grad"):
+    with pytest.raises(CannotFollow, match=r"torch\.no_grad"):
         Chain(Quiet())

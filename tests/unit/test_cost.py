@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from tests.ranks.training import TinyGPT
 from tests.unit.test_chain import Skips
+from tests.unit.test_replay import Branches
 from unisono.parallel.chain import Chain
-from unisono.parallel.cost import TURNS, WARM_UPS, seconds_of_links
+from unisono.parallel.cost import TURNS, WARM_UPS, seconds_of_links, seconds_of_modules
 from unisono.parallel.precision import autocast
-from unisono.train.cut import told
+from unisono.parallel.replay import Replay
+from unisono.train.timed import told
 
 CPU = torch.device("cpu")
 
@@ -76,6 +78,17 @@ def test_odd_models_are_timed_and_stay_as_they_are(name: str, precision: str) ->
     assert torch.equal(x, given)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_cannot_be_followed_is_timed_module_by_module(precision: str) -> None:
+    model, x = Branches(), torch.rand(2, 5, 4)
+    cut, before = Replay(model, "a test"), copy.deepcopy(model.state_dict())
+    seconds = seconds_of_modules(model, cut.links, (x,), {}, CPU, autocast(precision, CPU))
+    assert len(seconds) == len(cut.links) == 6
+    assert all(second > 0 for second in seconds)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_backward_is_part_of_it_where_somebody_wants_it() -> None:

@@ -17,7 +17,6 @@ and holds for batches of this one shape and mode.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,14 +28,11 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import LoopError
-from unisono.parallel.balance import Row, balance
+from unisono.parallel.cut import Call, Cut, Link, Tensors, called_alone, cost_of, opened
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
 """torch's functions that make a tensor of nothing but numbers: fx does not notice by itself when these follow from an
 input."""
-
-ALIKE = 0.05
-"""Stages whose times differ by no more than this share are alike: so far do the clocks of busy machines stray."""
 
 
 @dataclass
@@ -48,28 +44,12 @@ class Piece:
     sends: list[fx.Node] = field(default_factory=list)
 
 
-@dataclass
-class Link:
-    """A module that is called, with the parameters that come into use with it, and what it costs: a number of
-    parameters, or nanoseconds."""
-
-    node: fx.Node
-    params: list[nn.Parameter]
-    cost: int = 0
-
-    @property
-    def name(self) -> str:
-        return str(self.node.target)
+class CannotFollow(Exception):
+    """A forward that torch.fx does not get through without data."""
 
 
-class Chain:
-    """A model's forward, followed.
-
-    links  the modules that are called, in order; a stage begins with one of them
-    timed  are their costs times (parallel/cost.py), or else numbers of parameters?
-    """
-
-    timed = False
+class Chain(Cut):
+    """A model's forward, followed. Raises CannotFollow."""
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
@@ -79,22 +59,16 @@ class Chain:
         }
         self.graph = self._follow(model)
         self._deep: set[fx.Node] = set()
+        self._calls: list[fx.Node] = []  # of the links
         self.links = self._links(model)
+        self.cut: list[Piece] = []
 
     def _follow(self, model: nn.Module) -> fx.Graph:
-        first: Exception | None = None
-        for opened in (set(_opened(model)), {model}):  # what cannot be entered may be a link as it is
-            try:
-                with _noticed_makers():
-                    return _Tracer(opened).trace(model, concrete_args=dict(self.defaults))
-            except Exception as error:
-                first = first or error
-        raise LoopError(
-            f"run.place was given a {self.name}, to be cut into the stages of a pipeline.",
-            f"Its forward cannot be followed without data: {str(first).splitlines()[0]}",
-            "make it a chain of modules (nn.Sequential, or embedding, a ModuleList of blocks, head), and put what "
-            "looks into tensors inside of one of them.",
-        ) from first
+        try:
+            with _noticed_makers():
+                return _Tracer(set(opened(model))).trace(model, concrete_args=dict(self.defaults))
+        except Exception as error:
+            raise CannotFollow(str(error).splitlines()[0]) from error
 
     def _links(self, model: nn.Module) -> list[Link]:
         links: list[Link] = []
@@ -105,9 +79,10 @@ class Chain:
             if node.op == "call_module":
                 module = model.get_submodule(str(node.target))
                 params = list(module.parameters())
-                cost = 0 if module in seen else _cost(module)
+                cost = 0 if module in seen else cost_of(module)
                 seen.add(module)
-                links.append(Link(node, loose + params, cost))
+                links.append(Link(str(node.target), loose + params, cost))
+                self._calls.append(node)
                 loose = []
             elif isinstance(parameter, nn.Parameter):
                 (links[-1].params if links else loose).append(parameter)
@@ -118,72 +93,15 @@ class Chain:
             self._deep.add(node)
         return links
 
-    def begins(self, stages: int, names: Sequence[str]) -> list[int]:
-        """The number of the link with which each stage begins: as named, or so that the dearest stage is cheap."""
-        with_weights = sum(any(p.requires_grad for p in link.params) for link in self.links)
-        if with_weights < stages:
-            raise LoopError(
-                f"A pipeline of {stages} stages was asked for.",
-                f"{self.name} is a chain of {len(self.links)} modules, of which {with_weights} have parameters that "
-                "train; every stage needs one.",
-                f"--set parallel.pipeline={max(1, with_weights)}"
-                + (
-                    ", or a schedule with one stage for each process: --set parallel.schedule=1F1B" * (with_weights > 1)
-                ),
-            )
-        found = self._named(stages, names) if names else self._balanced(stages)
-        for stage, (first, end) in enumerate(zip(found, [*found[1:], len(self.links)], strict=True)):
-            if not any(p.requires_grad for link in self.links[first:end] for p in link.params):
-                raise LoopError(
-                    f"parallel.stages = {list(names)} was asked for.",
-                    f"Stage {stage} would have no parameter that trains.",
-                    "name other modules to begin with, or none: --set 'parallel.stages=[]'",
-                )
-        return found
-
-    def _named(self, stages: int, names: Sequence[str]) -> list[int]:
-        found = [0]
-        for name in names:
-            places = (i for i, link in enumerate(self.links) if f"{link.name}.".startswith(f"{name}."))
-            found.append(next(places, -1))
-        if len(found) != stages or sorted(set(found)) != found:
-            known = ", ".join(dict.fromkeys(link.name for link in self.links[1:]))
-            raise LoopError(
-                f"parallel.stages = {list(names)} was asked for, for {stages} stages.",
-                f"{stages - 1} modules are to be named in the order in which {self.name} calls them: {known}.",
-                "name these, or none: --set 'parallel.stages=[]'",
-            )
-        return found
-
-    def _balanced(self, stages: int) -> list[int]:
-        trains = [any(p.requires_grad for p in link.params) for link in self.links]
-        row = Row([link.cost for link in self.links], trains, self._widths())
-        return balance(row, stages, ALIKE if self.timed else 0.0)
-
-    def price(self, seconds: Sequence[float]) -> None:
-        """From now on each link costs so much time."""
-        self.timed = True
-        for link, taken in zip(self.links, seconds, strict=True):
-            link.cost = round(taken * 1e9)
-
-    def shares(self, begins: Sequence[int]) -> list[float]:
-        """How much of the cost of all links each stage has."""
-        costs = [
-            sum(link.cost for link in self.links[first:end])
-            for first, end in zip(begins, [*begins[1:], len(self.links)], strict=True)
-        ]
-        return [cost / max(1, sum(costs)) for cost in costs]
-
     def _widths(self) -> list[int]:
-        """How many tensors cross where each link begins."""
         place = {node: number for number, node in enumerate(self.graph.nodes)}
-        starts = [place[link.node] for link in self.links]
+        starts = [place[node] for node in self._calls]
         last = {node: max([place[user] for user in node.users], default=-1) for node in self._deep}
         return [0, *(sum(place[node] < start <= last[node] for node in self._deep) for start in starts[1:])]
 
     def pieces(self, begins: Sequence[int]) -> list[Piece]:
         """What each stage computes, if the stages begin with these links."""
-        starts = {self.links[first].node: stage for stage, first in enumerate(begins)}
+        starts = {self._calls[first]: stage for stage, first in enumerate(begins)}
         home: dict[fx.Node, int] = {}
         pieces, now = [Piece() for _ in begins], 0
         for node in self.graph.nodes:
@@ -209,12 +127,38 @@ class Chain:
                     piece.sends.append(node)
         return pieces
 
-    def stretches(self) -> tuple[list[fx.Node], list[list[fx.Node]]]:
+    def by_link(self) -> tuple[list[fx.Node], list[list[fx.Node]]]:
         """What every stage computes for itself; and link by link, what would be its own if it were a stage."""
         pieces = self.pieces(range(len(self.links)))
         used = {node for piece in pieces for node in piece.nodes if node.op != "output"}
         common = [node for node in self.graph.nodes if node in used - self._deep]
         return common, [[node for node in piece.nodes if node in self._deep] for piece in pieces]
+
+    def settle(self, model: nn.Module, begins: Sequence[int], ours: Collection[int], kept: Collection[int]) -> None:
+        """Modules that other stages call leave an `Absent` behind."""
+        self.cut = self.pieces(begins)
+        stretches = self.stretches(begins)
+        others = [stage for stage in range(len(begins)) if stage not in ours]
+        stage_of = {  # ours last: a module may be called twice
+            model.get_submodule(link.name): stage for stage in [*others, *ours] for link in stretches[stage]
+        }
+        gone = {
+            part: stage
+            for part, stage in stage_of.items()
+            if stage not in ours and not any(id(p) in kept for p in part.parameters())
+        }
+        for prefix, parent in list(model.named_modules(remove_duplicate=False)):
+            for name, part in list(parent._modules.items()):
+                if part in gone:
+                    parent._modules[name] = Absent(f"{prefix}.{name}".lstrip("."), gone[part])
+        for part in model.modules():
+            for name, p in part._parameters.items():
+                if p is not None and id(p) not in kept:
+                    part._parameters[name] = None
+
+    def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
+        call.begin()
+        return compute(model, self.cut[stage], self.bind(call.args, call.kwargs), received)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the model is called with, by name. Raises LoopError for what was left at its default when it was cut."""
@@ -265,16 +209,24 @@ def compute(
     return output, [known[node] for node in piece.sends]
 
 
-def _cost(module: nn.Module) -> int:
-    """What a module's forward pass costs: a multiplication for each parameter, and nothing for looking one up."""
-    looked_up = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
-    return sum(p.numel() for p in module.parameters() if id(p) not in looked_up)
-
-
 def _attribute(model: nn.Module, path: str) -> Any:
     *modules, name = path.split(".")
     found: Any = model.get_submodule(".".join(modules))
     return getattr(found, name)
+
+
+class Absent(nn.Module):
+    """A module that another stage has."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name, self.stage = name, stage
+
+    def extra_repr(self) -> str:
+        return f"in stage {self.stage}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise called_alone(self.name, self.stage)
 
 
 class _Tracer(fx.Tracer):
@@ -298,19 +250,6 @@ class _Tracer(fx.Tracer):
 
 def _modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-def _opened(module: nn.Module, *, link: bool = False) -> Iterator[nn.Module]:
-    """This module, and those of its parts which merely contain rows; `link`: it is one of several alike in a row."""
-    container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    if link and not container:
-        return
-    yield module
-    count = Counter(type(part) for part in module.children() if next(part.parameters(), None) is not None)
-    for part in module.children():
-        row = isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-        if row or any(isinstance(inner, nn.Sequential | nn.ModuleList) and len(inner) > 1 for inner in part.modules()):
-            yield from _opened(part, link=container and count[type(part)] > 1)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unisono.parallel.chain import Chain
+from unisono.parallel.cut import Link
 
 WARM_UPS = 2
 """Turns that do not count: memory is fetched in them, kernels are chosen, layers are compiled."""
@@ -67,6 +69,62 @@ def seconds_of_links(
     return list(map(min, zip(*turns[WARM_UPS:], strict=True)))
 
 
+def seconds_of_modules(
+    model: nn.Module,
+    links: Sequence[Link],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+) -> list[float]:
+    """The same where the forward cannot be followed (replay.py): each link by itself, called with what a forward pass
+    of the model calls it with. What is computed between them is nobody's cost."""
+    calls: list[list[tuple[Any, Any]]] = [[] for _ in links]
+
+    def note(number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[number].append(tree_map_only(torch.Tensor, _cut_off, (args, kwargs)))
+
+    modules = [model.get_submodule(link.name) for link in links]
+    hooks = [
+        part.register_forward_pre_hook(partial(note, number), with_kwargs=True) for number, part in enumerate(modules)
+    ]
+    with torch.enable_grad():
+        try:
+            with autocast:
+                model(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        trained = [list(dict.fromkeys(p for p in link.params if p.requires_grad)) for link in links]
+        turns = [
+            [
+                sum(_alone(part, *call, params, device, autocast) for call in its)
+                for part, its, params in zip(modules, calls, trained, strict=True)
+            ]
+            for _ in range(WARM_UPS + TURNS)
+        ]
+    return list(map(min, zip(*turns[WARM_UPS:], strict=True)))
+
+
+def _alone(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    params: Sequence[nn.Parameter],
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+) -> float:
+    """The seconds of one call, forward and backward."""
+    arrives = tree_map_only(torch.Tensor, _cut_off, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, _as_made, arrives)
+    began = _now(device)
+    with autocast:
+        output = module(*args, **kwargs)
+    ended = _now(device)
+    made, wanted = _in_graphs([output]), [*_in_graphs([arrives]), *params]
+    return ended - began + _backward(made, wanted, device)
+
+
 class _Walk(fx.Interpreter):
     """Goes through a chain from node to node: https://docs.pytorch.org/docs/stable/fx.html#the-interpreter-pattern."""
 
@@ -102,20 +160,23 @@ class _Walk(fx.Interpreter):
                     known[node] = tree_map_only(torch.Tensor, _cut_off, value)
 
     def _backward(self, stretch: Stretch, kept: dict[fx.Node, Any], device: torch.device) -> float:
-        """Seconds; nothing, if nobody wants a gradient."""
         made = _in_graphs(self.env[node] for node in stretch.leaves)
-        wanted = [*_in_graphs(kept.values()), *stretch.params]
-        if not made or not wanted:
-            return 0.0
-        ones = [torch.ones_like(tensor) for tensor in made]
-        began = _now(device)
-        torch.autograd.grad(made, wanted, ones, allow_unused=True)
-        return _now(device) - began
+        return _backward(made, [*_in_graphs(kept.values()), *stretch.params], device)
+
+
+def _backward(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], device: torch.device) -> float:
+    """Seconds; nothing, if nobody wants a gradient."""
+    if not made or not wanted:
+        return 0.0
+    ones = [torch.ones_like(tensor) for tensor in made]
+    began = _now(device)
+    torch.autograd.grad(made, wanted, ones, allow_unused=True)
+    return _now(device) - began
 
 
 def _stretches(chain: Chain) -> tuple[list[fx.Node], list[Stretch]]:
     """What every stage computes for itself, and what comes with each link."""
-    common, rows = chain.stretches()
+    common, rows = chain.by_link()
     found = []
     for link, nodes in zip(chain.links, rows, strict=True):
         own = set(nodes)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from unisono.parallel.shard import Layer
     from unisono.parallel.tensor import Plan
     from unisono.settings import ParallelSettings
-    from unisono.train.cut import Example
     from unisono.train.pipeline import Pipeline
+    from unisono.train.timed import Example
 
 
 class Models:

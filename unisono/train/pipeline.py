@@ -1,13 +1,12 @@
 """The pipeline of a run: a model that is cut into stages, and what a step, an evaluation, a forward pass is with it.
 
-Every process makes the whole model, and keeps the modules of its own stages; others leave an `Absent` behind, so all
-names stay. Its forward then is what is called for every stage: it computes this stage's part of it, and where that is
-not the last one the rest of the user's code (a loss of it, `.logits`) is left by raising `Reached`.
+Every process makes the whole model, and keeps the parameters of its own stages; all names stay. Its forward then is
+what is called for every stage: it computes this stage's part of it, and where that is not the last one the rest of the
+user's code (a loss of it, `.logits`) is left by raising `Reached`.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,15 +24,18 @@ from unisono.data.seeding import State, give_state, take_state
 from unisono.data.walk import MicroBatch, Walk
 from unisono.errors import LoopError
 from unisono.exchange.several import Several
-from unisono.parallel.chain import Chain, Piece, compute
+from unisono.parallel.chain import CannotFollow, Chain
+from unisono.parallel.cut import Call, Cut
+from unisono.parallel.layers import Around
 from unisono.parallel.pipeline import Line, Tensors
+from unisono.parallel.replay import Replay
 from unisono.score.order import Place
 from unisono.train.crossing import from_parts, parts_of
-from unisono.train.cut import Example, apply_times, told
 from unisono.train.misfits import check_loss
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.stages import Names
 from unisono.train.table import LOSS
+from unisono.train.timed import Example, apply_times, told
 from unisono.world.collectives import peers
 from unisono.world.mesh import Mesh
 
@@ -52,38 +54,17 @@ class Reached(BaseException):
         self.sends = sends
 
 
-class Absent(nn.Module):
-    """A module that another stage has."""
-
-    def __init__(self, name: str, stage: int) -> None:
-        super().__init__()
-        self.name, self.stage = name, stage
-
-    def extra_repr(self) -> str:
-        return f"in stage {self.stage}"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise LoopError(
-            f"{self.name} was called by itself.",
-            f"It is in stage {self.stage} of a pipeline, and this process has other stages.",
-            "call the whole model, on all processes.",
-        )
-
-
-class Piped:
-    """Stands for the forward of a model that is cut. A deep copy of the model (an average of its weights) has its
-    own."""
+class Piped(Around):
+    """Stands for the forward of a model that is cut."""
 
     def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
-        self.pipeline, self.model = pipeline, model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Piped:
-        return Piped(self.pipeline, copy.deepcopy(self.model, memo))
+        super().__init__(model)
+        self.pipeline = pipeline
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         turn = self.pipeline.turn
         if turn is None:
-            return self.pipeline.alone(self.model, args, kwargs)
+            return self.pipeline.alone(self.module, args, kwargs)
         if turn.done:
             raise LoopError(
                 "The model was called twice for one micro-batch.",
@@ -91,19 +72,20 @@ class Piped:
                 "let one forward do both, and return both results.",
             )
         turn.done = True
-        inputs = self.pipeline.chain.bind(args, kwargs)
-        output, sends = compute(self.model, self.pipeline.pieces[turn.stage], inputs, turn.received)
-        if turn.stage + 1 < len(self.pipeline.pieces):
+        call = Call(self.forward, args, kwargs, turn.begin)
+        output, sends = self.pipeline.cut.compute(self.module, turn.stage, call, turn.received)
+        if turn.stage + 1 < self.pipeline.line.stages:
             raise Reached(sends)
         return output
 
 
 @dataclass
 class Turn:
-    """A stage's part of a forward pass, under way."""
+    """A stage's part of a forward pass, under way. `begin`: torch's generators go on where the stage before it was."""
 
     stage: int
     received: Tensors
+    begin: Callable[[], None]
     done: bool = False
 
 
@@ -141,9 +123,10 @@ class Round:
         pipeline, device = self.pipeline, self.pipeline.line.device
         *tensors, dice = received or [self.start.dice]
         give_state(self.start.others)
-        give_dice(dice, device)
+        give_dice(self.start.dice, device)
         across = pipeline.across
-        turn = pipeline.turn = Turn(stage, from_parts(tensors, across) if across else tensors)
+        tensors = from_parts(tensors, across) if across else tensors
+        turn = pipeline.turn = Turn(stage, tensors, partial(give_dice, dice, device))
         try:
             output = self.call(self.model, self.batch)
         except Reached as reached:
@@ -183,7 +166,7 @@ class Pipeline:
         """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
         if before is not None:
             raise LoopError(
-                f"run.place was given a {type(model).__name__}, after a {before.chain.name}.",
+                f"run.place was given a {type(model).__name__}, after a {before.cut.name}.",
                 "A pipeline is one model that is cut into stages.",
                 "make one model of them, or --set parallel.pipeline=1",
             )
@@ -195,18 +178,20 @@ class Pipeline:
         self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence else None
         """The processes among which sequences are divided between the stages, if they are."""
         self.line = line = Line(mesh.pipeline, parallel.schedule, parallel.loops)
-        self.chain: Chain = Chain(model)
-        begins = self.chain.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
+        self.cut: Cut = cut_of(model)
+        begins = self.cut.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
         if example is not None:
-            apply_times(self.chain, model, example, mesh)
-            begins = self.chain.begins(line.stages, parallel.stages)
+            apply_times(self.cut, model, example, mesh)
+            begins = self.cut.begins(line.stages, parallel.stages)
         begins = mesh.world.share(begins)
-        self.told = told(self.chain, begins, named=bool(parallel.stages))
-        self.pieces: list[Piece] = self.chain.pieces(begins)
-        self.names = Names(model, mesh, _users(model, self.chain, begins), line.owners)
-        _keep(model, self.chain, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
+        self.told = told(self.cut, begins, named=bool(parallel.stages))
+        self.names = Names(model, mesh, self.cut.users(model, begins), line.owners)
+        self.cut.settle(model, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
         model.forward = Piped(self, model)
         line.settle(self.names.of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return self  # an average of the weights goes through the same stages
 
     @property
     def has_last(self) -> bool:
@@ -338,6 +323,14 @@ class Pipeline:
         return tree_unflatten(leaves, treespec_loads(found["spec"]))
 
 
+def cut_of(model: nn.Module) -> Cut:
+    """How the model can be cut: followed without data, if that is possible, and run with shadows otherwise."""
+    try:
+        return Chain(model)
+    except CannotFollow as error:
+        return Replay(model, str(error))
+
+
 def _as_it_is(output: Any) -> Any:
     return output
 
@@ -374,38 +367,3 @@ def _refuse_norms(model: nn.Module) -> None:
                 "next, and here many are under way at once.",
                 "use GroupNorm or LayerNorm, or whole models beside each other: --set parallel.pipeline=1",
             )
-
-
-def _users(model: nn.Module, chain: Chain, begins: Sequence[int]) -> dict[int, list[int]]:
-    """The stages that use each parameter, by its id; what nobody uses is the first stage's."""
-    found: dict[int, list[int]] = {id(p): [] for p in model.parameters()}
-    for stage, (first, end) in enumerate(zip(begins, [*begins[1:], len(chain.links)], strict=True)):
-        for key in {id(p) for link in chain.links[first:end] for p in link.params}:
-            found[key].append(stage)
-    return {key: stages or [0] for key, stages in found.items()}
-
-
-def _keep(model: nn.Module, chain: Chain, begins: Sequence[int], ours: Sequence[int], params: set[int]) -> None:
-    """Let go of the modules that other stages call, and of parameters that are not among these (by id)."""
-    bounds = [*begins, len(chain.links)]
-    stage_of = {
-        model.get_submodule(chain.links[i].name): stage
-        for stage in [
-            *(s for s in range(len(begins)) if s not in ours),
-            *ours,
-        ]  # ours last: a module may be called twice
-        for i in range(bounds[stage], bounds[stage + 1])
-    }
-    gone = {
-        part: stage
-        for part, stage in stage_of.items()
-        if stage not in ours and not any(id(p) in params for p in part.parameters())
-    }
-    for prefix, parent in list(model.named_modules(remove_duplicate=False)):
-        for name, part in list(parent._modules.items()):
-            if part in gone:
-                parent._modules[name] = Absent(f"{prefix}.{name}".lstrip("."), gone[part])
-    for part in model.modules():
-        for name, p in part._parameters.items():
-            if p is not None and id(p) not in params:
-                part._parameters[name] = None

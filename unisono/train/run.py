@@ -24,7 +24,6 @@ from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
-from unisono.train.cut import Example
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
@@ -34,6 +33,7 @@ from unisono.train.result import promise, result
 from unisono.train.state import RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
+from unisono.train.timed import Example
 from unisono.watch.watcher import Watcher
 from unisono.world.collectives import peers
 from unisono.world.mesh import build_mesh

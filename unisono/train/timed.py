@@ -15,7 +15,7 @@ from unisono.world.collectives import peers
 from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
-    from unisono.parallel.chain import Chain
+    from unisono.parallel.cut import Cut
 
 
 class Example(NamedTuple):
@@ -25,7 +25,7 @@ class Example(NamedTuple):
     precision: str
 
 
-def apply_times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) -> None:
+def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> None:
     """Let each link of the chain cost the time that it takes the main process to go forward and backward through it.
 
     The whole model is on every process still. The others wait, so nobody's clock is disturbed by them; only those that
@@ -38,26 +38,29 @@ def apply_times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) ->
     problem: Problem | None = None
     if mesh.pipeline.rank == mesh.data.rank == 0:
         try:
-            seconds = _times(chain, model, example, mesh)
+            seconds = _times(cut, model, example, mesh)
         except LoopError as error:
             problem = error.problems[0]
         except Exception as error:
-            problem = _not_callable(chain.name, error)
+            problem = _not_callable(cut.name, error)
     with peers("Measuring how long a pipeline's layers take"):
         said = mesh.world.share({"seconds": seconds, "problem": problem})
     if said["problem"] is not None:
         raise LoopError(*said["problem"])
-    chain.price(said["seconds"])
+    cut.price(said["seconds"])
 
 
-def _times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
-    from unisono.parallel.cost import seconds_of_links  # torch.fx's interpreter: whoever cuts has it
+def _times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
+    from unisono.parallel.chain import Chain  # torch.fx: whoever cuts has it
+    from unisono.parallel.cost import seconds_of_links, seconds_of_modules
 
     device = mesh.world.device
     args, kwargs = call(_arguments, to_device(example.batch, device))
+    around = autocast(example.precision, device)
     with as_before([model], device):
-        inputs = chain.bind(args, kwargs)
-        return seconds_of_links(model, chain, inputs, device, autocast(example.precision, device))
+        if isinstance(cut, Chain):
+            return seconds_of_links(model, cut, cut.bind(args, kwargs), device, around)
+        return seconds_of_modules(model, cut.links, args, kwargs, device, around)
 
 
 def _arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,14 +77,14 @@ def _not_callable(name: str, error: Exception) -> Problem:
     )
 
 
-def told(chain: Chain, begins: Sequence[int], *, named: bool) -> str:
+def told(cut: Cut, begins: Sequence[int], *, named: bool) -> str:
     """Where the chain is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
     (52 %), by parameters`. `named`: did the user say where?"""
     stages = []
-    ends = [*begins[1:], len(chain.links)]
-    for first, end, share in zip(begins, ends, chain.shares(begins), strict=True):
-        names = dict.fromkeys((chain.links[first].name, chain.links[end - 1].name))
+    ends = [*begins[1:], len(cut.links)]
+    for first, end, share in zip(begins, ends, cut.shares(begins), strict=True):
+        names = dict.fromkeys((cut.links[first].name, cut.links[end - 1].name))
         stages.append(f"{' to '.join(names)} ({share:.0%})".replace("%", " %"))
-    by = "time" if chain.timed else "parameters"
+    by = "time" if cut.timed else "parameters"
     how = f"as named (shares by {by})" if named else f"by {by}"
     return f"pipeline: {len(begins)} stages, {', '.join(stages)}, {how}"
