@@ -127,6 +127,19 @@ def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> No
     assert [told(how) for how in WAYS] == [kept] * len(WAYS)
 
 
+def test_a_graph_that_is_walked_twice(tmp_path: Path) -> None:
+    """A zero-bubble schedule goes backward to what came in first, and to the weights later."""
+
+    def told(how: Any) -> list[float]:
+        parallel = ParallelSettings(recompute=how, pipeline=2, schedule="InterleavedZeroBubble", loops=1)
+        config = settings(batch=12, virtual_ranks=4, steps=2, parallel=parallel)
+        (first, second) = run_ranks(come, 2, str(tmp_path / how), config)
+        assert first.fingerprint == second.fingerprint
+        return [*first.losses, *first.norms]
+
+    assert told("layer") == told("none")
+
+
 def gpt(how: str = "none") -> nn.Module:
     torch.manual_seed(0)
     model = GPT(Model(width=32, depth=3, heads=2, dropout=0.1))

@@ -51,17 +51,12 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "ways",
-    [
-        {"sequence": True, "loss": True},
-        {"sequence": True, "schedule": "ZBVZeroBubble"},
-        {"loss": True, "schedule": "LoopedBFS", "recompute": "layer"},
-    ],
+    "ways", [{"loss": True}, {"schedule": "ZBVZeroBubble", "recompute": "layer"}], ids=["loss", "ZBVZeroBubble"]
 )
 def test_divided_sequences_and_logits_go_through_a_pipeline(tmp_path: Path, ways: dict[str, Any]) -> None:
     """Sequences of 11 positions: 6 of them on the first process and 5 on the second."""
     (truth,) = run_ranks(come, 1, str(tmp_path / "alone"), CONFIG, GPT, None, False, 11)
-    agree(beside(1, tmp_path, length=11, **ways), truth)
+    agree(beside(1, tmp_path, length=11, sequence=True, **ways), truth)
 
 
 def forward(run: Run[Any]) -> Any:

@@ -83,6 +83,12 @@ LINE = Line(("unisono", "run", "text", "--ranks", "4"))
             "--set parallel.schedule=Interleaved1F1B",
         ),
         (
+            {"pipeline": 2, "schedule": "ZBVZeroBubble", "recompute": "selective"},
+            "parallel.schedule = ZBVZeroBubble and parallel.recompute = selective",
+            "goes backward through a layer twice",
+            "--set parallel.recompute=layer, or: ",
+        ),
+        (
             {"pipeline": 2, "schedule": "LoopedBFS", "stages": ["a"]},
             'parallel.stages = ["a"]',
             "4 stages begin with the model and with 3 modules.",

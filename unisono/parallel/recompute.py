@@ -68,7 +68,7 @@ class Recompute(Around):
     def _contexts(self) -> Contexts:
         before = Before(self.module)
         first, second = self.contexts() if self.contexts else (nullcontext(), nullcontext())
-        return first, self._again(before, second)
+        return first, Anew(lambda: self._again(before, second))
 
     @contextmanager
     def _again(self, before: Before, inner: AbstractContextManager[Any]) -> Iterator[None]:
@@ -85,6 +85,22 @@ class Recompute(Around):
                     "--set parallel.recompute=layer; or let nothing in it write over a product (ReLU(inplace=True)) "
                     "or fill a cache (Hugging Face: model.config.use_cache = False).",
                 ) from error
+
+
+class Anew(AbstractContextManager[None]):
+    """Whenever it is entered, the context that is made then. A graph may be walked twice: zero-bubble schedules do it,
+    for the gradient of what went in and for that of the weights, and each time a layer is computed again."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self.make = make
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._open.append(self.make())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
 
 
 class Before:

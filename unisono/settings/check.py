@@ -144,6 +144,10 @@ def _pipeline(values: dict[str, Any], axes: Axes, line: Line) -> list[Problem]:
             do = str(line.setting(f"parallel.{other}=1"))
             problems.append(Problem(f"{asked} and parallel.{other} = {size}", true, do))
     schedule, loops, stages = (values.get(f"parallel.{name}") for name in ("schedule", "loops", "stages"))
+    if schedule in TWICE_BACK and values.get("parallel.recompute") == "selective":
+        true = "It goes backward through a layer twice, and the first time uses up what selective recompute has kept."
+        do = f"{line.setting('parallel.recompute=layer')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
+        problems.append(Problem(f"parallel.schedule = {schedule} and parallel.recompute = selective", true, do))
     if schedule in IN_V and loops not in (2, None):
         do = f"{line.setting('parallel.loops=2')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
         problems.append(Problem(f"parallel.schedule = {schedule} and parallel.loops = {loops}", "It has 2 each.", do))
@@ -176,6 +180,9 @@ STRAIGHT = ("GPipe", "1F1B")
 
 IN_V = ("ZBVZeroBubble", "DualPipeV")
 """Schedules that go down the processes and up again: each has two stages, the first one has the model's ends."""
+
+TWICE_BACK = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that make the gradients of inputs first, and those of weights when there is time."""
 
 LIMITS: dict[str, tuple[float, float]] = {
     "steps": (1, float("inf")),
