@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.ranks.training import TinyGPT
 from tests.unit.test_chain import Skips
 from unisono.parallel.chain import Chain
-from unisono.parallel.cost import TURNS, WARM_UPS, seconds_of_links
+from unisono.parallel.cost import TURNS, WARM_UPS, clock_of, seconds_of_links
 from unisono.parallel.precision import autocast
 from unisono.train.cut import told
 
@@ -31,7 +31,9 @@ def _one_thread() -> Iterator[None]:
 
 def timed(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[Chain, list[float]]:
     chain = Chain(model)
-    return chain, seconds_of_links(model, chain, chain.bind((x,), {}), CPU, autocast(precision, CPU))
+    return chain, seconds_of_links(
+        model, chain, chain.bind((x,), {}), clock_of(CPU, together=False), autocast(precision, CPU)
+    )
 
 
 class Overwriting(nn.Sequential):

@@ -36,7 +36,7 @@ MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
 input."""
 
 ALIKE = 0.05
-"""Stages whose times differ by no more than this share are alike: so far do the clocks of busy machines stray."""
+"""Stages whose times differ by no more than this share are alike: so far do clocks stray on a busy machine."""
 
 
 @dataclass

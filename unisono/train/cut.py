@@ -28,9 +28,9 @@ class Example(NamedTuple):
 def apply_times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) -> None:
     """Let each link of the chain cost the time that it takes the main process to go forward and backward through it.
 
-    The whole model is on every process still. The others wait, so nobody's clock is disturbed by them; only those that
-    share the matrices of the main process's layers compute along. What is measured there holds everywhere, so all cut
-    alike. Weights, buffers, gradients and random numbers are as before.
+    The whole model is on every process still. The others wait, and disturb nobody; only those that share the matrices
+    of the main process's layers compute along. What is measured there holds everywhere, so all cut alike. Weights,
+    buffers, gradients and random numbers are as before.
 
     Raises LoopError on every process if the model cannot be called with the example.
     """
@@ -51,13 +51,14 @@ def apply_times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) ->
 
 
 def _times(chain: Chain, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
-    from unisono.parallel.cost import seconds_of_links  # torch.fx's interpreter: whoever cuts has it
+    from unisono.parallel.cost import clock_of, seconds_of_links  # torch.fx's interpreter: whoever cuts has it
 
     device = mesh.world.device
     args, kwargs = call(_arguments, to_device(example.batch, device))
     with as_before([model], device):
         inputs = chain.bind(args, kwargs)
-        return seconds_of_links(model, chain, inputs, device, autocast(example.precision, device))
+        clock = clock_of(device, together=mesh.tensor.size > 1)
+        return seconds_of_links(model, chain, inputs, clock, autocast(example.precision, device))
 
 
 def _arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
