@@ -14,7 +14,7 @@ from tests.ranks.training import TinyGPT
 from tests.unit.test_chain import Skips
 from tests.unit.test_replay import Branches
 from unisono.parallel.chain import Chain
-from unisono.parallel.cost import TURNS, WARM_UPS, seconds_of_links, seconds_of_modules
+from unisono.parallel.cost import TURNS, WARM_UPS, clock_of, seconds_of_links, seconds_of_modules
 from unisono.parallel.precision import autocast
 from unisono.parallel.replay import Replay
 from unisono.train.timed import told
@@ -33,7 +33,9 @@ def _one_thread() -> Iterator[None]:
 
 def timed(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[Chain, list[float]]:
     chain = Chain(model)
-    return chain, seconds_of_links(model, chain, chain.bind((x,), {}), CPU, autocast(precision, CPU))
+    return chain, seconds_of_links(
+        model, chain, chain.bind((x,), {}), clock_of(CPU, together=False), autocast(precision, CPU)
+    )
 
 
 class Overwriting(nn.Sequential):
@@ -84,7 +86,7 @@ def test_odd_models_are_timed_and_stay_as_they_are(name: str, precision: str) ->
 def test_what_cannot_be_followed_is_timed_module_by_module(precision: str) -> None:
     model, x = Branches(), torch.rand(2, 5, 4)
     cut, before = Replay(model, "a test"), copy.deepcopy(model.state_dict())
-    seconds = seconds_of_modules(model, cut.links, (x,), {}, CPU, autocast(precision, CPU))
+    seconds = seconds_of_modules(model, cut.links, (x,), {}, clock_of(CPU, together=False), autocast(precision, CPU))
     assert len(seconds) == len(cut.links) == 6
     assert all(second > 0 for second in seconds)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

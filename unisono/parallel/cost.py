@@ -1,11 +1,10 @@
-"""What each link of a chain costs: the time of its forward and its backward pass, by the clock.
+"""What each link of a chain costs: the time of its forward and its backward pass.
 
     forward  0 --x--> forward  1 --x--> forward  2 --x--> ...          x is cut off from the graph that made it, so a
     backward 0        backward 1        backward 2                     link goes backward at once, and is forgotten
 
 All links take their turn before the first one has its next, so that whatever else the machine does meets all of them;
-of each link the quickest turn counts, as with Python's timeit: what is above it was somebody else's doing. (On a busy
-machine half of a model was told to be 47 to 54 % of it that way, and 31 to 52 % by the median.)
+of each link the median of its turns counts. On the CPU the time is that for which it worked for us (`clock_of`).
 
 Gradients are returned to us and not written down, so p.grad stays as it is. What comes into a link from behind is ones:
 time does not depend on what they are. Loss and optimizer are not in it, and what every stage computes for itself
@@ -15,10 +14,11 @@ time does not depend on what they are. Loss and optimizer are not in it, and wha
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,8 +31,11 @@ from unisono.parallel.cut import Link
 WARM_UPS = 2
 """Turns that do not count: memory is fetched in them, kernels are chosen, layers are compiled."""
 
-TURNS = 10
+TURNS = 9
 """Turns that count; a fixed number, since processes that share a layer's matrices must take equally many."""
+
+Clock = Callable[[], float]
+"""It tells seconds; only their differences mean something."""
 
 Inputs = dict[str, Any]
 """What a model's forward is called with, by name."""
@@ -52,12 +55,31 @@ class Stretch:
     params: list[nn.Parameter]
 
 
+def clock_of(device: torch.device, *, together: bool) -> Clock:
+    """The clock to time layers with; `together`: do several processes compute them?
+
+    On a CPU with one thread it counts the seconds for which the processor worked for this process: what others do at
+    the same time on a busy machine, and how long they made us wait, is not in it. With several threads, or where
+    processes wait for each other's parts, waiting is part of the time. An accelerator is asked when it is done.
+    """
+    if device.type == "cpu":
+        return time.perf_counter if together or torch.get_num_threads() > 1 else time.process_time
+    accelerator = torch.get_device_module(device)
+
+    def done() -> float:
+        accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return done
+
+
 def seconds_of_links(
-    model: nn.Module, chain: Chain, inputs: Inputs, device: torch.device, autocast: AbstractContextManager[Any]
+    model: nn.Module, chain: Chain, inputs: Inputs, clock: Clock, autocast: AbstractContextManager[Any]
 ) -> list[float]:
     """How long each link of the chain takes, forward and backward.
 
-    inputs    on `device`, as chain.bind gives them
+    inputs    on the model's device, as chain.bind gives them
+    clock     as clock_of gives it
     autocast  in which the forward computes; it is entered for each link
 
     Draws random numbers, and buffers may change: to keep them is the caller's.
@@ -65,8 +87,8 @@ def seconds_of_links(
     common, stretches = _stretches(chain)
     walk = _Walk(model, garbage_collect_values=False, graph=chain.graph)
     with torch.enable_grad():
-        turns = [list(walk.turn(common, stretches, inputs, device, autocast)) for _ in range(WARM_UPS + TURNS)]
-    return list(map(min, zip(*turns[WARM_UPS:], strict=True)))
+        turns = [list(walk.turn(common, stretches, inputs, clock, autocast)) for _ in range(WARM_UPS + TURNS)]
+    return [median(times) for times in zip(*turns[WARM_UPS:], strict=True)]
 
 
 def seconds_of_modules(
@@ -74,7 +96,7 @@ def seconds_of_modules(
     links: Sequence[Link],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    device: torch.device,
+    clock: Clock,
     autocast: AbstractContextManager[Any],
 ) -> list[float]:
     """The same where the forward cannot be followed (replay.py): each link by itself, called with what a forward pass
@@ -98,12 +120,12 @@ def seconds_of_modules(
         trained = [list(dict.fromkeys(p for p in link.params if p.requires_grad)) for link in links]
         turns = [
             [
-                sum(_alone(part, *call, params, device, autocast) for call in its)
+                sum(_alone(part, *call, params, clock, autocast) for call in its)
                 for part, its, params in zip(modules, calls, trained, strict=True)
             ]
             for _ in range(WARM_UPS + TURNS)
         ]
-    return list(map(min, zip(*turns[WARM_UPS:], strict=True)))
+    return [median(times) for times in zip(*turns[WARM_UPS:], strict=True)]
 
 
 def _alone(
@@ -111,18 +133,18 @@ def _alone(
     args: Any,
     kwargs: Any,
     params: Sequence[nn.Parameter],
-    device: torch.device,
+    clock: Clock,
     autocast: AbstractContextManager[Any],
 ) -> float:
     """The seconds of one call, forward and backward."""
     arrives = tree_map_only(torch.Tensor, _cut_off, (args, kwargs))
     args, kwargs = tree_map_only(torch.Tensor, _as_made, arrives)
-    began = _now(device)
+    began = clock()
     with autocast:
         output = module(*args, **kwargs)
-    ended = _now(device)
+    ended = clock()
     made, wanted = _in_graphs([output]), [*_in_graphs([arrives]), *params]
-    return ended - began + _backward(made, wanted, device)
+    return ended - began + _backward(made, wanted, clock)
 
 
 class _Walk(fx.Interpreter):
@@ -133,7 +155,7 @@ class _Walk(fx.Interpreter):
         common: Sequence[fx.Node],
         stretches: Sequence[Stretch],
         inputs: Inputs,
-        device: torch.device,
+        clock: Clock,
         autocast: AbstractContextManager[Any],
     ) -> Iterator[float]:
         """The seconds of each stretch."""
@@ -147,31 +169,31 @@ class _Walk(fx.Interpreter):
         for stretch in stretches:
             kept = {node: known[node] for node in stretch.arrives}
             known |= {node: tree_map_only(torch.Tensor, _as_made, value) for node, value in kept.items()}
-            began = _now(device)
+            began = clock()
             with autocast:
                 for node in stretch.nodes:
                     known[node] = self.run_node(node)
-            ended = _now(device)
-            yield ended - began + self._backward(stretch, kept, device)
+            ended = clock()
+            yield ended - began + self._backward(stretch, kept, clock)
             known |= kept
             for node in stretch.nodes:
                 value = known.pop(node)
                 if node in stretch.leaves:
                     known[node] = tree_map_only(torch.Tensor, _cut_off, value)
 
-    def _backward(self, stretch: Stretch, kept: dict[fx.Node, Any], device: torch.device) -> float:
+    def _backward(self, stretch: Stretch, kept: dict[fx.Node, Any], clock: Clock) -> float:
         made = _in_graphs(self.env[node] for node in stretch.leaves)
-        return _backward(made, [*_in_graphs(kept.values()), *stretch.params], device)
+        return _backward(made, [*_in_graphs(kept.values()), *stretch.params], clock)
 
 
-def _backward(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], device: torch.device) -> float:
+def _backward(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], clock: Clock) -> float:
     """Seconds; nothing, if nobody wants a gradient."""
     if not made or not wanted:
         return 0.0
     ones = [torch.ones_like(tensor) for tensor in made]
-    began = _now(device)
+    began = clock()
     torch.autograd.grad(made, wanted, ones, allow_unused=True)
-    return _now(device) - began
+    return clock() - began
 
 
 def _stretches(chain: Chain) -> tuple[list[fx.Node], list[Stretch]]:
@@ -200,10 +222,3 @@ def _as_made(tensor: torch.Tensor) -> torch.Tensor:
 
 def _in_graphs(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _now(device: torch.device) -> float:
-    """The time, when `device` has done all that it was given."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-    return time.perf_counter()

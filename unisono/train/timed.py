@@ -28,9 +28,9 @@ class Example(NamedTuple):
 def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> None:
     """Let each link of the chain cost the time that it takes the main process to go forward and backward through it.
 
-    The whole model is on every process still. The others wait, so nobody's clock is disturbed by them; only those that
-    share the matrices of the main process's layers compute along. What is measured there holds everywhere, so all cut
-    alike. Weights, buffers, gradients and random numbers are as before.
+    The whole model is on every process still. The others wait, and disturb nobody; only those that share the matrices
+    of the main process's layers compute along. What is measured there holds everywhere, so all cut alike. Weights,
+    buffers, gradients and random numbers are as before.
 
     Raises LoopError on every process if the model cannot be called with the example.
     """
@@ -52,15 +52,15 @@ def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> Non
 
 def _times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
     from unisono.parallel.chain import Chain  # torch.fx: whoever cuts has it
-    from unisono.parallel.cost import seconds_of_links, seconds_of_modules
+    from unisono.parallel.cost import clock_of, seconds_of_links, seconds_of_modules
 
     device = mesh.world.device
     args, kwargs = call(_arguments, to_device(example.batch, device))
-    around = autocast(example.precision, device)
+    around, clock = autocast(example.precision, device), clock_of(device, together=mesh.tensor.size > 1)
     with as_before([model], device):
         if isinstance(cut, Chain):
-            return seconds_of_links(model, cut, cut.bind(args, kwargs), device, around)
-        return seconds_of_modules(model, cut.links, args, kwargs, device, around)
+            return seconds_of_links(model, cut, cut.bind(args, kwargs), clock, around)
+        return seconds_of_modules(model, cut.links, args, kwargs, clock, around)
 
 
 def _arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
