@@ -98,10 +98,8 @@ class Cut(ABC):
                 f"A pipeline of {stages} stages was asked for.",
                 f"{self.name} is a chain of {len(self.links)} modules, of which {with_weights} have parameters that "
                 "train; every stage needs one.",
-                f"--set parallel.pipeline={max(1, with_weights)}"
-                + (
-                    ", or a schedule with one stage for each process: --set parallel.schedule=1F1B" * (with_weights > 1)
-                ),
+                f"--set parallel.pipeline={max(1, with_weights)}; or, where a process has several stages, --set "
+                "parallel.schedule=1F1B",
             )
         found = self._named(stages, names) if names else self._balanced(stages)
         for stage, (first, end) in enumerate(zip(found, [*found[1:], len(self.links)], strict=True)):

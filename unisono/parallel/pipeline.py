@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from unisono.world.collectives import Group, Message, Work
+from unisono.world.collectives import Group, Message, Work, wait_for
 
 REVERSED = ("LoopedBFS",)
 """Schedules whose backward passes go from the last micro-batch to the first."""
@@ -140,8 +140,7 @@ class Stage(PipelineStage):
         return []
 
     def _wait(self, what: str, chunk: int) -> None:
-        for work in self.works.pop((what, chunk), []):
-            work.wait()
+        wait_for(self.works.pop((what, chunk), []))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or self._idle(fwd_chunk_id):
@@ -387,13 +386,11 @@ class Line:
         return tensors
 
     def _get(self, tensor: torch.Tensor, rank: int) -> None:
-        for work in self.group.send_and_receive([], [Message(tensor, rank)]):
-            work.wait()
+        wait_for(self.group.send_and_receive([], [Message(tensor, rank)]))
 
     def _all_sent(self) -> None:
         works, self.sent = self.sent, []
-        for work in works:
-            work.wait()
+        wait_for(works)
 
 
 def owners_of(stages: int, size: int, *, in_v: bool) -> list[int]:
