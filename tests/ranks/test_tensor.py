@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from tests.ranks.agreement import GPT, VOCABULARY, Came, Sentences, agree, come
+from tests.ranks.agreement import GPT, Came, Sentences, agree, come
 from tests.ranks.loops import attempt
 from unisono.settings import ParallelSettings, Settings
 from unisono.testing import run_ranks
@@ -171,32 +170,3 @@ def test_what_cannot_be_cut_is_told_on_every_process(tmp_path: Path, loop: Any) 
     for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=ParallelSettings(tensor=size))):
         assert isinstance(told, str), told
         assert re.search(words, told, re.DOTALL), told
-
-
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32,
-    )
-
-    class Logits(transformers.LlamaForCausalLM):  # type: ignore[name-defined]
-        """Its output is what the loss takes."""
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = super().forward(input_ids=tokens, use_cache=False).logits
-            return out
-
-    model: nn.Module = Logits(config)
-    return model
-
-
-def test_a_model_of_hugging_face_brings_its_own_plan(tmp_path: Path) -> None:
-    one = trained(1, tmp_path / "one", build=llama)
-    agree(trained(2, tmp_path / "tensor", build=llama, tensor=2), one)
-    assert trained(2, tmp_path / "shard", build=llama, shard=2).fingerprint == one.fingerprint

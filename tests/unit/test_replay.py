@@ -17,7 +17,9 @@ from unisono.parallel.replay import Replay
 from unisono.parallel.shadow import Shadow
 
 
-def pieces(model: nn.Module, stages: int, *args: Any, names: tuple[str, ...] = ()) -> tuple[Any, list[Any]]:
+def pieces(
+    model: nn.Module, stages: int, *args: Any, names: tuple[str, ...] = (), **kwargs: Any
+) -> tuple[Any, list[Any]]:
     """The model's output, computed stage by stage as if each had a process of its own, and what crossed."""
     torch.manual_seed(3)
     owners = [copy.deepcopy(model) for _ in range(stages)]
@@ -34,7 +36,7 @@ def pieces(model: nn.Module, stages: int, *args: Any, names: tuple[str, ...] = (
         def begin(left: Tensor = left) -> None:
             torch.set_rng_state(left)
 
-        output, received = replay.compute(own, stage, Call(forward, args, {}, begin), received)
+        output, received = replay.compute(own, stage, Call(forward, args, kwargs, begin), received)
         dice = torch.get_rng_state()
         crossed.append([tuple(t.shape) for t in received[:-1]])
     return output, crossed[:-1]
@@ -109,6 +111,22 @@ class Backwards(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.second(self.first(x))
         return out
+
+
+class Says(Backwards):
+    """And says what it can be tried with."""
+
+    @property
+    def dummy_inputs(self) -> dict[str, Tensor]:
+        return {"x": torch.zeros(1, 3)}
+
+
+def test_a_model_that_can_be_tried_may_have_its_modules_in_any_order() -> None:
+    model, x = Says(), torch.rand(2, 3)
+    output, crossed = pieces(model, 2, x)
+    assert torch.equal(output, model(x))
+    assert crossed == [[(2, 3)]]
+    assert model.first.training
 
 
 class Again(Backwards):

@@ -14,46 +14,28 @@ become what was received. From there on the forward pass is that of one process.
 What a sender has to send it sees in a rehearsal, once for batches of a kind: it goes the receiver's way with its own
 micro-batch, and looks which arguments are shadows there.
 
-The links are the modules with parameters, in the order in which the model has them: it must call them in this order,
-which is seen when it does. And of what an earlier stage has computed no more may be used later than what the first
-module of the stage is called with.
+The links are the modules with parameters, in the order in which the model has them, or calls them for its own
+`dummy_inputs`: whether it keeps to this order is seen whenever it runs. And of what an earlier stage has computed no
+more may be used later than what the first module of the stage is called with.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten, treespec_loads
 
 from unisono.errors import LoopError
 from unisono.parallel.cut import Call, Cut, Link, Tensors, called_alone, cost_of, opened
 from unisono.parallel.layers import Around
 from unisono.parallel.shadow import Shadow, shadow_like
-
-PLAIN = (type(None), bool, int, float, str)
-"""What a module may return beside tensors."""
-
-
-class Gave(NamedTuple):
-    """What one call of a link gave: its number, the structure, and of each leaf what it is like, or, if it is a plain
-    thing, that."""
-
-    link: int
-    spec: str
-    leaves: tuple[Any, ...]
-
-
-class Told(NamedTuple):
-    """What a stage is told of those before it: what was called, and the link that comes next."""
-
-    to: int
-    gave: tuple[Gave, ...]
+from unisono.parallel.told import About, Gave, Told, decoded, encoded, gave
 
 
 class Left(BaseException):
@@ -74,21 +56,15 @@ class Replay(Cut):
         """`why`: could the forward not be followed?"""
         self.name, self.why = type(model).__name__, why
         self.now: Act | None = None
-        self.links: list[Link] = []
+        self.links: list[Link] = as_called(model, list(links_of(model)))
         self.stages: list[int] = []  # of the links
         self.ours: Collection[int] = ()
         self.device = next(model.parameters()).device
-        self._enters = 0  # the number of the first link that is in a row
         self._veils: dict[int, list[tuple[str, str, Shadow]]] = {}
         self._crossings: dict[Any, list[int]] = {}
-        inside = {id(part) for part in opened(model)}
-        for name, part in model.named_modules():
-            parent = model.get_submodule(name.rpartition(".")[0])
-            params = list(part.parameters())
-            if id(part) not in inside and id(parent) in inside and params:
-                if not self._enters and isinstance(parent, nn.ModuleList | nn.Sequential):
-                    self._enters = len(self.links)
-                self.links.append(Link(name, params, cost_of(part)))
+        rows = (model.get_submodule(link.name.rpartition(".")[0]) for link in self.links)
+        in_row = [isinstance(row, nn.ModuleList | nn.Sequential) for row in rows]
+        self._enters = in_row.index(True) if True in in_row else 0  # the number of the first link that is in a row
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replay:
         return self  # an average of the weights is cut alike, and takes its turns when the model has none
@@ -145,7 +121,7 @@ class Replay(Cut):
     # -- a turn
 
     def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
-        told = decoded(_bytes(received[-1])) if received else None
+        told = decoded(received[-1]) if received else None
         act = Act(self, stage, told, received[:-1], call.begin)
         try:
             output = self._run(model, act, call)
@@ -186,8 +162,7 @@ class Replay(Cut):
 
     def _rehearse(self, model: nn.Module, act: Act, call: Call, left: Left) -> list[int]:
         rehearsal = Act(self, act.stage + 1, Told(left.link, tuple(act.gave)), None, call.begin)
-        device = self.device
-        with torch.no_grad(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        with unseen(self.device):
             try:
                 self._run(model, rehearsal, call)
             except Left as there:
@@ -325,6 +300,56 @@ class Called(Around):
         return self.forward(*args, **kwargs)
 
 
+# -- the row of links
+
+
+def links_of(model: nn.Module) -> Iterator[Link]:
+    """The modules with parameters that a forward may call, in the order in which the model has them."""
+    inside = {id(part) for part in opened(model)}
+    for name, part in model.named_modules():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        params = list(part.parameters())
+        if id(part) not in inside and id(parent) in inside and params:
+            yield Link(name, params, cost_of(part))
+
+
+def as_called(model: nn.Module, links: list[Link]) -> list[Link]:
+    """In the order in which they are called, if the model says what it can be tried with: a model of Hugging Face has
+    `dummy_inputs`, a few words. (OPT has its last norm before its layers.)"""
+    inputs = getattr(model, "dummy_inputs", None)
+    if not isinstance(inputs, Mapping):
+        return links
+    called: list[str] = []
+
+    def note(name: str, *_: Any) -> None:
+        called.append(name)
+
+    hooks = [model.get_submodule(link.name).register_forward_pre_hook(partial(note, link.name)) for link in links]
+    modes = [(part, part.training) for part in model.modules()]
+    device = next(model.parameters()).device
+    try:
+        with unseen(device):
+            model.eval()(**tree_map_only(torch.Tensor, lambda t: t.to(device), dict(inputs)))
+    except Exception:  # they do not fit each config; whether the order is right is seen in every step anyway
+        return links
+    finally:
+        for part, training in modes:
+            part.training = training
+        for hook in hooks:
+            hook.remove()
+    place = {name: i for i, name in enumerate(dict.fromkeys(called))}
+    keys = list(accumulate(links, lambda before, link: place.get(link.name, before), initial=-1))[1:]
+    return [links[i] for i in sorted(range(len(links)), key=keys.__getitem__)]
+
+
+@contextmanager
+def unseen(device: torch.device) -> Iterator[None]:
+    """For a forward pass of which nothing is to stay, no gradient and no random number."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
+        yield
+
+
 # -- what goes into modules, and what comes out
 
 
@@ -353,51 +378,3 @@ def unique_shadows(leaves: Sequence[Any]) -> list[tuple[int, Shadow]]:
 
 def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
-
-
-class About(NamedTuple):
-    """Of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def gave(number: int, name: str, output: Any) -> Gave:
-    """What a call gave, in words that can travel."""
-    leaves, spec = tree_flatten(output)
-    found: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            found.append(About(tuple(leaf.shape), str(leaf.dtype)[6:]))
-        elif isinstance(leaf, PLAIN):
-            found.append(leaf)
-        else:
-            raise LoopError(
-                f"{name} was called, in a stage of a pipeline.",
-                f"It returned a {type(leaf).__name__}: only tensors and plain values can be told to later stages.",
-                "let it return tensors (Hugging Face: model.config.use_cache = False), or --set parallel.pipeline=1",
-            )
-    return Gave(number, treespec_dumps(spec), tuple(found))
-
-
-def encoded(told: Told) -> torch.Tensor:
-    """As bytes."""
-    rows = [
-        (g.link, g.spec, [leaf if isinstance(leaf, About) else {"is": leaf} for leaf in g.leaves]) for g in told.gave
-    ]
-    text = json.dumps((told.to, rows), separators=(",", ":")).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-@lru_cache(maxsize=256)
-def decoded(text: bytes) -> Told:
-    to, rows = json.loads(text)
-    return Told(to, tuple(Gave(link, spec, tuple(map(_leaf, leaves))) for link, spec, leaves in rows))
-
-
-def _leaf(told: Any) -> Any:
-    return told["is"] if isinstance(told, Mapping) else About(tuple(told[0]), told[1])
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()

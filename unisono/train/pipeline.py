@@ -29,6 +29,7 @@ from unisono.parallel.cut import Call, Cut
 from unisono.parallel.layers import Around
 from unisono.parallel.pipeline import Line, Tensors
 from unisono.parallel.replay import Replay
+from unisono.parallel.told import PLAIN
 from unisono.score.order import Place
 from unisono.train.crossing import from_parts, parts_of
 from unisono.train.misfits import check_loss
@@ -310,14 +311,22 @@ class Pipeline:
     def _everywhere(self, output: Any) -> Any:
         """What the process with the last stage has, on all of the line."""
         leaves, spec = tree_flatten(output)
-        told = [[*leaf.shape, str(leaf.dtype)[6:]] if isinstance(leaf, torch.Tensor) else [leaf] for leaf in leaves]
+        strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
+        told = [[*x.shape, str(x.dtype)[6:]] if isinstance(x, torch.Tensor) else [x] for x in leaves if not strange]
         owner, group = self.line.owners[-1], self.line.group
-        mine = {"spec": treespec_dumps(spec), "leaves": told, "tensors": [isinstance(x, torch.Tensor) for x in leaves]}
-        found = group.gather(mine if self.has_last else None)[owner]
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        mine = {"spec": None if strange else treespec_dumps(spec), "leaves": told, "tensors": is_tensor}
+        found = group.gather({**mine, "strange": strange} if self.has_last else None)[owner]
+        if found["strange"]:
+            raise LoopError(
+                "The model was called outside of a step, which gives its output to all processes of its pipeline.",
+                f"It returned a {found['strange'][0]}, and only tensors and plain values travel.",
+                "let it return these (Hugging Face: use_cache=False).",
+            )
         if not self.has_last:
             leaves = [
-                torch.empty(about[:-1], dtype=getattr(torch, about[-1]), device=group.device) if is_tensor else about[0]
-                for about, is_tensor in zip(found["leaves"], found["tensors"], strict=True)
+                torch.empty(about[:-1], dtype=getattr(torch, about[-1]), device=group.device) if a_tensor else about[0]
+                for about, a_tensor in zip(found["leaves"], found["tensors"], strict=True)
             ]
         group.share_([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], source=owner)
         return tree_unflatten(leaves, treespec_loads(found["spec"]))
