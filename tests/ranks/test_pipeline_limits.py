@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
     "more stages than layers, looped": (
         plain,
         ParallelSettings(pipeline=2, schedule="LoopedBFS"),
-        "of which 2 have parameters.*parallel.pipeline=2, or a schedule.*1F1B",
+        "of which 2 have parameters.*parallel.pipeline=2; or, where a process has several.*1F1B",
     ),
     "a name that is none": (
         plain,
