@@ -406,6 +406,13 @@ WRONG: dict[str, tuple[Any, Sequence | None, Any, str]] = {
     "a mask of a slice": (lambda: Other("mask"), Sequence(), None, "mask of . x . positions.*is_causal=True"),
     "another length": (lambda: Other("longer"), Sequence(), None, "to . positions was to be.*of which . are here"),
     "batch norm": (lambda: Other("norm"), Sequence(), None, "1 of its parts are batch norms.*norm.*LayerNorm"),
+    "a convolution": (
+        lambda: nn.Sequential(Other(), nn.Conv1d(23, 4, 3)),
+        Sequence(),
+        None,
+        "Its 1 is a Conv1d.*nothing",
+    ),
+    "a recurrence": (lambda: nn.LSTM(4, 4), Sequence(), None, "Its whole is a LSTM, which goes from one position"),
     "a buffer that changes": (lambda: Other("buffer"), Sequence(), None, "changed buffers.*slice of the sequences"),
 }
 

@@ -104,6 +104,14 @@ class Context:
                 "positions of one slice only.",
                 "use LayerNorm, RMSNorm or GroupNorm, or --set parallel.context=1",
             )
+        beside = [name for name, part in model.named_modules() if _looks_beside(part)]
+        if beside:
+            raise LoopError(
+                asked,
+                f"Its {beside[0] or 'whole'} is a {type(model.get_submodule(beside[0])).__name__}, which goes from one "
+                "position to the next: at the edge of a slice it would find nothing.",
+                "let positions meet in attention alone, or --set parallel.context=1",
+            )
         if sequence is None:
             buffers = [f"{name} {tuple(b.shape)}" for name, b in model.named_buffers()]
             raise LoopError(
@@ -241,6 +249,11 @@ class Context:
         sizes = [math.prod(shape) * length for length in lengths]
         theirs = self.group.trade(flat.repeat(self.group.size), [len(flat)] * self.group.size, sizes)
         return torch.cat([part.view(*shape, -1) for part in theirs.split(sizes)], -1)
+
+
+def _looks_beside(part: nn.Module) -> bool:
+    """Does it compute a position from those beside it?"""
+    return isinstance(part, nn.RNNBase) or (isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1)
 
 
 def _as_computed(tensor: Tensor) -> Tensor:
