@@ -175,7 +175,7 @@ def test_four_processes(tmp_path: Path, alone: dict[Any, Any], axes: dict[str, A
         same_bits(came, alone[loop])
 
 
-@pytest.mark.parametrize("loop", [llama_tied, gpt2_tied])
+@pytest.mark.parametrize("loop", [pytest.param(llama_tied, marks=pytest.mark.slow), gpt2_tied])
 def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, alone: dict[Any, Any], loop: Any) -> None:
     """It is in the first and in the last stage: the sum of its gradients is another, in its last bits."""
     ways = [{"schedule": name} for name in ("1F1B", "Interleaved1F1B", "DualPipeV")]

@@ -113,7 +113,11 @@ def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> No
     assert again["result"]["promise"] == "exact"
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"tensor": 2}, {"pipeline": 2}, pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> None:
     """There the bits are those of the same layout, when everything is kept."""
 

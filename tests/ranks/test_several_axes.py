@@ -51,7 +51,11 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "ways", [{"loss": True}, {"schedule": "ZBVZeroBubble", "recompute": "layer"}], ids=["loss", "ZBVZeroBubble"]
+    "ways",
+    [
+        pytest.param({"loss": True}, id="loss"),
+        pytest.param({"schedule": "ZBVZeroBubble", "recompute": "layer"}, id="ZBVZeroBubble", marks=pytest.mark.slow),
+    ],
 )
 def test_divided_sequences_and_logits_go_through_a_pipeline(tmp_path: Path, ways: dict[str, Any]) -> None:
     """Sequences of 11 positions: 6 of them on the first process and 5 on the second."""

@@ -44,6 +44,7 @@ def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
     same_run(result, alone, "accuracy", "valid_loss")
 
 
+@pytest.mark.slow
 def test_with_group_norm_it_is_a_pipeline_too(tmp_path: Path) -> None:
     """Uneven stages, shares of unlike size: the bits of one process."""
     sets = {**TOY, "epochs": 1, "model.norm": "group"}
