@@ -51,6 +51,25 @@ from unisono.errors import Problem, SettingsError
             "unisono run train.py --ranks 9 --json --set virtual_ranks=9",
         ),
         (
+            "run text --ranks 3 --set parallel.tensor=3",
+            "The text recipe was asked for parallel.tensor=3 and model.heads=4.",
+            "Each process computes whole heads, and 4 is no multiple of 3.",
+            "--set parallel.tensor=2",
+        ),
+        (
+            "run text --ranks 8 --set parallel.pipeline=8",
+            "The text recipe was asked for parallel.pipeline=8 and model.depth=4.",
+            "Its model is a row of 7 layers with weights: embedding, blocks, norm and head.",
+            "--set parallel.pipeline=7, or: --set model.depth=5",
+        ),
+        (
+            "run image --ranks 2 --set parallel.pipeline=2",
+            "The image recipe was asked for parallel.pipeline=2 and model.norm=batch.",
+            "Batch norm's running statistics go from one micro-batch to the next, and in a pipeline many are under way at "
+            "once.",
+            "--set model.norm=group, or: --set parallel.pipeline=1",
+        ),
+        (
             "run train.py --set lrr=1",
             "--set lrr=1",
             "There is no setting lrr; the nearest is lr.",

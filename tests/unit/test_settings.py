@@ -316,6 +316,43 @@ def test_every_way_to_call_main_is_understood(tmp_path: Path, call: str, width: 
     assert flatten(load(cls).settings).get("model.width") == width
 
 
+CHECK = """
+    def __post_init__(self):
+        if self.model.width not in (7, 14):
+            raise %s
+        for axis in ("tensor", "context"):
+            if getattr(self.parallel, axis) > 1:
+                raise unisono.SettingsError(f"{axis} was asked for.", "It cannot be.", "leave it out.")
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "raised", "words"),
+    [
+        ("8", 'ValueError("no multiple of 7")', "ValueError: no multiple of 7"),
+        ("8", 'unisono.SettingsError("It was asked for 8.", "That is no multiple of 7.", "7")', "asked for 8.*Next: 7"),
+        ("7", 'ValueError("no multiple of 7")', "context was asked for.*leave it out"),
+        ("8", "only_there(self.lr)", ""),  # what is not known here is said by the script's own processes
+        ("8", 'open("here", "w")', ""),
+        ("8", 'ValueError(print("here"))', ""),
+    ],
+)
+def test_a_script_may_refuse_its_settings_before_it_runs(tmp_path: Path, width: str, raised: str, words: str) -> None:
+    script = tmp_path / "train.py"
+    body = "    other: Model = field(default_factory=lambda: Model(width=3))\n"
+    assert body in SCRIPT
+    script.write_text(SCRIPT.replace(body, body + CHECK % raised))
+    cls = settings_of(script)
+    assert cls is not None
+    sets = ["steps=1", f"model.width={width}", "parallel.context=2"]
+    if not words:
+        assert flatten(load(cls, sets=sets).settings)["model.width"] == 8
+        assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+        return
+    with pytest.raises(SettingsError, match=f"(?s){words}"):
+        load(cls, sets=sets)
+
+
 @pytest.mark.parametrize("recipe", recipes())
 def test_the_settings_of_recipes_are_found(recipe: str) -> None:
     """So that a wrong one is told before any process starts, and `unisono run RECIPE --help` lists them."""

@@ -1,9 +1,9 @@
 """A script's settings class, without running the script: so that a wrong request is told before any process starts.
 
-Only what a settings class is made of is executed: its dataclasses and enums without their methods, the constants they
-use, and the imports from the standard library that these need. The rest of the script, torch above all, is not touched.
-A script that gets its class in another way (imports it from a module of its own, computes it) is not understood here;
-then its own processes check the request.
+Only what a settings class is made of is executed: its dataclasses and enums, without methods but for a `__post_init__`
+that merely looks at values and refuses them, the constants they use, and the imports from the standard library that
+these need. The rest of the script, torch above all, is not touched. A script that gets its class in another way
+(imports it from a module of its own, computes it) is not understood here; then its own processes check the request.
 """
 
 from __future__ import annotations
@@ -13,13 +13,32 @@ import ast
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import unisono
+from unisono.errors import SettingsError
 
 MODULES = {"__future__", "collections.abc", "dataclasses", "enum", "math", "pathlib", "typing", "unisono.settings"}
 OURS = {"Settings", "CheckpointSettings", "LoaderSettings"}  # other names of `unisono` would load torch
+CHECK = "__post_init__"
+LOOKS = {
+    "getattr",
+    "isinstance",
+    "any",
+    "all",
+    "sum",
+    "abs",
+    "round",
+    "sorted",
+    "set",
+    "dict",
+    "zip",
+    "enumerate",
+    "items",
+}
+"""What a check of values may call beside that."""
 CALLS = {"dataclass", "field", "auto", "Path", "tuple", "list", "int", "float", "str", "range", "len", "min", "max"}
 
 
@@ -59,7 +78,24 @@ def settings_of(script: Path) -> type | None:
         typing.get_type_hints(found)  # an annotation may name what is not there
     except Exception:
         return None
+    for made in [value for value in module.__dict__.values() if isinstance(value, type) and CHECK in value.__dict__]:
+        if made.__module__ == module.__name__:
+            setattr(made, CHECK, _as_far_as_known(made.__dict__[CHECK]))
     return found if isinstance(found, type) else None
+
+
+def _as_far_as_known(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A check that has its say if it gets that far: what it needs of the script may not be here."""
+
+    def checked(self: Any) -> None:
+        try:
+            check(self)
+        except (SettingsError, ValueError, TypeError):
+            raise
+        except Exception:
+            return
+
+    return checked
 
 
 def _call_of_main(tree: ast.Module) -> ast.Call | None:
@@ -98,20 +134,34 @@ def _harmless(statement: ast.stmt) -> ast.stmt | None:
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         return statement if _quiet(statement) else None
     if isinstance(statement, ast.ClassDef):
-        fields = [s for s in statement.body if not isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
+        fields = [s for s in statement.body if not isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef) or _checks(s)]
         kept_class = ast.ClassDef(statement.name, statement.bases, [], fields or [ast.Pass()], statement.decorator_list)
-        named = all(isinstance(s, ast.Assign | ast.AnnAssign | ast.Expr | ast.Pass) for s in fields)
-        if named and not statement.keywords and _quiet(kept_class):
+        plain = [s for s in fields if not isinstance(s, ast.FunctionDef)]
+        named = all(isinstance(s, ast.Assign | ast.AnnAssign | ast.Expr | ast.Pass) for s in plain)
+        if named and not statement.keywords and _quiet(kept_class, CALLS | LOOKS):
             return ast.fix_missing_locations(ast.copy_location(kept_class, statement))
     return None
 
 
-def _quiet(node: ast.AST) -> bool:
+def _checks(method: ast.stmt) -> bool:
+    """Is this a `__post_init__` that looks at values, and does nothing but refuse them?"""
+    acts = ast.Import | ast.ImportFrom | ast.With | ast.While | ast.Global | ast.Nonlocal | ast.Delete | ast.FunctionDef
+    return (
+        isinstance(method, ast.FunctionDef)
+        and method.name == CHECK
+        and not method.decorator_list
+        and _quiet(method, CALLS | LOOKS)
+        and not any(isinstance(inner, acts) for inner in ast.walk(method) if inner is not method)
+        and all(isinstance(s.ctx, ast.Load) for s in ast.walk(method) if isinstance(s, ast.Attribute | ast.Subscript))
+    )
+
+
+def _quiet(node: ast.AST, calls: Collection[str] = frozenset(CALLS)) -> bool:
     """Does it only make values? Calls are allowed by name: dataclasses, fields, paths, and the script's own classes."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call):
             name = inner.func.id if isinstance(inner.func, ast.Name) else getattr(inner.func, "attr", "")
-            if name not in CALLS and not name[:1].isupper():  # a class of the script: only a harmless one is there
+            if name not in calls and not name[:1].isupper():  # a class of the script: only a harmless one is there
                 return False
         elif isinstance(inner, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
             return False
