@@ -65,8 +65,8 @@ from unisono.errors import Problem, SettingsError
         (
             "run image --ranks 2 --set parallel.pipeline=2",
             "The image recipe was asked for parallel.pipeline=2 and model.norm=batch.",
-            "Batch norm's running statistics go from one micro-batch to the next, and in a pipeline many are under way at "
-            "once.",
+            "Batch norm's running statistics go from one micro-batch to the next, and in a pipeline many are under way "
+            "at once.",
             "--set model.norm=group, or: --set parallel.pipeline=1",
         ),
         (
