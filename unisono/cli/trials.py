@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Trials:
+class Trials(ABC):
     """The trials of one question. `start` runs a script; see launch/local.py."""
 
     script: Path
@@ -81,9 +82,9 @@ class Trials:
         if not self.request.json:
             print(text, flush=True)
 
+    @abstractmethod
     def _facts(self, status: int) -> dict[str, Any]:
         """What stands in the JSON object however it ends."""
-        raise NotImplementedError
 
     def _leave(self, status: int, **more: Any) -> int:
         if self.request.json:

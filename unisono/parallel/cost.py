@@ -1,4 +1,4 @@
-"""What each link of a chain costs: the time of its forward and its backward pass.
+"""What each link of a cut costs: the time of its forward and its backward pass.
 
     forward  0 --x--> forward  1 --x--> forward  2 --x--> ...          x is cut off from the graph that made it, so a
     backward 0        backward 1        backward 2                     link goes backward at once, and is forgotten

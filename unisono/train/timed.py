@@ -26,7 +26,7 @@ class Example(NamedTuple):
 
 
 def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> None:
-    """Let each link of the chain cost the time that it takes the main process to go forward and backward through it.
+    """Let each link of a cut cost the time that it takes the main process to go forward and backward through it.
 
     The whole model is on every process still. The others wait, and disturb nobody; only those that share the matrices
     of the main process's layers compute along. What is measured there holds everywhere, so all cut alike. Weights,
@@ -78,7 +78,7 @@ def _not_callable(name: str, error: Exception) -> Problem:
 
 
 def told(cut: Cut, begins: Sequence[int], *, named: bool) -> str:
-    """Where the chain is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
+    """Where the model is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
     (52 %), by parameters`. `named`: did the user say where?"""
     stages = []
     ends = [*begins[1:], len(cut.links)]
