@@ -251,7 +251,7 @@ def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.Captur
     told = capsys.readouterr().out
     assert "A small script." in told
     assert "--set KEY=VALUE" in told
-    assert re.search(r"  lr +0\.0003 a number\n", told)
+    assert re.search(r"  lr +0\.0003 +a number\n", told)
 
 
 def test_the_help_of_run_shows_the_settings_of_its_target(
@@ -263,7 +263,7 @@ def test_the_help_of_run_shows_the_settings_of_its_target(
         assert main(["run", *words]) == 0
         told = capsys.readouterr().out
         assert "Train a recipe or a script." in told
-        assert re.search(r"  lr +0\.0003 the highest\n", told)
+        assert re.search(r"  lr +0\.0003 +the highest\n", told)
     assert main(["run", "image", "--help"]) == 0
     assert "a folder of your own: four idx files" in capsys.readouterr().out
     assert main(["run", "--help"]) == 0

@@ -69,6 +69,15 @@ class Exchange(Protocol):
         """Has the loop changed p.grad in this process's last micro-batch? (Earlier, `leave` raises LoopError.) Messages
         are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
+        is exact. All processes call this together, between two steps; the main process's is saved. {}: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. Called on every process, with tensors in the CPU's memory, before the first step."""
+        return
+
     def close(self) -> None:
         pass
 

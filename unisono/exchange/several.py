@@ -7,6 +7,7 @@ enters that one. They meet one after the other, first stage first, on all who ho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -63,6 +64,14 @@ class Several:
             for p, was in zip(part.params, part.used, strict=True):
                 known[id(p)] = known.get(id(p), False) or was
         return [known[id(p)] for p in self.params]
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {number: part.state_dict() for number, part in enumerate(self.parts)}
+        return {str(number): state for number, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, saved in state.items():
+            self.parts[int(number)].load_state_dict(saved)
 
     @property
     def touched(self) -> bool:

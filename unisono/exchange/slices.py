@@ -15,6 +15,7 @@ bits; but two half sequences are not added up as a whole one is, so beside one p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -92,6 +93,12 @@ class Slices:
 
     def zero(self) -> None:
         self.inner.zero()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state)
 
     @property
     def touched(self) -> bool:

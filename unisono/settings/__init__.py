@@ -26,7 +26,19 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_type_hints
 
 from unisono.errors import Problem, SettingsError
-from unisono.settings.every import ABOUT, OURS, About, CheckpointSettings, LoaderSettings, ParallelSettings, Settings
+from unisono.settings.every import (
+    ABOUT,
+    OURS,
+    About,
+    CheckpointSettings,
+    CompressSettings,
+    DealSettings,
+    LoaderSettings,
+    LocalSettings,
+    ParallelSettings,
+    ServerSettings,
+    Settings,
+)
 from unisono.settings.file import lines_of
 from unisono.settings.line import Line
 from unisono.settings.script import settings_of
@@ -35,8 +47,12 @@ from unisono.settings.words import nearest_name, plural
 
 __all__ = [
     "CheckpointSettings",
+    "CompressSettings",
+    "DealSettings",
     "LoaderSettings",
+    "LocalSettings",
     "ParallelSettings",
+    "ServerSettings",
     "Settings",
     "Loaded",
     "Entry",

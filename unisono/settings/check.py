@@ -20,6 +20,7 @@ from unisono.settings import (
     shown,
 )
 from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
+from unisono.settings.meeting import problems_of_exchange
 from unisono.settings.values import Misfit, typed
 from unisono.settings.ways import problems_of_ways
 
@@ -66,7 +67,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         do = f"{line.setting(f'virtual_ranks={batch}')}, or: {line.setting(f'batch={ranks}')}"
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
     axes, wrong = _mesh(values, size, line)
-    problems += wrong + _pipeline(values, axes, line)
+    problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, axes, line)
     if ranks is not None and not wrong and axes.data > ranks >= 1:
         size = axes.data
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
@@ -199,4 +200,12 @@ LIMITS: dict[str, tuple[float, float]] = {
     "loader.prefetch": (1, float("inf")),
     "parallel.split": (1, float("inf")),
     "parallel.threads": (1, float("inf")),
+    "compress.rank": (1, float("inf")),
+    "server.count": (1, float("inf")),
+    "server.staleness": (0, float("inf")),
+    "local.sites": (2, float("inf")),
+    "local.every": (1, float("inf")),
+    "local.begin": (0, float("inf")),
+    "local.fragments": (1, float("inf")),
+    "local.overlap": (0, float("inf")),
 }

@@ -50,6 +50,46 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressSettings:
+    """In which form gradients travel."""
+
+    kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
+    rank: int = 4
+    keep: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Parameter servers, under exchange=server."""
+
+    count: int = 1
+    staleness: int | None = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings:
+    """Sites that train by themselves from one meeting to the next, under exchange=local."""
+
+    sites: int = 2
+    every: int = 50
+    begin: int = 0
+    outer: Literal["average", "nesterov"] = "nesterov"
+    lr: float = 0.7
+    momentum: float = 0.9
+    bits: Literal[32, 8, 4] = 32
+    fragments: int = 1
+    overlap: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealSettings:
+    """How virtual ranks find their processes. It never changes the result."""
+
+    by_speed: bool = True
+    claim: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every run has. A script's own class inherits from this one."""
 
@@ -61,11 +101,15 @@ class Settings:
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip: float | None = None
-    exchange: Literal["tree", "allreduce"] = "tree"
+    exchange: Literal["tree", "wide", "allreduce", "ring", "ddp", "server", "local"] = "tree"
     threads: int = 1
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    compress: CompressSettings = field(default_factory=CompressSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    local: LocalSettings = field(default_factory=LocalSettings)
+    deal: DealSettings = field(default_factory=DealSettings)
 
 
 class About(NamedTuple):
@@ -110,6 +154,31 @@ ABOUT = {
     "parallel.schedule": About("in which order a pipeline's stages compute what; torch's schedules", False),
     "parallel.stages": About("modules with which the second and further stages begin; none: balanced", False),
     "parallel.loops": About("stages of each process, under the schedules that have several", False),
+    "compress.kind": About("the form in which gradients travel", True),
+    "compress.rank": About("columns that powersgd sends of each matrix", True),
+    "compress.keep": About("the part of a gradient that topk sends", True),
+    "server.count": About("processes that are parameter servers, the first ones", False),
+    "server.staleness": About("updates a gradient may be late by; 0: synchronous; none: any number", True),
+    "local.sites": About("sites that train by themselves between two meetings", True),
+    "local.every": About("steps from one meeting of the sites to the next", True),
+    "local.begin": About("steps that all sites make together before that", True),
+    "local.outer": About("what is done with the mean of the sites' ways", True),
+    "local.lr": About("the outer learning rate, for nesterov", True),
+    "local.momentum": About("the outer momentum, for nesterov", True),
+    "local.bits": About("bits of every number that sites send each other", True),
+    "local.fragments": About("parts of the model that meet one after the other", True),
+    "local.overlap": About("steps that a site makes while a meeting's numbers travel", True),
+    "deal.by_speed": About("give faster processes more virtual ranks", False),
+    "deal.claim": About("let who is done first take what others have not begun", False),
 }
 
-OURS = (Settings, CheckpointSettings, LoaderSettings, ParallelSettings)
+OURS = (
+    Settings,
+    CheckpointSettings,
+    LoaderSettings,
+    ParallelSettings,
+    CompressSettings,
+    ServerSettings,
+    LocalSettings,
+    DealSettings,
+)

@@ -20,6 +20,7 @@ from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, place_evenly
 from unisono.train.buffers import versions, watch_samples
+from unisono.train.carried import Carried
 from unisono.train.gradient import Gradient
 from unisono.train.misfits import check_optimizer, check_schedule
 from unisono.train.models import Models
@@ -53,11 +54,12 @@ class Engine:
         table: Table,
         generators: Generators,
         scale: LossScale,
+        carried: Carried,
     ) -> None:
         self.settings, self.mesh, self.seat, self.order = settings, mesh, seat, order
         self.group = mesh.world
         self.schedule, self.models, self.last = schedule, models, last
-        self.table, self.generators, self.scale = table, generators, scale
+        self.table, self.generators, self.scale, self.carried = table, generators, scale, carried
         self.asked = {"stop": False, "leave": False}
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
@@ -121,6 +123,7 @@ class Engine:
             self._gradients[key] = Gradient(
                 params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only
             )
+            self.carried.know(self._gradients[key].key, self._gradients[key].exchange)
         if optimizers is None:
             self._whole = self._gradients[key]
         return self._gradients[key]
@@ -242,6 +245,7 @@ class Engine:
         for gradient in self._gradients.values():
             gradient.close()
         self._gradients, self._whole = {}, None
+        self.carried.forget()
 
     # -- what does not fit
 
@@ -396,6 +400,7 @@ def build_engine(
     table: Table,
     generators: Generators,
     scale: LossScale,
+    carried: Carried,
     shuffle: bool,
     collate: Collate | None,
     first: int,
@@ -431,4 +436,4 @@ def build_engine(
         prefetch=settings.loader.prefetch,
         keyed=settings.virtual_ranks > 1,
     )
-    return kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale)
+    return kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)

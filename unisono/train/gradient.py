@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING
@@ -66,6 +67,12 @@ class Gradient:
         self._given: list[torch.Tensor | None] = []  # the gradients, when they were whole
         self._versions: list[int] = []  # how often each had been written to
         self._token = torch.zeros(1, device=mesh.world.device)
+
+    @property
+    def key(self) -> str:
+        """Whose gradient it is, in few letters: the same in every run of a script."""
+        names = "\n".join(self.names.get(id(p), "") for p in self.params)
+        return hashlib.sha256(names.encode()).hexdigest()[:16]
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         if self.gathered:

@@ -24,13 +24,14 @@ from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
+from unisono.train.carried import Carried
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
 from unisono.train.models import Models
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
 from unisono.train.result import promise, result
-from unisono.train.state import RANDOM, SCALE, State
+from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
 from unisono.train.timed import Example
@@ -89,7 +90,8 @@ class Run(Generic[S]):
         self._state = State(run_dir, group, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
-        self._state.track(**{RANDOM: self._generators, SCALE: self._scale})
+        self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
+        self._state.track(**{RANDOM: self._generators, SCALE: self._scale, EXCHANGE: self._carried})
         self._models = Models(self._mesh, settings.virtual_ranks)
         self._total_steps = settings.steps
         self._kind = engine
@@ -247,6 +249,7 @@ class Run(Generic[S]):
             table=self._table,
             generators=self._generators,
             scale=self._scale,
+            carried=self._carried,
             shuffle=shuffle,
             collate=collate_fn,
             first=self.steps_done,

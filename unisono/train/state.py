@@ -26,6 +26,9 @@ RANDOM = "random_numbers"
 SCALE = "loss_scale"
 """The same of what fp16 scales losses by."""
 
+EXCHANGE = "exchange_state"
+"""The same of what exchanges carry from step to step."""
+
 LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
 """What torch's schedules call the number of steps that they were made for."""
 
@@ -71,7 +74,7 @@ class State:
         if name not in checkpoint.states:
             raise CheckpointError(
                 f"{name!r} was to be resumed from {checkpoint.path}.",
-                f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM, SCALE})) or 'nothing'}.",
+                f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE})) or 'nothing'}.",
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         state = checkpoint.states[name]

@@ -1,0 +1,68 @@
+"""How gradients meet: what is wrong with `exchange` and its own settings, beside the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from unisono.errors import Problem
+from unisono.settings.axes import Axes
+from unisono.settings.every import LocalSettings, ServerSettings
+from unisono.settings.line import Line
+from unisono.settings.values import shown
+
+DIVIDED = ("shard", "context", "tensor", "pipeline")
+"""Axes along which a model, or what it computes, is divided."""
+
+CARRIES: dict[str, tuple[str, ...]] = {
+    "tree": DIVIDED,
+    "allreduce": DIVIDED,
+    "wide": DIVIDED,
+    "ring": DIVIDED,
+    "ddp": (),
+    "server": (),
+    "local": (),
+}
+"""Axes that an exchange goes with, beside replicas."""
+
+OWN = {"server": ServerSettings, "local": LocalSettings}
+"""Settings that only the exchange of their name reads."""
+
+
+def problems_of_exchange(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+    """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form."""
+    exchange = values.get("exchange", "tree")
+    return _not_carried(exchange, values, axes, line) + _not_read(exchange, values, line)
+
+
+def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+    """An axis that the exchange cannot go with."""
+    problems = []
+    for axis in DIVIDED:
+        size = getattr(axes, axis)
+        if size == 1:
+            continue
+        asked = f"exchange = {exchange} and parallel.{axis} = {size}"
+        if axis not in CARRIES[exchange]:
+            true = "This exchange adds up gradients of whole models."
+            do = f"{line.setting('exchange=tree')}, or: {line.setting(f'parallel.{axis}=1')}"
+            problems.append(Problem(asked, true, do))
+        elif axis == "shard" and exchange != "tree" and values.get("parallel.gather") == "layer":
+            true = "Shards that are gathered layer by layer send each gradient through the tree at once."
+            do = f"{line.setting('exchange=tree')}, or: {line.setting('parallel.gather=step')}"
+            problems.append(Problem(asked, true, do))
+    return problems
+
+
+def _not_read(exchange: str, values: Mapping[str, Any], line: Line) -> list[Problem]:
+    """A setting that was changed, and that nobody reads."""
+    problems = []
+    for other, kind in OWN.items():
+        for field in fields(kind):
+            value = values.get(name := f"{other}.{field.name}", field.default)
+            if exchange != other and value != field.default:
+                true = f"It is for exchange={other}, and exchange = {exchange}."
+                do = f"{line.setting(f'exchange={other}')}, or: {line.setting(f'{name}={shown(field.default)}')}"
+                problems.append(Problem(f"{name} = {shown(value)}", true, do))
+    return problems
