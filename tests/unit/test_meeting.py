@@ -42,7 +42,8 @@ def test_what_does_not_go_together_is_refused_with_what_to_type(asked: dict[str,
 @pytest.mark.parametrize("exchange", ["tree", "allreduce", "wide", "ring"])
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_what_adds_up_parts_goes_with_parts(exchange: Any, axis: str) -> None:
-    assert check(Settings(steps=1, exchange=exchange, parallel=ParallelSettings(**{axis: 2})), 4, LINE) == []
+    sizes: dict[str, Any] = {axis: 2}
+    assert check(Settings(steps=1, exchange=exchange, parallel=ParallelSettings(**sizes)), 4, LINE) == []
 
 
 def test_all_that_was_asked_and_does_not_fit_is_told_at_once() -> None:
