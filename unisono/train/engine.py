@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,23 +19,19 @@ from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, place_evenly
-from unisono.train.buffers import versions, watch_samples
+from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
+from unisono.train.dealing import WORDS, Dealing
 from unisono.train.gradient import Gradient
 from unisono.train.misfits import check_optimizer, check_schedule
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
-from unisono.world.collectives import local
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
     from unisono.world.mesh import Mesh
-
-
-BLOCK = 1 << 16
-"""Elements of a parameter that are looked at together: eight bytes each are needed beside it."""
 
 
 class Engine:
@@ -73,6 +69,8 @@ class Engine:
         self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = self.group.device if self.group.device.type != "cpu" else None
+        self.dealing: Dealing | None = None
+        """Who watches how long the processes take, and deals anew, if somebody does."""
 
     # -- a step
 
@@ -137,6 +135,8 @@ class Engine:
         """
         spans = self.schedule.at(step)
         span = spans[self.seat.span]
+        if self.dealing is not None:
+            self.dealing.begin()
         pieces = self._pieces(step, span)
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers, self.models.busy = self.models.buffers, True
@@ -155,6 +155,8 @@ class Engine:
                 with nullcontext() if gradient.seen else self._watched(place), self.models.around_loss():
                     yield place, batch, left == 0
         buffers.leave()
+        if self.dealing is not None and number == 0:
+            self.dealing.end(sum(hi - lo for v in pieces for lo, hi in self.order.micro_bounds(step, v)))
 
     def _fetch(self, step: int, kept: list[tuple[Place, Any]] | None) -> tuple[Place, Any]:
         try:
@@ -194,7 +196,9 @@ class Engine:
         buffers = self.models.buffers
         exchange = gradient.exchange
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
-        totals = self.table.meet(said)
+        totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
+        if self.dealing is not None and number == 0:
+            self.dealing.hear(totals.said, self.schedule)
         self.agreed = agreed = totals.flags
         if agreed["touched"]:
             raise touched()
@@ -377,19 +381,6 @@ class Engine:
         return "use GroupNorm, or more data."
 
 
-def bits_of(tensor: torch.Tensor) -> int:
-    """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
-    flat = local(tensor.detach()).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    places = torch.arange(min(BLOCK, len(words)), device=flat.device)
-    odd = 2 * (places * places) + 1  # so that no change of a bit is lost
-    found = 0
-    for i, block in enumerate(words.split(BLOCK)):
-        found = mix(found, i, int((block * odd[: len(block)]).sum()))
-    return found
-
-
 def build_engine(
     kind: type[Engine],
     data: Any,
@@ -405,6 +396,7 @@ def build_engine(
     collate: Collate | None,
     first: int,
     last: int,
+    note: Callable[[str], None],
 ) -> Engine:
     """The engine for steps `first` to `last` - 1 over this data, with its order, its placement and its loader."""
     shards, window = lies_in(data)
@@ -436,4 +428,10 @@ def build_engine(
         prefetch=settings.loader.prefetch,
         keyed=settings.virtual_ranks > 1,
     )
-    return kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
+    engine = kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
+    if settings.deal.by_speed and 1 < mesh.axes.replicate == mesh.world.size and settings.virtual_ranks > 1:
+        table.words = WORDS
+        engine.dealing = Dealing(
+            settings.virtual_ranks, schedule.at(first), settings.batch / settings.virtual_ranks, note
+        )
+    return engine

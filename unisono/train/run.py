@@ -254,6 +254,7 @@ class Run(Generic[S]):
             collate=collate_fn,
             first=self.steps_done,
             last=last,
+            note=self._watcher.note,
         )
         self._models.listen()
         return self._steps(self._engine)
@@ -341,6 +342,7 @@ class Run(Generic[S]):
         horizon = torch.tensor([self._engine.horizon], device=self.device)
         first = int(self._group.max_(horizon).item())
         self._engine.schedule.change(first, spans)
+        self._engine.dealing = None  # what somebody has dealt by hand stays
         return first
 
     # -- what comes out
