@@ -84,6 +84,7 @@ class Exchange(Protocol):
 
 _files = {
     "tree": "unisono.exchange.tree:Tree",
+    "claimed": "unisono.exchange.claimed:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",

@@ -145,6 +145,12 @@ class Copy:
         if grad is not None:
             self._add(number, grad)
 
+    def absorb(self, other: Copy) -> None:
+        """Add all that is in another copy, which is free then."""
+        for number, filled in enumerate(other.filled):
+            if filled:
+                self._add(number, other.views[number])
+
     def _add(self, number: int, grad: torch.Tensor) -> None:
         view = self.views[number]
         if self.filled[number]:

@@ -16,59 +16,98 @@ from typing import TYPE_CHECKING
 
 from unisono import phases
 from unisono.score.dealing import Dealer
+from unisono.train.claims import Claims
+from unisono.world.tickets import Tickets
 
 if TYPE_CHECKING:
     from unisono.data.loader import Schedule
-    from unisono.score.placement import Spans
+    from unisono.settings import Settings
+    from unisono.world.mesh import Mesh
 
-WORDS = 2
-"""What each process says of itself: seconds for one virtual rank (0: it computed none), its horizon."""
+WORDS = 3
+"""What each process says of itself: seconds for one virtual rank (0: it computed none), its horizon, seconds since it
+said so last."""
 
 
 class Dealing:
-    """share  samples of a virtual rank, on average
-    note   where a line for people goes
-    deals  what was decided: (first step, virtual ranks of each process)
+    """dealer  deals anew, for a long time; None: nobody does
+    claims  deal within a step; None: nobody does
+    share   samples of a virtual rank, on average
+    note    where a line for people goes
+    deals   what was decided: (first step, virtual ranks of each process)
     """
 
-    def __init__(self, virtual_ranks: int, spans: Spans, share: float, note: Callable[[str], None]) -> None:
-        self.dealer = Dealer(virtual_ranks, spans)
-        self.share, self.note = share, note
+    def __init__(
+        self,
+        dealer: Dealer | None,
+        claims: Claims | None,
+        share: float,
+        schedule: Schedule,
+        note: Callable[[str], None],
+    ) -> None:
+        self.dealer, self.claims = dealer, claims
+        self.share, self.schedule, self.note = share, schedule, note
         self.deals: list[tuple[int, list[int]]] = []
-        self._began = self._waited = self._took = 0.0
+        self._began = self._waited = self._busy = self._said = 0.0
+        self._samples = 0
+        self._claimed = False
         self._told: tuple[int, ...] = ()
+
+    def claimed(self, number: int) -> bool:
+        """Are the virtual ranks of this step claimed? That is decided before its first pass, and the others follow."""
+        if number == 0:
+            self._claimed = self.claims is not None and self.claims.on
+        return self._claimed
 
     def begin(self) -> None:
         """A pass begins: the first of its micro-batches is about to be fetched."""
-        self._began, self._waited = time.perf_counter(), phases.Waited.seconds
+        self._began, self._waited, self._samples = time.perf_counter(), phases.Waited.seconds, 0
 
-    def end(self, samples: int) -> None:
-        """All micro-batches of this process are computed. Waiting for others in the midst of them is no work."""
-        busy = time.perf_counter() - self._began - (phases.Waited.seconds - self._waited)
-        self._took = busy / samples * self.share if samples else 0.0
+    def done(self, bounds: tuple[int, int]) -> None:
+        """A micro-batch of the pass is computed. Waiting for others in the midst of it was no work."""
+        self._samples += bounds[1] - bounds[0]
+        self._busy = time.perf_counter() - self._began - (phases.Waited.seconds - self._waited)
 
-    def say(self, horizon: int) -> tuple[float, float]:
-        return self._took, float(horizon)
+    def say(self, horizon: int) -> tuple[float, float, float]:
+        before, self._said = self._said, time.perf_counter()
+        took = self._busy / self._samples * self.share if self._samples else 0.0
+        return took, float(horizon), self._said - before if before else 0.0
 
-    def hear(self, said: Sequence[Sequence[float]], schedule: Schedule) -> None:
+    def hear(self, step: int, said: Sequence[Sequence[float]]) -> None:
         """A step is over, and everybody has said how long it took: deal anew, if that pays."""
-        seconds = [took for took, _ in said]
-        spans = self.dealer.hear(seconds)
+        seconds = [took for took, _, _ in said]
+        if self.claims is not None:
+            self.claims.hear(self.schedule.at(step), seconds, said[0][2])
+        spans = self.dealer.hear(seconds) if self.dealer is not None else None
         if spans is None:
             return
-        first, counts = int(max(horizon for _, horizon in said)), [hi - lo for lo, hi in spans]
-        schedule.change(first, spans)
+        assert self.dealer is not None
+        first, counts = int(max(horizon for _, horizon, _ in said)), [hi - lo for lo, hi in spans]
+        self.schedule.change(first, spans)
         self.deals.append((first, counts))
         self.note(f"from step {first} on the processes compute {', '.join(map(str, counts))} virtual ranks, by speed")
-        if self.dealer.slow and self.dealer.slow != self._told:
-            self.note(self._about_slow(seconds))
-        self._told = self.dealer.slow
-
-    def _about_slow(self, seconds: Sequence[float]) -> str:
         slow = self.dealer.slow
+        if slow and slow != self._told:
+            self.note(self._about(slow, seconds))
+        self._told = slow
+
+    def _about(self, slow: Sequence[int], seconds: Sequence[float]) -> str:
         took, others = (median(s for r, s in enumerate(seconds) if (r in slow) == of and s) for of in (True, False))
         return (
             f"{'Rank' if len(slow) == 1 else 'Ranks'} {', '.join(map(str, slow))} would take {1000 * took:.3g} ms for "
             f"a virtual rank, where the others take {1000 * others:.3g}: they are done sooner without help, and "
             f"--ranks {len(seconds) - len(slow)} would be as fast."
         )
+
+
+def build_dealing(
+    settings: Settings, mesh: Mesh, schedule: Schedule, first: int, note: Callable[[str], None]
+) -> Dealing | None:
+    """Who deals by speed, from step `first` on; None, where nothing can be dealt: on one process, with one virtual
+    rank, and where processes wait for each other in the midst of a model, so that none can be told to be slow."""
+    deal, ranks = settings.deal, settings.virtual_ranks
+    if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.claim):
+        return None
+    dealer = Dealer(ranks, schedule.at(first)) if deal.by_speed else None
+    claims = Claims(mesh.world.rank, Tickets(mesh.world)) if deal.claim else None
+    return Dealing(dealer, claims, settings.batch / ranks, schedule, note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +21,9 @@ from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, place_evenly
 from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
-from unisono.train.dealing import WORDS, Dealing
+from unisono.train.dealing import WORDS, Dealing, build_dealing
 from unisono.train.gradient import Gradient
-from unisono.train.misfits import check_optimizer, check_schedule
+from unisono.train.misfits import alone, check_optimizer, check_schedule
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
@@ -134,9 +134,10 @@ class Engine:
         The first pass fetches them, and leaves them in `kept` if there is such a list; the others find them there.
         """
         spans = self.schedule.at(step)
-        span = spans[self.seat.span]
-        if self.dealing is not None:
-            self.dealing.begin()
+        span, dealing = spans[self.seat.span], self.dealing
+        claimed = dealing is not None and dealing.claimed(number)
+        if claimed:  # whoever is free computes whatever is left
+            spans, span = (), (0, self.order.virtual_ranks)
         pieces = self._pieces(step, span)
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers, self.models.busy = self.models.buffers, True
@@ -145,18 +146,43 @@ class Engine:
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
-        for i in range(count := -(-sum(pieces.values()) // self.seat.turns)):
-            place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
-            left = count - 1 - i
+        if dealing is not None and number == 0:
+            dealing.begin()
+        rounds = self._claimed(step, kept) if claimed else self._dealt(step, kept, sum(pieces.values()))
+        for place, batch, last in rounds if number == 0 else self._again(number, kept or [], overlap=not claimed):
             buffers.enter(place.virtual_rank, spare=place.spare)
             if gradient.seen and not self.models.divided_loss:
-                yield place, batch, left == 0
+                yield place, batch, last
             else:
                 with nullcontext() if gradient.seen else self._watched(place), self.models.around_loss():
-                    yield place, batch, left == 0
+                    yield place, batch, last
+            if dealing is not None and number == 0:
+                dealing.done(self.order.micro_bounds(step, place.virtual_rank)[place.number])
         buffers.leave()
-        if self.dealing is not None and number == 0:
-            self.dealing.end(sum(hi - lo for v in pieces for lo, hi in self.order.micro_bounds(step, v)))
+
+    def _dealt(self, step: int, kept: list[tuple[Place, Any]] | None, pieces: int) -> Iterator[tuple[Place, Any, bool]]:
+        """The micro-batches of our span, each with whether it is the last; those that fetch in turn take their part."""
+        for left in reversed(range(-(-pieces // self.seat.turns))):
+            yield *self._fetch(step, kept), left == 0
+
+    def _claimed(self, step: int, kept: list[tuple[Place, Any]] | None) -> Iterator[tuple[Place, Any, bool]]:
+        """Those of the virtual ranks that are ours because we were free. Nobody knows which is the last one."""
+        assert self.dealing is not None
+        assert self.dealing.claims is not None
+        spans = self.schedule.at(step)
+        pieces = self._pieces(step, (0, self.order.virtual_ranks))
+        ahead = sum(pieces[v] for v in range(*spans[self.seat.span]))  # fetched ahead, or about to be
+        for virtual_rank, at_home in self.dealing.claims.taken(step, spans, [v for v in pieces if pieces[v]]):
+            for number in range(pieces[virtual_rank]):
+                if at_home:
+                    ahead -= 1
+                    yield *self._fetch(step, kept), False
+                    continue
+                fetched = self._loader.fetch(Place(step, virtual_rank, number))
+                if kept is not None:
+                    kept.append(fetched)
+                yield *fetched, False
+        self._loader.skip(ahead, self._batches)
 
     def _fetch(self, step: int, kept: list[tuple[Place, Any]] | None) -> tuple[Place, Any]:
         try:
@@ -170,13 +196,12 @@ class Engine:
             kept.append(fetched)
         return fetched
 
-    def _again(self, number: int, kept: list[tuple[Place, Any]] | None, i: int) -> tuple[Place, Any]:
+    def _again(self, number: int, kept: list[tuple[Place, Any]], *, overlap: bool) -> Iterator[tuple[Place, Any, bool]]:
         """What the first pass has fetched, under this pass's own key."""
-        assert kept is not None
-        place, batch = kept[i]
-        if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
-            seed_everything(mix(place_key(self._round_key, *place[:3]), number), self._accelerator)
-        return place, batch
+        for i, (place, batch) in enumerate(kept):
+            if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
+                seed_everything(mix(place_key(self._round_key, *place[:3]), number), self._accelerator)
+            yield place, batch, overlap and i + 1 == len(kept)
 
     def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
         """How many micro-batches each virtual rank of the span has in `step`: only the size of the batch decides."""
@@ -198,7 +223,7 @@ class Engine:
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
         totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
         if self.dealing is not None and number == 0:
-            self.dealing.hear(totals.said, self.schedule)
+            self.dealing.hear(step.number, totals.said)
         self.agreed = agreed = totals.flags
         if agreed["touched"]:
             raise touched()
@@ -351,34 +376,14 @@ class Engine:
         bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
         hooks = []
         if self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
-            hooks = watch_samples(self.models.batch_norms(), bounds[1] - bounds[0], self._alone)
+            hooks = watch_samples(
+                self.models.batch_norms(), bounds[1] - bounds[0], partial(alone, self.order, self.last)
+            )
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _alone(self, name: str) -> LoopError:
-        order = self.order
-        where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
-        return LoopError(
-            f"The batch norm {name} was to normalise micro-batches of a batch of {order.batch}.",
-            f"In {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of one sample, whose "
-            "variance says nothing.",
-            self._better_batch(),
-        )
-
-    def _better_batch(self) -> str:
-        """The nearest batch without a micro-batch of one sample, as a line to type."""
-        order = self.order
-        known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
-        for batch in sorted(known, key=lambda b: abs(b - order.batch)):
-            if replace(order, batch=batch).smallest(self.last) > 1:
-                return f"--set batch={batch}, or fewer --set virtual_ranks, or GroupNorm."
-        for fewer in range(order.virtual_ranks - 1, 0, -1):
-            if replace(order, virtual_ranks=fewer).smallest(self.last) > 1:
-                return f"--set virtual_ranks={fewer}, or GroupNorm."
-        return "use GroupNorm, or more data."
 
 
 def build_engine(
@@ -429,9 +434,6 @@ def build_engine(
         keyed=settings.virtual_ranks > 1,
     )
     engine = kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
-    if settings.deal.by_speed and 1 < mesh.axes.replicate == mesh.world.size and settings.virtual_ranks > 1:
-        table.words = WORDS
-        engine.dealing = Dealing(
-            settings.virtual_ranks, schedule.at(first), settings.batch / settings.virtual_ranks, note
-        )
+    engine.dealing = build_dealing(settings, mesh, schedule, first, note)
+    table.words = WORDS if engine.dealing is not None else 0
     return engine
