@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unisono.settings import Line, LocalSettings, ParallelSettings, ServerSettings, Settings
+from unisono.settings import DealSettings, Line, LocalSettings, ParallelSettings, ServerSettings, Settings
 from unisono.settings.check import check
 
 LINE = Line(("unisono", "run", "train.py"))
@@ -30,6 +30,14 @@ LINE = Line(("unisono", "run", "train.py"))
         (
             {"exchange": "server", "server": ServerSettings(staleness=-1)},
             "server.staleness = -1: .*at least 0.*server.staleness=0",
+        ),
+        (
+            {"exchange": "allreduce", "deal": DealSettings(claim=True)},
+            "deal.claim = true and exchange = allreduce: .*the tree.*deal.claim=false.*exchange=tree",
+        ),
+        (
+            {"parallel": ParallelSettings(tensor=2), "deal": DealSettings(claim=True)},
+            "deal.claim = true and parallel.tensor = 2: .*deal.claim=false.*parallel.tensor=1",
         ),
     ],
 )
