@@ -30,6 +30,7 @@ from unisono.world.collectives import local
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.buddy import Buddy
     from unisono.world.mesh import Mesh
 
 
@@ -38,7 +39,9 @@ BLOCK = 1 << 16
 
 
 class Engine:
-    """What a step needs from the run, in one place."""
+    """What a step needs from the run, in one place. `buddy`: who copies shards, if that is asked for."""
+
+    buddy: Buddy | None = None
 
     def __init__(
         self,
@@ -191,6 +194,8 @@ class Engine:
         buffers = self.models.buffers
         exchange = gradient.exchange
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
+        if self.buddy is not None:
+            self.buddy.settle()
         totals = self.table.meet(said)
         self.agreed = agreed = totals.flags
         if agreed["touched"]:
