@@ -1,4 +1,4 @@
-"""A buddy's copy: what a process lost comes back from the next one, to the bit, and training goes on as if nothing was."""
+"""A buddy's copy: what a process lost comes back from the next one, to the bit, and training goes on."""
 
 from __future__ import annotations
 
@@ -164,24 +164,25 @@ def test_all_go_back_to_a_step_that_is_whole_everywhere(tmp_path: Path) -> None:
     assert told == [[LOST_AT - 1, True, False]] * 3
 
 
-def thaw(run: Run[Any], model: nn.Module, steppers: list[Any], _: list[Any]) -> None:
+def thaw(layer: Any, optimizer: Any) -> None:
     """What stood still is changed, and trains from now on with an optimizer that grows for it."""
     with torch.no_grad():
-        model[3].weight.mul_(2)
-    model[3].requires_grad_(True)
-    steppers[0].add_param_group({"params": [*model[3].parameters()], "lr": 0.1})
+        layer.weight.mul_(2)
+    layer.requires_grad_(True)
+    optimizer.add_param_group({"params": [*layer.parameters()], "lr": 0.1})
 
 
 def late(run: Run[Any]) -> Any:
     """The same change in mid-training; afterwards a process is lost."""
     model, steppers, data, _ = normed(run)
     run.track(model=model, **{f"stepper {i}": stepper for i, stepper in enumerate(steppers)})
+    layer: Any = model.get_submodule("3")
     for step in run.steps(data):
         if step.number == 2:
             with torch.no_grad():
-                local(model[3].weight).mul_(2)
+                local(layer.weight).mul_(2)
         if step.number == 3:
-            thaw(run, model, steppers, [])
+            thaw(layer, steppers[0])
         if step.number == 5 and run.size > 1:
             lose_here(run, model, steppers)
         for x, y in step:
@@ -211,6 +212,27 @@ def test_two_neighbours_are_too_many(tmp_path: Path) -> None:
         assert re.search(
             "CheckpointError: Processes 0, 2.*process 2's was on process 0.*checkpoint.*--resume", words, re.DOTALL
         )
+
+
+def room(run: Run[Any], model: nn.Module, steppers: list[Any], _: list[Any]) -> list[int]:
+    """Bytes of what a process has, and of all parcels."""
+    buddy = buddy_of(run)
+    buddy.settle()
+    states = [value for state in steppers[0].state.values() for value in state.values()]
+    has = sum(local(t).nbytes for t in (*model.parameters(), *states))
+    bags = [bag for parcel in (*buddy.mine, *buddy.theirs) if parcel for bag in (parcel.still, parcel.moving)]
+    return [has, sum({bag.data.data_ptr(): bag.data.nbytes for bag in bags}.values())]
+
+
+def wide(run: Run[Any]) -> Made:
+    model = run.place(lambda: nn.Sequential(nn.Linear(12, 240), *(nn.Linear(240, 240) for _ in range(3))))
+    return model, [torch.optim.AdamW(model.parameters())], Points(60), None
+
+
+def test_four_times_a_shard_is_all_the_room_it_takes(tmp_path: Path) -> None:
+    config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
+    for has, kept in run_ranks(attempt, 3, tmp_path, partial(loop, make=wide, meddle=room), config):
+        assert 4 * has <= kept <= 4.02 * has
 
 
 def test_the_step_to_go_back_to() -> None:

@@ -46,6 +46,15 @@ def survival(parallel: ParallelSettings, axes: Axes) -> str:
     return " and ".join(others) or "checkpoint"
 
 
+def told(parallel: ParallelSettings, axes: Axes) -> str:
+    """The same of a run with shards, for its first lines; "" where there is nothing that people would not expect."""
+    if parallel.buddy:
+        return "shards: each has a copy on the next process"
+    if axes.shard > 1 and survival(parallel, axes) == "checkpoint":
+        return "shards: no copies but the checkpoint's (--set parallel.buddy=true keeps one of each)"
+    return ""
+
+
 class Travel(NamedTuple):
     """A parcel under way to us, and ours to somebody else."""
 
