@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,24 @@ def normed(run: Run[Any]) -> Made:
     return model, [first, second, torch.optim.lr_scheduler.StepLR(first, 2)], Points(60), None
 
 
+class Pair(nn.Module):
+    """Two matrices that a plan for the axis tensor is found for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+def pairs(run: Run[Any]) -> Made:
+    """Each parameter lies over two axes, or over one."""
+    model = run.place(lambda: nn.Sequential(Pair(), Pair(), nn.Linear(12, 6)))
+    return model, [torch.optim.AdamW(model.parameters(), lr=0.01)], Points(60), None
+
+
 def spoil(model: nn.Module, steppers: list[Any], *, new: bool) -> None:
     """What a process that is lost has. `new`: as another one has that takes its place, without any state."""
     with torch.no_grad():
@@ -73,10 +92,11 @@ def spoil(model: nn.Module, steppers: list[Any], *, new: bool) -> None:
 
 
 def state_of(run: Run[Any]) -> list[Any]:
-    """All weights, and whatever is tracked beside them, number by number."""
+    """The bits of all weights, and of whatever is tracked beside them, thing by thing."""
     others = {name: thing.state_dict() for name, thing in run._state.tracked.items() if name.startswith("stepper")}
     leaves = tree_leaves(whole(others, keep=True))
-    return [run._state.fingerprint(), *(leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)]
+    bits = [sha256(leaf.numpy().tobytes()).hexdigest() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [run._state.fingerprint(), *bits]
 
 
 def buddy_of(run: Run[Any]) -> Buddy:
@@ -143,6 +163,15 @@ def test_what_is_lost_comes_back(tmp_path: Path, alone: dict[Any, list[Any]], wh
     meddle = partial(lose, lost=lost, new=make is normed)
     for states in run_ranks(attempt, size, tmp_path, partial(loop, make=make, meddle=meddle), config):
         assert states == alone[make]
+
+
+def test_what_is_divided_by_matrices_as_well(tmp_path: Path) -> None:
+    config = replace(CONFIG, parallel=ParallelSettings(shard=2, tensor=2))
+    told = run_ranks(attempt, 4, tmp_path / "undisturbed", partial(loop, make=pairs), config)
+    assert isinstance(told[0], list), told[0]
+    config = replace(config, parallel=replace(config.parallel, buddy=True))
+    meddle = partial(lose, lost=(1,), new=True)
+    assert run_ranks(attempt, 4, tmp_path / "restored", partial(loop, make=pairs, meddle=meddle), config) == told
 
 
 def half_way(run: Run[Any], model: nn.Module, steppers: list[Any], states: list[Any]) -> Any:
@@ -225,7 +254,7 @@ def room(run: Run[Any], model: nn.Module, steppers: list[Any], _: list[Any]) -> 
 
 
 def wide(run: Run[Any]) -> Made:
-    model = run.place(lambda: nn.Sequential(nn.Linear(12, 240), *(nn.Linear(240, 240) for _ in range(3))))
+    model = run.place(lambda: nn.Sequential(nn.Linear(12, 120), *(nn.Linear(120, 120) for _ in range(3))))
     return model, [torch.optim.AdamW(model.parameters())], Points(60), None
 
 

@@ -17,8 +17,8 @@ while the next one computes:
 Whoever is past the meeting knows that copies of n are whole everywhere, since each waits for its own before it comes.
 Whoever dies later has not necessarily sent n + 1, and the others may have updated: then all go back to n together. So
 each keeps two parcels of its own and two of its neighbour, of which one may be half new; the other is whole. Beside
-what is shared that is four times as much as a shard with its optimizer state: with fewer than five shards, whole models
-beside each other (`parallel.replicate`) take no more room for it.
+what it has, each process then holds four times as much as a shard with its optimizer state. With fewer than four
+shards, whole models beside each other (`parallel.replicate`) need less room than that, and are copies as well.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def survival(parallel: ParallelSettings, axes: Axes) -> str:
     return " and ".join(others) or "checkpoint"
 
 
-def told(parallel: ParallelSettings, axes: Axes) -> str:
+def about_shards(parallel: ParallelSettings, axes: Axes) -> str:
     """The same of a run with shards, for its first lines; "" where there is nothing that people would not expect."""
     if parallel.buddy:
         return "shards: each has a copy on the next process"
