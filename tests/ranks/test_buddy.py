@@ -281,3 +281,23 @@ def test_survival_is_told() -> None:
     assert survival(ParallelSettings(shard=2), Axes(shard=2, replicate=2)) == "replicas"
     assert survival(ParallelSettings(shard=2, buddy=True), Axes(shard=2)) == "buddy"
     assert survival(ParallelSettings(shard=2, buddy=True), Axes(shard=2, replicate=2)) == "replicas and buddy"
+
+
+def leaves_early(run: Run[Any]) -> Any:
+    """A loop that is left while a copy is under way."""
+    model, steppers, data, _ = normed(run)
+    run.track(model=model, **{f"stepper {i}": stepper for i, stepper in enumerate(steppers)})
+    for step in run.steps(data):
+        if step.number == 2:
+            break
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+        step.update(*steppers)
+    under_way = buddy_of(run)._travel is not None
+    run.finish()
+    return [under_way, buddy_of(run)._travel is None, run.steps_done]
+
+
+def test_a_loop_that_is_left_early_waits_for_its_copies(tmp_path: Path) -> None:
+    config = replace(CONFIG, parallel=ParallelSettings(shard=2, buddy=True))
+    assert run_ranks(attempt, 2, tmp_path, leaves_early, config) == [[True, True, 2]] * 2
