@@ -193,44 +193,42 @@ def test_all_go_back_to_a_step_that_is_whole_everywhere(tmp_path: Path) -> None:
     assert told == [[LOST_AT - 1, True, False]] * 3
 
 
-def thaw(layer: Any, optimizer: Any) -> None:
-    """What stood still is changed, and trains from now on with an optimizer that grows for it."""
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    layer.requires_grad_(True)
-    optimizer.add_param_group({"params": [*layer.parameters()], "lr": 0.1})
-
-
 def late(run: Run[Any]) -> Any:
-    """The same change in mid-training; afterwards a process is lost."""
+    """A layer that does not train is written to, then a process is lost; it begins to train, and one is lost again.
+    Returns the state, and how often processes agreed anew on what there is."""
     model, steppers, data, _ = normed(run)
     run.track(model=model, **{f"stepper {i}": stepper for i, stepper in enumerate(steppers)})
     layer: Any = model.get_submodule("3")
+    agreed: list[int] = []
     for step in run.steps(data):
-        if step.number == 2:
-            with torch.no_grad():
-                local(layer.weight).mul_(2)
+        if step.number == 1 and run.size > 1:
+            buddy_of(run)._agree = partial(count, buddy_of(run)._agree, agreed)  # type: ignore[method-assign]
         if step.number == 3:
-            thaw(layer, steppers[0])
-        if step.number == 5 and run.size > 1:
-            lose_here(run, model, steppers)
+            with torch.no_grad():
+                layer.weight.mul_(2)
+        if step.number in (4, 5) and run.size > 1:
+            if run.rank == 1:
+                spoil(model, steppers, new=False)
+            assert buddy_of(run).restore([1]) == step.number
+        if step.number == 4:
+            layer.requires_grad_(True)
+            steppers[0].add_param_group({"params": [*layer.parameters()], "lr": 0.1})
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
         step.update(*steppers)
-    return state_of(run)
+    return [state_of(run), len(agreed)]
 
 
-def lose_here(run: Run[Any], model: nn.Module, steppers: list[Any]) -> None:
-    if run.rank == 1:
-        spoil(model, steppers, new=False)
-    assert buddy_of(run).restore([1]) == 5
+def count(agree: Callable[[Any], None], agreed: list[int], content: Any) -> None:
+    agreed.append(1)
+    agree(content)
 
 
 def test_what_stood_still_and_moves_later(tmp_path: Path) -> None:
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", late, CONFIG)
-    assert isinstance(told, list), told
+    ((state, _),) = run_ranks(attempt, 1, tmp_path / "1", late, CONFIG)
     config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
-    assert run_ranks(attempt, 3, tmp_path / "3", late, config) == [told] * 3
+    # written to, lost, training, lost again; and not in the step between
+    assert run_ranks(attempt, 3, tmp_path / "3", late, config) == [[state, 4]] * 3
 
 
 def test_two_neighbours_are_too_many(tmp_path: Path) -> None:
@@ -261,7 +259,7 @@ def wide(run: Run[Any]) -> Made:
 def test_four_times_a_shard_is_all_the_room_it_takes(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
     for has, kept in run_ranks(attempt, 3, tmp_path, partial(loop, make=wide, meddle=room), config):
-        assert 4 * has <= kept <= 4.02 * has
+        assert 4 * has <= kept <= 4.05 * has
 
 
 def test_the_step_to_go_back_to() -> None:

@@ -95,17 +95,20 @@ class Parcel(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What is here now: the tensors themselves, and not a copy."""
+    """What is here now: the tensors themselves, and not a copy.
+
+    stands  of what stands still, which tensors these are and how often they were written to
+    """
 
     still: list[torch.Tensor]
     moving: list[torch.Tensor]
     names: list[str]
     plain: dict[str, Any]
+    stands: list[tuple[int, int, int, int]]
 
     def seen(self) -> tuple[Any, ...]:
         """Changes when the tensors are other ones, or what stands still has been written to."""
-        still = [(id(tensor), version(tensor)) for tensor in self.still]
-        return still, [about(tensor) for tensor in self.still], [about(tensor) for tensor in self.moving]
+        return self.stands, [about(tensor) for tensor in self.still], [about(tensor) for tensor in self.moving]
 
 
 def content_of(tracked: Mapping[str, Any]) -> Content:
@@ -118,8 +121,11 @@ def content_of(tracked: Mapping[str, Any]) -> Content:
             name: pack(tree_map_only(torch.Tensor, lambda t: _marked(t, places), thing.state_dict()), name, tensors)
             for name, thing in _others(tracked).items()
         }
-        still, moving = [local(t) for t in weights if _is_still(t)], [local(t) for t in weights if not _is_still(t)]
-        return Content(still, moving + list(tensors.values()), list(tensors), plain)
+        frozen = [t for t in weights if _is_still(t)]
+        still, moving = [local(t) for t in frozen], [local(t) for t in weights if not _is_still(t)]
+        # a DTensor may give another object for what lies here each time, so that one's identity says nothing
+        stands = [(id(t), version(t), here.data_ptr(), version(here)) for t, here in zip(frozen, still, strict=True)]
+        return Content(still, moving + list(tensors.values()), list(tensors), plain, stands)
 
 
 def put_back(parcel: Parcel, tracked: Mapping[str, Any], device: torch.device) -> None:
