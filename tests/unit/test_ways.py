@@ -40,6 +40,11 @@ LINE = Line(("unisono", "run", "text"))
         ({"threads": 2, "compile": True}, "parallel.threads = 2 and parallel.compile = true", "parallel.compile=false"),
         ({"devices": ["cpu", "cpu"]}, "parallel.devices = ['cpu', 'cpu']", "--set parallel.split=2, or: "),
         ({"devices": ["cpu"], "split": 2}, "parallel.devices = ['cpu']", "--set parallel.split=1, or: "),
+        (
+            {"buddy": True},
+            "parallel.buddy = true",
+            "--ranks 2 --set parallel.shard=2, or: unisono run text --set parallel.buddy=false",
+        ),
         ({"split": 0}, "parallel.split = 0", "--set parallel.split=1"),
     ],
 )
@@ -51,6 +56,7 @@ def test_what_does_not_go_together(parallel: dict[str, Any], asked: str, do: str
 
 
 def test_what_does() -> None:
+    assert check(Settings(steps=1, parallel=ParallelSettings(shard=2, buddy=True)), 4, LINE) == []
     for parallel in ({"split": 2}, {"threads": 2}, {"recompute": "selective", "compile": True}):
         assert check(Settings(steps=1, parallel=ParallelSettings(**parallel)), 1, LINE) == []
 

@@ -35,6 +35,7 @@ class ParallelSettings:
     sequence: bool = False
     loss: bool = False
     gather: Literal["layer", "step"] = "layer"
+    buddy: bool = False
     layers: list[str] = field(default_factory=list)
     offload: bool = False
     split: int = 1
@@ -144,6 +145,7 @@ ABOUT = {
     "parallel.sequence": About("between blocks, divide sequences over the axis tensor", False),
     "parallel.loss": About("leave logits divided by classes over the axis tensor", False),
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
+    "parallel.buddy": About("each shard, with its optimizer state, has a copy on the next process", False),
     "parallel.layers": About("classes of the model's layers; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),
     "parallel.split": About("devices of one process that share the layers of one model", False),

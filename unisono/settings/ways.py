@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.errors import Problem
+from unisono.settings.axes import Axes
 from unisono.settings.line import Line
 
 ONE_PROCESS = ("split", "threads")
@@ -34,6 +35,22 @@ def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
     if "threads" in inside:
         problems += _too_much_for_threads(found, line)
     return problems + _devices(found, inside, line)
+
+
+def problems_of_buddy(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+    """A copy of each shard needs shards. `axes`: of the mesh that these values make."""
+    if not values.get("parallel.buddy") or "parallel.shard" not in values or axes.shard > 1:
+        return []
+    true = "It copies shards to the next process that has one, and with parallel.shard = 1 there are none."
+    if axes.replicate > 1:
+        true += f" All {axes.replicate} replicas are copies of each other."
+    off = str(line.setting("parallel.buddy=false"))
+    if axes.pipeline > 1:  # which has no shards
+        return [Problem("parallel.buddy = true", true, off)]
+    wanted = [f"parallel.shard={max(axes.replicate, 2)}"]
+    wanted += ["parallel.replicate=-1"] * (values.get("parallel.replicate", -1) != -1)
+    more = line if axes.replicate > 1 else line.in_processes(2 * axes.size)
+    return [Problem("parallel.buddy = true", true, f"{more.setting(*wanted)}, or: {off}")]
 
 
 def _too_much_for_threads(found: Mapping[str, Any], line: Line) -> list[Problem]:

@@ -31,11 +31,14 @@ from unisono.train.table import LOSS, Table
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.buddy import Buddy
     from unisono.world.mesh import Mesh
 
 
 class Engine:
-    """What a step needs from the run, in one place."""
+    """What a step needs from the run, in one place. `buddy`: who copies shards, if that is asked for."""
+
+    buddy: Buddy | None = None
 
     def __init__(
         self,
@@ -221,6 +224,8 @@ class Engine:
         buffers = self.models.buffers
         exchange = gradient.exchange
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
+        if self.buddy is not None:
+            self.buddy.settle()
         totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
         if self.dealing is not None and number == 0:
             self.dealing.hear(step.number, totals.said)

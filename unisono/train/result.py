@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.exchange import promise_of
 from unisono.parallel.recipe import promised
+from unisono.train.buddy import survival
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
@@ -46,6 +47,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "virtual_ranks": run.settings.virtual_ranks,
         "promise": promised_here,
         "reason": reason,
+        "survival": survival(run.settings.parallel, run._mesh.axes),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
         **({"deals": deals} if (deals := _deals(run)) else {}),
