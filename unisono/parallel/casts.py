@@ -1,0 +1,126 @@
+"""Casts: layers compute with parameters in bfloat16, while float32 ones are kept, trained and saved.
+
+This is FSDP2's mixed precision (MixedPrecisionPolicy in
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html): a layer's parameters are cast before they are
+gathered, so half the bytes travel and half the memory is gathered, its inputs are cast to fit them, and gradients are
+added up in float32. Autocast (precision.py) decides operator by operator; here all within a layer is bfloat16.
+
+    float32 master --cast--> bfloat16 parameter, for one call of a layer --> its gradient, bfloat16
+          ^                                                                       |
+          +---- update <---- sum over micro-batches, in float32 <------ cast -----+
+
+Where parameters are shared FSDP2 makes the first cast, and the exchange takes the gradient from it. Where they are
+whole (one process, replicas) the cast is an operation of autograd's, made here. Both have the same bits: what several
+uses in one call give is added up in bfloat16, and all beyond that in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
+
+from unisono.errors import LoopError
+from unisono.parallel.layers import Around, layers_of, outermost, untied
+from unisono.parallel.precision import DTYPES, as_float32
+
+if TYPE_CHECKING:
+    from unisono.settings import ParallelSettings
+
+Slot = tuple[nn.Module, str]
+"""Where a parameter is found: a module, and the parameter's name in it. One that is tied has several."""
+
+
+def apply_casts(model: nn.Module, parallel: ParallelSettings, *, shared: bool) -> None:
+    """From now on the layers of a model compute in `parallel.param_dtype`, and it returns floating tensors as float32.
+
+    shared  do several processes share its parameters? Then those that are gathered come as they should be
+
+    Raises LoopError for what cannot be computed so.
+    """
+    _refuse(model)
+    dtype = DTYPES[parallel.param_dtype]
+    largest = [layer for layer in outermost(model, parallel.layers) if layer is not model]
+    owners = untied(model, largest)
+    within = {p for layer in owners for p in layer.parameters()}
+    slots = {model: [slot for slot in slots_of(model) if slot[0]._parameters[slot[1]] not in within]}
+    slots |= {layer: slots_of(layer) for layer in largest}  # those tied to others too: see Casts
+    for layer in [*layers_of(model, parallel.layers), model]:
+        layer.forward = Casts(layer, slots.get(layer, []), dtype, shared=shared, last=layer is model)
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """Every place of a floating parameter in a module."""
+    return [
+        (part, name)
+        for part in module.modules()
+        for name, p in part._parameters.items()
+        if p is not None and p.is_floating_point()
+    ]
+
+
+class Casts(Around):
+    """The forward of a layer, with its inputs and parameters cast.
+
+    The parameters of a row's outermost layer are cast as it is called; the model's call sees to what is in none, or in
+    several. A layer that is computed again in backward (recompute.py) finds the latter uncast, since the model's call
+    is long over, and casts them for itself.
+    """
+
+    def __init__(
+        self, module: nn.Module, slots: Sequence[Slot], dtype: torch.dtype, *, shared: bool, last: bool
+    ) -> None:
+        super().__init__(module)
+        self.slots, self.dtype, self.shared, self.last = slots, dtype, shared, last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._low, (args, kwargs))
+        held = self._lay()
+        try:
+            out = self.forward(*args, **kwargs)
+        finally:
+            for part, name, p in held:
+                part._parameters[name] = p
+        return tree_map_only(torch.Tensor, as_float32, out) if self.last else out
+
+    def _lay(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Put what to compute with where the parameters are. Returns what was there."""
+        held, cast = [], {}
+        for part, name in self.slots:
+            p = part._parameters[name]
+            assert p is not None
+            if p not in cast:
+                cast[p] = self._gathered(p) if self.shared else self._low(p)
+            if cast[p] is not p:
+                held.append((part, name, p))
+                part._parameters[name] = cast[p]  # type: ignore[assignment]  # its gradient goes on to the parameter
+        return held
+
+    def _low(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _gathered(self, p: torch.Tensor) -> torch.Tensor:
+        """One that is gathered for a whole step takes gradients in float32 (shard.py): each use's by itself, were there
+        not this view, which adds up what comes from one call in bfloat16, as the cast above does."""
+        return p.view_as(p) if p.is_leaf and p.grad_dtype != p.dtype else p
+
+
+def _refuse(model: nn.Module) -> None:
+    """What torch cannot compute in bfloat16 beside float32 buffers, or what keeps its weights in a second place."""
+    asked = f"run.place was given a {type(model).__name__}, to compute with --set parallel.param_dtype=bf16."
+    for name, part in model.named_modules():
+        called = f"{name or 'It'} is a {type(part).__name__}"
+        if isinstance(part, _NormBase) and part.running_mean is not None:
+            true = f"{called}, whose running statistics stay float32: torch takes them with weights of their own kind only."
+            raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32, or GroupNorm.")
+        if isinstance(part, nn.RNNBase):
+            true = f"{called}, which keeps a list of its weights that nobody else may change."
+            raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32.")
+    for name, p in model.named_parameters():
+        if p.is_floating_point() and p.dtype != torch.float32:
+            true = f"{name} is {p.dtype}; what is trained and saved is to be float32, of which bfloat16 is made."
+            raise LoopError(asked, true, "model.float() before it is placed, or --set parallel.param_dtype=fp32.")
