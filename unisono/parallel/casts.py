@@ -17,6 +17,7 @@ uses in one call give is added up in bfloat16, and all beyond that in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from unisono.errors import LoopError
 from unisono.parallel.layers import Around, layers_of, outermost, untied
 from unisono.parallel.precision import DTYPES, as_float32
+from unisono.world.collectives import lies_apart
 
 if TYPE_CHECKING:
     from unisono.settings import ParallelSettings
@@ -49,8 +51,11 @@ def apply_casts(model: nn.Module, parallel: ParallelSettings, *, shared: bool) -
     within = {p for layer in owners for p in layer.parameters()}
     slots = {model: [slot for slot in slots_of(model) if slot[0]._parameters[slot[1]] not in within]}
     slots |= {layer: slots_of(layer) for layer in largest}  # those tied to others too: see Casts
+    tied: dict[Slot, torch.Tensor | None] = dict.fromkeys(
+        slot for layer in largest for slot in slots[layer] if slot[0]._parameters[slot[1]] not in within
+    )
     for layer in [*layers_of(model, parallel.layers), model]:
-        layer.forward = Casts(layer, slots.get(layer, []), dtype, shared=shared, last=layer is model)
+        layer.forward = Casts(layer, slots.get(layer, []), dtype, tied, shared=shared, last=layer is model)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -68,14 +73,23 @@ class Casts(Around):
 
     The parameters of a row's outermost layer are cast as it is called; the model's call sees to what is in none, or in
     several. A layer that is computed again in backward (recompute.py) finds the latter uncast, since the model's call
-    is long over, and casts them for itself.
+    is long over; then it takes them from `tied`, without an operation that was not there the first time.
+
+    last  is this the model itself, whose outputs are for the loop?
     """
 
     def __init__(
-        self, module: nn.Module, slots: Sequence[Slot], dtype: torch.dtype, *, shared: bool, last: bool
+        self,
+        module: nn.Module,
+        slots: Sequence[Slot],
+        dtype: torch.dtype,
+        tied: dict[Slot, torch.Tensor | None],
+        *,
+        shared: bool,
+        last: bool,
     ) -> None:
         super().__init__(module)
-        self.slots, self.dtype, self.shared, self.last = slots, dtype, shared, last
+        self.slots, self.dtype, self.tied, self.shared, self.last = slots, dtype, tied, shared, last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._low, (args, kwargs))
@@ -83,21 +97,27 @@ class Casts(Around):
         try:
             out = self.forward(*args, **kwargs)
         finally:
-            for part, name, p in held:
+            for (part, name), p in held:
                 part._parameters[name] = p
         return tree_map_only(torch.Tensor, as_float32, out) if self.last else out
 
-    def _lay(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def _lay(self) -> list[tuple[Slot, nn.Parameter]]:
         """Put what to compute with where the parameters are. Returns what was there."""
         held, cast = [], {}
-        for part, name in self.slots:
+        for slot in self.slots:
+            part, name = slot
             p = part._parameters[name]
             assert p is not None
+            again = self.tied.get(slot) if not self.last and isinstance(p, nn.Parameter) else None
             if p not in cast:
-                cast[p] = self._gathered(p) if self.shared else self._low(p)
+                cast[p] = again if again is not None else self._gathered(p) if self.shared else self._low(p)
             if cast[p] is not p:
-                held.append((part, name, p))
+                if cast[p].requires_grad and lies_apart(p) and again is None:
+                    cast[p].register_hook(partial(_added_up, p.placements))  # type: ignore[attr-defined]
+                held.append((slot, p))
                 part._parameters[name] = cast[p]  # type: ignore[assignment]  # its gradient goes on to the parameter
+                if self.last and slot in self.tied and torch.is_grad_enabled():
+                    self.tied[slot] = cast[p].detach().requires_grad_(cast[p].requires_grad)
         return held
 
     def _low(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -109,13 +129,19 @@ class Casts(Around):
         return p.view_as(p) if p.is_leaf and p.grad_dtype != p.dtype else p
 
 
+def _added_up(placements: Any, gradient: Any) -> Any:
+    """A gradient of which each process of the axis `tensor` has a summand becomes the sum, in bfloat16: where FSDP2
+    has made the cast it adds up so as well, before it hands on a float32."""
+    return gradient.redistribute(placements=placements) if gradient.placements != placements else gradient
+
+
 def _refuse(model: nn.Module) -> None:
     """What torch cannot compute in bfloat16 beside float32 buffers, or what keeps its weights in a second place."""
     asked = f"run.place was given a {type(model).__name__}, to compute with --set parallel.param_dtype=bf16."
     for name, part in model.named_modules():
         called = f"{name or 'It'} is a {type(part).__name__}"
         if isinstance(part, _NormBase) and part.running_mean is not None:
-            true = f"{called}, whose running statistics stay float32: torch takes them with weights of their own kind only."
+            true = f"{called}, whose running statistics are float32: torch wants its weights to be so as well."
             raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32, or GroupNorm.")
         if isinstance(part, nn.RNNBase):
             true = f"{called}, which keeps a list of its weights that nobody else may change."
