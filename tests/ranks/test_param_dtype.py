@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 import unisono
 from tests.ranks import training
-from tests.ranks.loops import attempt, train
+from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.test_recompute import needs_compiler
 from tests.ranks.training import padded, settings
 from unisono.settings import ParallelSettings
@@ -332,6 +332,34 @@ def test_another_order_in_memory_and_a_copy(tmp_path: Path) -> None:
     for gather in ("layer", "step"):
         config = replace(config, parallel=Low(shard=2, gather=gather))
         assert run_ranks(attempt, 2, tmp_path / gather, pictures, config) == [told] * 2
+
+
+def twice(run: Run[Any]) -> Any:
+    """A model that is called twice in one round, of whose layers one is called twice as well, and the gradient of a
+    gradient."""
+    rows = nn.Sequential(nn.Linear(3, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    model = run.place(nn.Sequential(rows, rows[2], nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+    told = []
+    for step in run.steps(Numbers(32)):
+        for x, i in step:
+            x.requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            step.backward(out.square().sum() + model(-x).square().sum() + slope.square().sum(), weight=len(i))
+        step.update(optimizer, clip=10.0)
+        told += [step.loss, step.grad_norm]
+    return [*told, run._state.fingerprint()]
+
+
+def test_what_is_called_several_times(tmp_path: Path) -> None:
+    """What one call gives is added up in bfloat16, and several calls in float32, wherever the cast is made."""
+    config = settings(steps=3, batch=12, virtual_ranks=4, parallel=Low())
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", twice, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=Low(shard=2, gather="step"))
+    assert run_ranks(attempt, 2, tmp_path / "2", twice, config) == [told] * 2
 
 
 WRONG: dict[str, tuple[Any, str]] = {

@@ -46,16 +46,16 @@ def apply_casts(model: nn.Module, parallel: ParallelSettings, *, shared: bool) -
     """
     _refuse(model)
     dtype = DTYPES[parallel.param_dtype]
-    largest = [layer for layer in outermost(model, parallel.layers) if layer is not model]
-    owners = untied(model, largest)
-    within = {p for layer in owners for p in layer.parameters()}
-    slots = {model: [slot for slot in slots_of(model) if slot[0]._parameters[slot[1]] not in within]}
-    slots |= {layer: slots_of(layer) for layer in largest}  # those tied to others too: see Casts
+    layers = layers_of(model, parallel.layers)
+    alone = untied(model, [layer for layer in outermost(model, parallel.layers) if layer is not model])
+    within = {slot for layer in alone for slot in slots_of(layer)}
+    slots = {layer: slots_of(layer) for layer in layers}
+    slots[model] = [slot for slot in slots_of(model) if slot not in within]
     tied: dict[Slot, torch.Tensor | None] = dict.fromkeys(
-        slot for layer in largest for slot in slots[layer] if slot[0]._parameters[slot[1]] not in within
+        slot for layer in layers for slot in slots[layer] if slot not in within
     )
-    for layer in [*layers_of(model, parallel.layers), model]:
-        layer.forward = Casts(layer, slots.get(layer, []), dtype, tied, shared=shared, last=layer is model)
+    for layer in [*layers, model]:
+        layer.forward = Casts(layer, slots[layer], dtype, tied, shared=shared, last=layer is model)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -71,9 +71,9 @@ def slots_of(module: nn.Module) -> list[Slot]:
 class Casts(Around):
     """The forward of a layer, with its inputs and parameters cast.
 
-    The parameters of a row's outermost layer are cast as it is called; the model's call sees to what is in none, or in
-    several. A layer that is computed again in backward (recompute.py) finds the latter uncast, since the model's call
-    is long over; then it takes them from `tied`, without an operation that was not there the first time.
+    The model's call casts what is in no layer, or in several; that of a layer all in it that nobody around it has cast.
+    A layer that is computed again in backward (recompute.py) finds what it shares with others uncast, since the model's
+    call is long over; it takes that from `tied`, without an operation that was not there the first time.
 
     last  is this the model itself, whose outputs are for the loop?
     """

@@ -61,7 +61,11 @@ class Layer:
     def watch(self, *_: Any) -> None:
         """It is gathered, and about to be used: whole parameters need a gradient where their shards do, and tell when
         they get one."""
-        for i, (p, shard) in enumerate(zip(self.current(), self.params, strict=True)):
+        for i, (name, shard) in enumerate(zip(self.names, self.params, strict=True)):
+            part, _, own = name.rpartition(".")
+            p = self.module.get_submodule(part)._parameters[own]
+            if not isinstance(p, nn.Parameter):  # cast for a call around this one (casts.py), and watched since before
+                continue
             if p.requires_grad != shard.requires_grad:
                 p.requires_grad_(shard.requires_grad)
             if p.requires_grad and i not in self._watched:
