@@ -62,8 +62,8 @@ class Layer:
         """It is gathered, and about to be used: whole parameters need a gradient where their shards do, and tell when
         they get one."""
         for i, (name, shard) in enumerate(zip(self.names, self.params, strict=True)):
-            part, _, own = name.rpartition(".")
-            p = self.module.get_submodule(part)._parameters[own]
+            *path, own = name.split(".")
+            p = self.module.get_submodule(".".join(path))._parameters[own]
             if not isinstance(p, nn.Parameter):  # cast for a call around this one (casts.py), and watched since before
                 continue
             if p.requires_grad != shard.requires_grad:
