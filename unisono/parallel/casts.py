@@ -104,11 +104,12 @@ class Casts(Around):
     def _lay(self) -> list[tuple[Slot, nn.Parameter]]:
         """Put what to compute with where the parameters are. Returns what was there."""
         held, cast = [], {}
+        in_backward = torch._C._current_graph_task_id() != -1  # so this call is the second one of the same layer
         for slot in self.slots:
             part, name = slot
             p = part._parameters[name]
             assert p is not None
-            again = self.tied.get(slot) if not self.last and isinstance(p, nn.Parameter) else None
+            again = self.tied.get(slot) if in_backward and isinstance(p, nn.Parameter) else None
             if p not in cast:
                 cast[p] = again if again is not None else self._gathered(p) if self.shared else self._low(p)
             if cast[p] is not p:
