@@ -1,7 +1,7 @@
 """Gradients as a few flat buffers: the layout of parameters in buckets, and who is ready when.
 
 Parameters are laid out in the order in which backward tends to finish them (the reverse of registration), each kind of
-tensor (dtype, device) in buffers of its own. A buffer is one bucket's worth of one gradient copy; `p.grad` is a view
+gradient (dtype, device) in buffers of its own. A buffer is one bucket's worth of one gradient copy; `p.grad` is a view
 into it, so autograd adds straight into what will travel. Of a parameter that lies over several processes (torch's
 DTensor, under tensor parallel) it is the part that this process holds.
 """
@@ -58,10 +58,10 @@ class Layout:
         self.buckets: list[Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
         for number in reversed(range(len(params))):
-            p = self.parts[number]
-            bucket = open_buckets.get((p.dtype, p.device))
-            if bucket is None or (bucket.size + p.numel()) * p.element_size() > bucket_bytes:
-                bucket = open_buckets[p.dtype, p.device] = Bucket(p.dtype, p.device)
+            p, dtype = self.parts[number], params[number].grad_dtype or params[number].dtype
+            bucket = open_buckets.get((dtype, p.device))
+            if bucket is None or (bucket.size + p.numel()) * dtype.itemsize > bucket_bytes:
+                bucket = open_buckets[dtype, p.device] = Bucket(dtype, p.device)
                 self.buckets.append(bucket)
             bucket.append(number, p.numel())
         for bucket in self.buckets:
