@@ -81,10 +81,9 @@ def bench(
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None,
     json: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
 ) -> int:
-    """Measure latency and bandwidth of every collective, and of every pair of processes.
+    """Measure how fast processes talk to each other: every collective, every pair; name links that are slow.
 
-    In processes of this machine; or, started by torchrun on each host, between all of them. A link that is much slower
-    than the others is named. Writes bench.json and bench.html, a page with plots that needs no network.
+    In processes of this machine, or in those that torchrun has started. Writes bench.json, and plots in bench.html.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from unisono.cli.quantities import megabytes, micros
+from unisono.cli.quantities import bandwidth, duration
 from unisono.errors import Problem
 
 SLOW = 0.5
@@ -44,9 +44,9 @@ def findings(links: Sequence[Link], hosts: Sequence[str]) -> list[Problem]:
         one, other = link.ranks
         true = []
         if slow:
-            true.append(f"{megabytes(link.bytes_per_second)}, where the median of {len(links)} is {megabytes(wide)}")
+            true.append(f"{bandwidth(link.bytes_per_second)}, where the median of {len(links)} is {bandwidth(wide)}")
         if late:
-            true.append(f"{micros(link.latency_seconds)} for a small message, where the median is {micros(short)}")
+            true.append(f"{duration(link.latency_seconds)} for a small message, where the median is {duration(short)}")
         more = f" Rank {shared} is in all {len(found)} slow links." if shared is not None else ""
         do = _on_one_host(hosts[one]) if hosts[one] == hosts[other] else _between(hosts[one], hosts[other])
         asked = f"The link between ranks {one} and {other} is slow."
@@ -63,8 +63,8 @@ def _shared(links: Sequence[Link]) -> int | None:
 
 def _on_one_host(host: str) -> str:
     return (
-        f"look at what else runs on {host} (top), and whether the two are on different sockets (lscpu, taskset -p PID), "
-        "then measure again: one noisy moment is enough."
+        f"look at what else runs on {host} (top) and whether they are on different sockets (lscpu, taskset -p PID); "
+        "then measure again, since a noisy moment is enough."
     )
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.cli.bench import KINDS
-from unisono.cli.quantities import megabytes, micros, size_of
+from unisono.cli.quantities import bandwidth, duration, size_of
 from unisono.env import World
 from unisono.exchange.tree import Tree
 from unisono.score.placement import place_evenly
@@ -101,14 +101,14 @@ def _measured(group: Group, name: str, size: int) -> dict[str, Any]:
     """A collective about a tensor of `size` bytes: rounded up, so that each process has as much of it."""
     count = -(-size // (4 * group.size)) * group.size  # numbers of four bytes
     seconds, times = seconds_of(group, CALLS[name](group, count))
-    bandwidth = 4 * count / seconds
+    speed = 4 * count / seconds
     return {
         "collective": name,
         "bytes": size,
         "seconds": seconds,
         "times": times,
-        "algorithm_bytes_per_second": bandwidth,
-        "bus_bytes_per_second": bandwidth * KINDS[name].bus(group.size),
+        "algorithm_bytes_per_second": speed,
+        "bus_bytes_per_second": speed * KINDS[name].bus(group.size),
     }
 
 
@@ -292,7 +292,7 @@ class Screen:
             self._collective(row)
         else:
             one, other = row["ranks"]
-            line = f"{micros(row['latency_seconds']):>10}  {megabytes(row['bytes_per_second']):>12}"
+            line = f"{duration(row['latency_seconds']):>10}  {bandwidth(row['bytes_per_second']):>12}"
             print(f"ranks {one:>3} and {other:>3}{line}", flush=True)
 
     def _collective(self, row: dict[str, Any]) -> None:
@@ -303,7 +303,7 @@ class Screen:
         self.row[row["bytes"]] = row
         if row["bytes"] == self.sizes[-1]:
             cells = "".join(f"{self.row[size]['bus_bytes_per_second'] / 1e6:>12.0f}" for size in self.large)
-            print(f"{row['collective']:14}{micros(self.row[self.sizes[0]]['seconds']):>10}{cells}", flush=True)
+            print(f"{row['collective']:14}{duration(self.row[self.sizes[0]]['seconds']):>10}{cells}", flush=True)
             self.row = {}
 
 

@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from unisono.cli.links import SLOW
-from unisono.cli.quantities import megabytes, micros, size_of
+from unisono.cli.quantities import bandwidth, duration, size_of
 
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 74, 16, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 74, 26, 14, 44
 """Of a plot: its size, and the room around its axes, in units of the SVG."""
 
 DASHES = ("", "7 3", "2 3")
@@ -44,7 +44,8 @@ svg:has(g:hover) g.series:not(:hover) { opacity: .25; }
 .legend label { display: inline-flex; align-items: center; gap: .4rem; cursor: pointer; }
 .legend svg { width: 26px; min-width: 26px; height: 10px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-caption { text-align: left; padding-bottom: .4rem; } th, td { padding: .25rem .7rem; text-align: right; }
+caption { text-align: left; padding-bottom: .4rem; white-space: nowrap; }
+th, td { padding: .25rem .7rem; text-align: right; }
 th:first-child { text-align: left; } thead th, tbody tr + tr > * { border-top: 1px solid var(--rule); }
 th { font-weight: 600; } td.slow { color: var(--warm); font-weight: 600; } td.left { text-align: left; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; }
@@ -85,9 +86,9 @@ def page(found: Mapping[str, Any]) -> str:
         parts += [
             _legend(names),
             "<h2>Bus bandwidth</h2>",
-            _plot(rows, names, "bus_bytes_per_second", megabytes, "bytes a second over the busiest link"),
+            _plot(rows, names, "bus_bytes_per_second", bandwidth, "bytes a second over the busiest link"),
             "<h2>Time</h2>",
-            _plot(rows, names, "seconds", micros, "until the last process is done"),
+            _plot(rows, names, "seconds", duration, "until the last process is done"),
             "<h2>Figures</h2>",
             _figures(rows, names),
         ]
@@ -185,9 +186,12 @@ def _figures(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
             if row is None:
                 cells.append("<td></td>")
                 continue
-            bandwidth = row["bus_bytes_per_second"] / 1e6
-            title = f"algorithm bandwidth {megabytes(row['algorithm_bytes_per_second'])}; median of {row['times']}"
-            cells.append(f'<td title="{escape(title)}">{micros(row["seconds"])}<br>{bandwidth:.3g}</td>')
+            bus = row["bus_bytes_per_second"] / 1e6
+            title = f"algorithm bandwidth {bandwidth(row['algorithm_bytes_per_second'])}; median of {row['times']}"
+            told = (
+                f"{duration(row['seconds'])}<br>{bus:.0f}" if bus >= 10 else f"{duration(row['seconds'])}<br>{bus:.2g}"
+            )
+            cells.append(f'<td title="{escape(title)}">{told}</td>')
         body.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
     return _table("Time, and below it bus bandwidth in MB/s", head, body)
 
@@ -206,7 +210,7 @@ def _pairs(pairs: Sequence[Mapping[str, Any]], ranks: int) -> str:
                 cells.append("<td></td>")
                 continue
             slow = ' class="slow"' if pair["bytes_per_second"] < SLOW * usual else ""
-            told = f"{micros(pair['latency_seconds'])}<br>{megabytes(pair['bytes_per_second'])}"
+            told = f"{duration(pair['latency_seconds'])}<br>{bandwidth(pair['bytes_per_second'])}"
             cells.append(f"<td{slow}>{told}</td>")
         body.append(f"<tr><th>{one}</th>{''.join(cells)}</tr>")
     return _table("A small message's way between two ranks, and the bandwidth of a large one (4 MB)", head, body)
