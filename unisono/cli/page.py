@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from statistics import median
 from typing import Any, NamedTuple
 
-from unisono.cli.links import SLOW
 from unisono.cli.quantities import bandwidth, duration, size_of
 
 WIDTH, HEIGHT = 720, 400
@@ -47,7 +45,7 @@ svg:has(g:hover) g.series:not(:hover) { opacity: .25; }
 caption { text-align: left; padding-bottom: .4rem; white-space: nowrap; }
 th, td { padding: .25rem .7rem; text-align: right; }
 th:first-child { text-align: left; } thead th, tbody tr + tr > * { border-top: 1px solid var(--rule); }
-th { font-weight: 600; } td.slow { color: var(--warm); font-weight: 600; } td.left { text-align: left; }
+th { font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; }
 dt { font-weight: 600; } dd { margin: 0; }
 """
@@ -197,9 +195,8 @@ def _figures(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], ranks: int) -> str:
-    """Each pair's latency and bandwidth, slow ones in another colour."""
+    """Each pair's latency and bandwidth."""
     found = {tuple(pair["ranks"]): pair for pair in pairs}
-    usual = median(pair["bytes_per_second"] for pair in pairs)
     head = "".join(f"<th>{rank}</th>" for rank in range(1, ranks))
     body = []
     for one in range(ranks - 1):
@@ -209,9 +206,8 @@ def _pairs(pairs: Sequence[Mapping[str, Any]], ranks: int) -> str:
             if pair is None:
                 cells.append("<td></td>")
                 continue
-            slow = ' class="slow"' if pair["bytes_per_second"] < SLOW * usual else ""
             told = f"{duration(pair['latency_seconds'])}<br>{bandwidth(pair['bytes_per_second'])}"
-            cells.append(f"<td{slow}>{told}</td>")
+            cells.append(f"<td>{told}</td>")
         body.append(f"<tr><th>{one}</th>{''.join(cells)}</tr>")
     return _table("A small message's way between two ranks, and the bandwidth of a large one (4 MB)", head, body)
 
