@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
 
 def findings(links: Sequence[Link], hosts: Sequence[str]) -> list[Problem]:
-    """What is much slower than the others, in words; `hosts`: of each rank. Of two links nobody can say which is odd."""
+    """What is much slower than the others, in words; `hosts`: of each rank. Of two links nobody knows which is odd."""
     within = [link for link in links if len({hosts[rank] for rank in link.ranks}) == 1]
     between = [link for link in links if link not in within]
     return [found for some in (within, between) if len(some) >= 3 for found in _of_a_kind(some, hosts)]
