@@ -33,28 +33,29 @@ Weights = Callable[[], torch.Tensor]
 
 class Exchange(Protocol):
     """What the step asks of an exchange. `promise` and `reason` go into result.json. Whoever inherits from it writes
-    what it does, and leaves out where it does nothing."""
+    what it does, and leaves out where it does nothing: then autograd adds up micro-batches in p.grad, and the rest is
+    `finish`. (docs/exchanges.md has one of a script's own.)"""
 
     promise: str
     reason: str
     params: Sequence[torch.nn.Parameter]
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
-        pass
+        return
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        pass
+        return
 
     def leave(self) -> None:
-        pass
+        return
 
     def launch(self) -> None:
-        pass
+        return
 
     def finish(self, weight: float) -> bool: ...
 
     def commit(self) -> None:
-        pass
+        return
 
     def zero(self) -> None:
         for p in self.params:
@@ -63,11 +64,13 @@ class Exchange(Protocol):
     @property
     def used(self) -> Sequence[bool]:
         """Which parameters took part in a backward of this step, on this process."""
+        return [p.grad is not None for p in self.params]
 
     @property
     def touched(self) -> bool:
         """Has the loop changed p.grad in this process's last micro-batch? (Earlier, `leave` raises LoopError.) Messages
         are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
@@ -79,13 +82,14 @@ class Exchange(Protocol):
         return
 
     def close(self) -> None:
-        pass
+        return
 
 
 _files = {
     "tree": "unisono.exchange.tree:Tree",
     "claimed": "unisono.exchange.claimed:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
+    "ring": "unisono.exchange.ring:Ring",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
 }

@@ -62,4 +62,8 @@ class AllReduce(Exchange):
 
     def _launch(self, bucket: int) -> None:
         if self.group.size > 1:
-            self._works.append(self.group.all_reduce(self.sum.flats[bucket]))
+            self._works.append(self._begin(self.sum.flats[bucket]))
+
+    def _begin(self, flat: torch.Tensor) -> Work:
+        """Begin to sum a bucket over all processes, in place."""
+        return self.group.all_reduce(flat)

@@ -11,18 +11,19 @@ from unisono.exchange import Exchange
 class Carried:
     """The exchanges of a run, each under a key that says whose gradient it makes whole.
 
-    kind  which exchange it is, in words: what another one has carried means nothing to it, and is dropped
+    kind  which exchange it is, in words: what another one has carried means nothing to it, and is dropped. (A script
+          may name its own after a checkpoint was loaded.)
     """
 
     def __init__(self, kind: str) -> None:
-        self.kind = kind
+        self.kind = self._saved_kind = kind
         self.exchanges: dict[str, Exchange] = {}
         self._waiting: dict[str, Any] = {}  # was saved, and its exchange is not built yet
 
     def know(self, key: str, exchange: Exchange) -> None:
         """An exchange was built: if something was saved for it, it goes on from there."""
         self.exchanges[key] = exchange
-        saved = self._waiting.pop(key, None)
+        saved = self._ours.pop(key, None)
         if saved is not None:
             exchange.load_state_dict(saved)
 
@@ -33,7 +34,12 @@ class Carried:
     def state_dict(self) -> dict[str, Any]:
         """All processes must call this together; the main process's is the one that is saved."""
         states = {key: exchange.state_dict() for key, exchange in self.exchanges.items()}
-        return {"kind": self.kind, "of": {**self._waiting, **{key: state for key, state in states.items() if state}}}
+        return {"kind": self.kind, "of": {**self._ours, **{key: state for key, state in states.items() if state}}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._waiting = dict(state["of"]) if state["kind"] == self.kind else {}
+        self._waiting, self._saved_kind = dict(state["of"]), state["kind"]
+
+    @property
+    def _ours(self) -> dict[str, Any]:
+        """What waits, if it is of an exchange like this one."""
+        return self._waiting if self._saved_kind == self.kind else {}

@@ -15,6 +15,7 @@ from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import lies_in
 from unisono.errors import DataError, LoopError
 from unisono.exchange.buckets import touched
+from unisono.exchange.own import Own
 from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
@@ -39,6 +40,8 @@ class Engine:
     """What a step needs from the run, in one place. `buddy`: who copies shards, if that is asked for."""
 
     buddy: Buddy | None = None
+
+    own: Own | None = None  # the script's own exchange
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class Engine:
             only = optimizers is not None
             models = self.models
             self._gradients[key] = Gradient(
-                params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only
+                params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only, own=self.own
             )
             self.carried.know(self._gradients[key].key, self._gradients[key].exchange)
         if optimizers is None:

@@ -12,6 +12,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange
 from unisono.exchange.buckets import finite
+from unisono.exchange.own import Own
 from unisono.exchange.several import Several
 from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
@@ -46,6 +47,7 @@ class Gradient:
         pipeline: Pipeline | None = None,
         *,
         only: bool = False,
+        own: Own | None = None,
     ) -> None:
         self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
@@ -57,6 +59,8 @@ class Gradient:
         elif pipeline is not None:
             parts = [build_exchange(settings.exchange, of, ranks, mesh.data) for of in pipeline.parts_of(params)]
             self.exchange = Several(params, parts)
+        elif own is not None:
+            self.exchange = own(self.leaves, ranks, mesh.data)
         else:
             self.exchange = build_exchange(exchange, self.leaves, ranks, mesh.data)
         if mesh.context.size > 1:

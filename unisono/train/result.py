@@ -6,12 +6,21 @@ import time
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from unisono.exchange import promise_of
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
+
+
+def plain(value: Any) -> Any:
+    """What a loop logs: a number of torch's or numpy's as Python's own."""
+    number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if number else value
 
 
 def promise(run: Run[Any]) -> tuple[str, str]:
@@ -23,6 +32,9 @@ def promise(run: Run[Any]) -> tuple[str, str]:
     if run.differences:
         return "tolerance", "; ".join(run.differences)
     exchange = promise_of(run.settings.exchange, run.settings.virtual_ranks, run.size)
+    own = run._engine.own if run._engine is not None else None
+    if own is not None:
+        exchange = own.promise, own.reason
     ties = run._models.ties
     if ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"

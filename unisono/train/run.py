@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-import numpy as np
 import torch
 
 from unisono import phases
@@ -18,6 +17,7 @@ from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
+from unisono.exchange.own import Build, own_exchange
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
@@ -28,10 +28,11 @@ from unisono.train.buffers import refuse_sync
 from unisono.train.carried import Carried
 from unisono.train.engine import Engine, build_engine
 from unisono.train.evaluate import Measure, evaluate
+from unisono.train.misfits import check_shapes
 from unisono.train.models import Models
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
-from unisono.train.result import promise, result
+from unisono.train.result import plain, promise, result
 from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
@@ -39,6 +40,7 @@ from unisono.train.timed import Example
 from unisono.watch.watcher import Watcher
 from unisono.world.collectives import peers
 from unisono.world.mesh import build_mesh
+from unisono.world.verbs import Collectives
 
 if TYPE_CHECKING:
     from unisono.env import World
@@ -161,13 +163,7 @@ class Run(Generic[S]):
                 None if self.device.type == "cpu" else self.device,
             )
             model = model()
-        lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
-        if lazy:
-            raise LoopError(
-                f"run.place was given a {type(model).__name__}.",
-                f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}): there is nothing to share.",
-                "say in_features, or let a batch through it before: run.place(lambda: warmed_up(Net())).",
-            )
+        check_shapes(model)
         if self.settings.virtual_ranks > 1:
             refuse_sync(model)
         placed: Module = model  # type: ignore[assignment]
@@ -205,7 +201,14 @@ class Run(Generic[S]):
 
     # -- the loop
 
-    def steps(self, data: Any = None, *, shuffle: bool = True, collate_fn: Collate | None = None) -> Iterator[Step]:
+    def steps(
+        self,
+        data: Any = None,
+        *,
+        shuffle: bool = True,
+        collate_fn: Collate | None = None,
+        exchange: Build | None = None,
+    ) -> Iterator[Step]:
         """The steps of the run over a map-style data set or a Stream, from where it stands to its end.
 
         data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate.
@@ -213,6 +216,7 @@ class Run(Generic[S]):
                     loop makes itself (rollouts, synthetic data)
         shuffle     False: every epoch walks the data in its own order
         collate_fn  a list of samples -> a batch
+        exchange    one of the script's own (docs/exchanges.md): (params, virtual_ranks, group) -> unisono.Exchange
 
         Between two steps checkpoints are written and signals are heard. Raises DataError for an empty data set, and
         LoopError where the contract of the loop is broken (see Step).
@@ -232,6 +236,7 @@ class Run(Generic[S]):
                     f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
                     "--set steps=100 --set epochs=none",
                 )
+        own = own_exchange(exchange, settings, self._mesh.axes)
         self._table.together("run.steps")
         self._settle(data)
         length = length_of(data, "The training set")
@@ -241,6 +246,9 @@ class Run(Generic[S]):
         self.changes += self._state.check_length(self._identity["length"], self._accepted)
         self._identity["ties"] = self._models.ties or "none"
         self.changes += self._state.check_ties(self._identity["ties"])
+        name = self._identity["own exchange"] = own.name if own is not None else "none"
+        self.changes += self._state.check_exchange(name, self._accepted)
+        self._carried.kind += f" {name}"
         self._engine = build_engine(
             self._kind,
             data,
@@ -259,6 +267,7 @@ class Run(Generic[S]):
         )
         if settings.parallel.buddy:
             self._engine.buddy = Buddy(self._state.tracked, self._mesh, self._models.rest)
+        self._engine.own = own
         self._models.listen()
         return self._steps(self._engine)
 
@@ -352,14 +361,18 @@ class Run(Generic[S]):
         self._engine.dealing = None  # what somebody has dealt by hand stays
         return first
 
+    @property
+    def collectives(self) -> Collectives:
+        """What all processes do together with tensors of the script's own (docs/exchanges.md), outside of rounds."""
+        if self._last_step is not None:
+            self._last_step.refuse_within("run.collectives")
+        return Collectives(self._group)
+
     # -- what comes out
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Record values of this step: they go into the timeline, the progress line and, the last ones, result.json."""
-        told = {}
-        for name, value in {**(values or {}), **named}.items():
-            number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-            told[name] = value.item() if number else value
+        told = {name: plain(value) for name, value in {**(values or {}), **named}.items()}
         self._watcher.log(told)
         self.results.update(told)
 

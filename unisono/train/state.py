@@ -153,6 +153,19 @@ class State:
             )
         return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
 
+    def check_exchange(self, name: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
+        """The script's own exchange is called `name` ("none": it has none): what changes if it was another one."""
+        before = self.resumed.about["identity"].get("own exchange", "none") if self.resumed else name
+        if before == name:
+            return []
+        if "exchange" not in accepted:
+            raise SettingsError(
+                f"The run was to be resumed with exchange={name} in run.steps.",
+                f"It was begun with {before}, and the result depends on how gradients meet.",
+                "resume with the same exchange, or add --accept-change exchange.",
+            )
+        return [{"step": self.saved_after or 0, "field": "exchange", "from": before, "to": name}]
+
     def check_ties(self, ties: str) -> list[dict[str, Any]]:
         """What stages of a pipeline share now: as with another layout, it is another way to the same, to rounding."""
         before = self.resumed.about["identity"].get("ties", "none") if self.resumed else ties
