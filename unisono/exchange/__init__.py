@@ -85,6 +85,7 @@ class Exchange(Protocol):
 _files = {
     "tree": "unisono.exchange.tree:Tree",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
+    "server": "unisono.exchange.server:Server",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
 }
