@@ -8,10 +8,10 @@ Every step of the run is computed once and counts once, whoever asks for work fi
     updates             0  1   2      3
 
 A gradient is *late* by as many updates as were made between the parameters it was computed with and its own. With a
-bound none is later than that. Ho et al. (2013, "More effective distributed ML via a stale synchronous parallel parameter
-server") let fast workers wait for slow ones, and count how many steps a worker is ahead; here it is the updates that
-are counted, since they are what a gradient misses. A gradient that is here waits while, were it used now, an older one
-could come too late:
+bound none is later than that. Ho et al. ("More effective distributed ML via a stale synchronous parallel parameter
+server", NIPS 2013) let fast workers wait for slow ones, and count how many steps a worker is ahead; here it is the
+updates that are counted, since they are what a gradient misses. A gradient that is here waits while, were it used now,
+an older one could come too late:
 
     let v1 <= v2 <= ... be the versions that the gradients under way have, and n the updates made. If they are used in
     this order, number i is late by n + i - 1 - vi. That none exceeds the bound is true when one is handed out (at most

@@ -20,7 +20,8 @@ import torch
 from unisono.world.links import Link
 
 LINGER_SECONDS = 2.0
-"""When it is over, the server stays so long for workers to hear of it. They listen between two micro-batches."""
+"""Before it closes its links, the server waits so long for workers that have not heard yet that it is over. They listen
+between two micro-batches."""
 
 
 class Letter(NamedTuple):
@@ -61,18 +62,22 @@ class Hub:
         """To a worker that waits for it. The tensors are not to be changed from now on."""
         self._outboxes[letter.worker].put(letter)
 
-    def close(self, linger: float = 0.0) -> None:
-        """Tell all workers that it is over, give them so many seconds to part, and part. Once."""
-        if self._over:
-            return
-        self._over = True
-        for rank, link in self.links.items():
-            link.tell({"over": True})
-            self._outboxes[rank].put(None)
-        deadline = time.monotonic() + linger
+    def finish(self) -> None:
+        """Tell all workers that it is over. The links stay: whoever computes still may hear of it later."""
+        if not self._over:
+            self._over = True
+            for rank, link in self.links.items():
+                link.tell({"over": True})
+                self._outboxes[rank].put(None)
+
+    def close(self) -> None:
+        """Part, once all workers have, or after a moment."""
+        self.finish()
+        deadline = time.monotonic() + LINGER_SECONDS
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
-        for link in self.links.values():
+        for rank, link in self.links.items():
+            self._outboxes[rank].put(None)
             link.close()
         for thread in self._threads:
             thread.join(1.0)
@@ -81,8 +86,7 @@ class Hub:
         try:
             while True:
                 self._inbox.put(Letter(rank, *link.receive()))
-                answer = self._outboxes[rank].get()
-                if answer is not None:
-                    link.send(answer.about, answer.tensors)
+                answer = self._outboxes[rank].get() or Letter(rank, {"over": True})
+                link.send(answer.about, answer.tensors)
         except (OSError, ValueError):  # it is gone, or what it said was cut off
             self._inbox.put(Letter(rank, {}))

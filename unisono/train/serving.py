@@ -20,7 +20,7 @@ command differ.
 Everybody runs the script, and its loop looks the same; roles differ inside.
 
     server   a step's number is that of the update. `for batch in step` walks over nothing and waits for a gradient;
-             step.loss is that gradient's; step.update steps; run.evaluate, run.log and checkpoints are as on one process
+             step.loss is that gradient's; step.update steps; run.evaluate, run.log, checkpoints: as on one process
     worker   a step's number is the one it was given. step.update steps nothing: it waits for new parameters.
              step.every(n) is never true, nothing is saved, and with the last step the script is over: what it does
              behind its loop, the server does
@@ -48,7 +48,7 @@ from unisono.score.order import Place
 from unisono.settings import Settings, plural
 from unisono.train.engine import Engine
 from unisono.train.gradient import Gradient
-from unisono.train.hub import LINGER_SECONDS, Hub, Letter
+from unisono.train.hub import Hub, Letter
 from unisono.train.run import Run
 from unisono.train.step import FROM_SETTINGS, Step
 from unisono.train.wares import Wares
@@ -228,8 +228,13 @@ class ServerEngine(Engine):
 
     def end(self) -> None:
         if self._hub is not None:
-            self._hub.close(LINGER_SECONDS)
+            self._hub.finish()
         super().end()
+
+    def close(self) -> None:
+        super().close()
+        if self._hub is not None:
+            self._hub.close()
 
     def told(self) -> dict[str, Any]:
         """What the result says of it."""
@@ -257,10 +262,10 @@ class ServerEngine(Engine):
         while (turn := ledger.turn()) is None:
             if self.asked["leave"]:
                 self._save_now()
-                hub.close(LINGER_SECONDS)
+                hub.finish()
                 raise Stopped
             if not self.workers:
-                self._alone(step)
+                self._deserted(step)
             letter = hub.receive(None if ledger.bound is None else LOOK_SECONDS)
             if letter is not None:
                 self._read(letter)
@@ -318,7 +323,7 @@ class ServerEngine(Engine):
             self._copies = self.ledger.version, self.wares.packed(everything=False)
         return self._copies[1]
 
-    def _alone(self, step: Step) -> NoReturn:
+    def _deserted(self, step: Step) -> NoReturn:
         self._save_now()
         died = " and ".join(map(str, self.lost)) or "none"
         raise WorldError(

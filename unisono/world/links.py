@@ -95,7 +95,7 @@ class Link:
 
     def _read(self, size: int) -> torch.Tensor:
         buffer = torch.empty(size, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy().data)
         while view:
             count = self._socket.recv_into(view)
             if not count:
@@ -110,7 +110,7 @@ def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memory
     said = json.dumps({**about, "tensors": kinds}).encode()
     start = _head.size + len(said)
     message = torch.zeros(start + sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8)
-    view = memoryview(message.numpy())
+    view = memoryview(message.numpy().data)
     view[:start] = _head.pack(len(said)) + said
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
