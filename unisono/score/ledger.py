@@ -18,7 +18,8 @@ an older one could come too late:
     bound + 1 are under way), stays true when the oldest is used, and is looked at before a newer one is.
 
 A worker that holds up the others for much longer than a gradient takes is overtaken: its step is handed out again, and
-what it sends in the end is dropped. So one that stands still does not stop the run.
+what it sends in the end is dropped. So one that stands still does not stop the run, neither under a bound nor when its
+step is the last one missing.
 """
 
 from __future__ import annotations
@@ -107,9 +108,10 @@ class Ledger:
         self.again += 1
         return out.number
 
-    def overtake(self, now: float) -> list[int]:
-        """Workers that have held up the others for too long; their steps are handed out again."""
-        if not self._arrived or self.turn() is not None:
+    def overtake(self, now: float, *, idle: bool) -> list[int]:
+        """Workers that have held up the others for too long; their steps are handed out again. `idle`: does anybody
+        wait for a step?"""
+        if not (idle or self._arrived) or self.turn() is not None or not self._took:
             return []
         patience = max(LEAST_SECONDS, PATIENCE * median(self._took))
         found = [worker for worker, out in self.out.items() if not out.here and now - out.since > patience]

@@ -57,7 +57,7 @@ from unisono.world.collectives import Group, peers
 from unisono.world.links import Link, build_links
 
 LOOK_SECONDS = 0.1
-"""With a bound it is looked so often whether a worker holds up the others for too long."""
+"""Where a worker may hold up others, it is looked so often whether it does so for too long."""
 
 
 class PacedRun(Run[Settings]):
@@ -266,10 +266,10 @@ class ServerEngine(Engine):
                 raise Stopped
             if not self.workers:
                 self._deserted(step)
-            letter = hub.receive(None if ledger.bound is None else LOOK_SECONDS)
+            letter = hub.receive(LOOK_SECONDS if self._idle or ledger.bound is not None else None)
             if letter is not None:
                 self._read(letter)
-            for worker in ledger.overtake(time.monotonic()):
+            for worker in ledger.overtake(time.monotonic(), idle=bool(self._idle)):
                 self._tell(f"Worker {worker} holds up the others: its step is handed out again.")
                 self._give_idle()
         self._now = turn
