@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from itertools import pairwise
 from typing import Any
 
 from tests.cli.command import Command
@@ -58,7 +59,7 @@ def wait_for_update(command: Command, number: int) -> None:
 def gap_after(command: Command, moment: float) -> float:
     """The longest time without an update after that moment."""
     times = [moment, *(when for _, when in updates(command) if when > moment)]
-    return max(b - a for a, b in zip(times, times[1:], strict=False))
+    return max(b - a for a, b in pairwise(times))
 
 
 def result(command: Command) -> Any:

@@ -68,6 +68,9 @@ class ServedRun(Run[Settings]):
                 )
         super().track(**things)
 
+    def result(self) -> dict[str, Any]:
+        return {**super().result(), "servers": self.crew.servers}
+
 
 class ServedEngine(Engine):
     """Virtual ranks are the workers', gradients the servers'."""

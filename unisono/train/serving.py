@@ -136,6 +136,7 @@ class PacedRun(Run[Settings]):
     def result(self) -> dict[str, Any]:
         told = super().result()
         told["promise"], told["reason"] = self.promise()
+        told["servers"] = self.settings.server.count
         if isinstance(self._engine, ServerEngine):
             told |= self._engine.told()
         return told
