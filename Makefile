@@ -50,7 +50,7 @@ slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -m slow
 
 bench: setup $(PEERS)/.ready  ## measure, beside the peers too: writes benchmarks/RESULTS.md (about an hour)
-	for bench in door overhead exchange shards memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
+	for bench in door overhead exchange shards buddy memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
 	$(BIN)/python -m benchmarks.race --peers $(PEERS)/bin/python
 
 correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/correctness.md

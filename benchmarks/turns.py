@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.machine import parser, ratio, show, spread
-from benchmarks.tasks import TASKS, loss_of
+from benchmarks.tasks import TASKS, Task, loss_of
 from unisono.env import World
 from unisono.score.order import Order
 from unisono.score.placement import place_evenly
 from unisono.settings import Settings
-from unisono.testing import build_run, run_ranks
+from unisono.testing import SlowAt, build_run, run_ranks
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
@@ -77,13 +78,21 @@ class Course(NamedTuple):
 @dataclass(frozen=True)
 class Race:
     """name   of the benchmark
-    beside    {a loop of interest: the loop that it is measured against}
-    build     (course, loop) -> that loop, before its first step; a function of a module: other processes look it up
+    beside     {a loop of interest: the loop that it is measured against}
+    build      (course, loop) -> that loop, before its first step; a function of a module: other processes look it up
+    processes  that run the loops
+    warm_up    steps that are not counted
+    times      (step, rank) -> how many times as long that process takes in that step; a function of a module as well
+    tasks      what may be trained
     """
 
     name: str
     beside: Mapping[str, str]
     build: Callable[[Course, str], Iterator[Turn]]
+    processes: int = PROCESSES
+    warm_up: int = WARM_UP
+    times: Callable[[int, int], float] | None = None
+    tasks: Mapping[str, Task] = field(default_factory=lambda: TASKS)
 
     @property
     def loops(self) -> list[str]:
@@ -106,12 +115,12 @@ def ours(course: Course, settings: Settings, group: Group, loop: str) -> Iterato
 
 def compete(world: World, race: Race, name: str, virtual_ranks: int, start: int, steps: int, folder: str) -> Any:
     """Let the loops take turns: {"seconds": {loop: [of a step]}, "work": ..., "apart": {loop: ...}, "norms": ...}."""
-    task, loops = TASKS[name], race.loops
+    task, loops, warm_up = race.tasks[name], race.loops, race.warm_up
     torch.manual_seed(1)
-    total = steps + WARM_UP
+    total = steps + warm_up
     settings = Settings(epochs=1, batch=task.batch, virtual_ranks=virtual_ranks)
     order = Order(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
-    with join(world) as group:
+    with join(world) as group, SlowAt(1.0) if race.times else nullcontext() as slow:
         course = Course(settings, order, world, group, task.build(), task.data(total * task.batch), Path(folder))
         running = {loop: race.build(course, loop) for loop in shuffled(loops, f"start {start}")}
         times, work = torch.empty(2, len(loops), total, dtype=torch.float64)
@@ -120,6 +129,8 @@ def compete(world: World, race: Race, name: str, virtual_ranks: int, start: int,
         for number in range(total):
             for loop in shuffled(loops, f"{start} {number}"):  # nobody always comes after the same
                 group.barrier()
+                if slow is not None and race.times is not None:
+                    slow.times = race.times(number, world.rank)
                 began, worked = time.perf_counter(), time.process_time()
                 last[loop] = next(running[loop])
                 times[loops.index(loop), number] = time.perf_counter() - began
@@ -133,8 +144,8 @@ def compete(world: World, race: Race, name: str, virtual_ranks: int, start: int,
         true = weights[loops[-1]]
         return {
             "params": len(true),
-            "seconds": {loop: row[WARM_UP:].tolist() for loop, row in zip(loops, times, strict=True)},
-            "work": {loop: row[WARM_UP:].tolist() for loop, row in zip(loops, work, strict=True)},
+            "seconds": {loop: row[warm_up:].tolist() for loop, row in zip(loops, times, strict=True)},
+            "work": {loop: row[warm_up:].tolist() for loop, row in zip(loops, work, strict=True)},
             "apart": {loop: float((weights[loop] - true).norm() / true.norm()) for loop in loops},
             "norms": norms,
         }
@@ -157,7 +168,7 @@ def measure(race: Race, name: str, virtual_ranks: int, rounds: int, steps: int) 
     found: dict[str, Any] = {}
     for start in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(compete, PROCESSES, race, name, virtual_ranks, start, steps, folder, seconds=400)[0]
+            found = run_ranks(compete, race.processes, race, name, virtual_ranks, start, steps, folder, seconds=550)[0]
         true = found["norms"][race.loops[-1]]
         for loop in race.loops:
             if not found["apart"][loop] <= 1e-4 or not math.isclose(found["norms"][loop], true, rel_tol=1e-4):
@@ -172,7 +183,7 @@ def measure(race: Race, name: str, virtual_ranks: int, rounds: int, steps: int) 
         "model": name,
         "params": found["params"],
         "virtual_ranks": virtual_ranks,
-        "micro_batch": TASKS[name].batch // virtual_ranks,
+        "micro_batch": race.tasks[name].batch // virtual_ranks,
         "steps": rounds * steps,
         "seconds": {loop: spread(values).median for loop, values in seconds.items()},
         "ratio": ratios(seconds),

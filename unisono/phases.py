@@ -18,6 +18,14 @@ PHASES = ("other", "data", "forward", "backward", "exchange", "update", "checkpo
 Observer = Callable[[str, str], None]
 """Called as observer(left, entered) at every change; it must be quick and must not raise (faults excepted)."""
 
+
+class Waited:
+    """How long this process has waited for messages of others, in whatever phase, in seconds since it began. Who looks
+    at it twice knows what of a phase was its own work."""
+
+    seconds = 0.0
+
+
 _now = "other"
 _observers: tuple[Observer, ...] = ()
 

@@ -102,6 +102,16 @@ def test_an_exchange_that_is_not_exact_is_told_from_a_mistake(
     assert "exchange=tree" in last_json(capsys.readouterr().out)["advice"]
 
 
+def test_low_precision_is_proved_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = proved(tmp_path, text_of({}), ["shard=2"], "parallel.param_dtype=bf16", tolerance=0.0)
+    assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True)
+    status, proof = proved(tmp_path, text_of({}), ["shard=2,param_dtype=bf16"])
+    assert (status, proof.rows[0].verdict) == (1, "differs")
+    advice = last_json(capsys.readouterr().out)["advice"]
+    assert "another computation" in advice
+    assert "--parallel shard=2 --set parallel.param_dtype=bf16" in advice
+
+
 UNEVEN = """
 import torch, unisono
 from torch import nn

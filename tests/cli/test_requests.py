@@ -82,6 +82,14 @@ from unisono.errors import Problem, SettingsError
             "unisono run train.py --ranks 3 --set exchange=server --set server.staleness=0 --json",
         ),
         (
+            "run text --ranks 3 --set parallel.buddy=true",
+            "parallel.buddy = true",
+            "It copies shards to the next process that has one, and with parallel.shard = 1 there are none. "
+            "All 3 replicas are copies of each other.",
+            "unisono run text --ranks 3 --set parallel.buddy=true --json --set parallel.shard=3, or: "
+            "unisono run text --ranks 3 --set parallel.buddy=false --json",
+        ),
+        (
             "run train.py --set lrr=1",
             "--set lrr=1",
             "There is no setting lrr; the nearest is lr.",

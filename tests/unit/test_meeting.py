@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from unisono.settings import Line, LoaderSettings, LocalSettings, ParallelSettings, ServerSettings, Settings
+from unisono.settings import (
+    DealSettings,
+    Line,
+    LoaderSettings,
+    LocalSettings,
+    ParallelSettings,
+    ServerSettings,
+    Settings,
+)
 from unisono.settings.check import check
 
 LINE = Line(("unisono", "run", "train.py"))
@@ -62,6 +70,14 @@ LINE = Line(("unisono", "run", "train.py"))
         (
             {"exchange": "server", "server": ServerSettings(staleness=None), "loader": LoaderSettings(workers=2)},
             "server.staleness = none and loader.workers = 2: .*fetched ahead.*loader.workers=0",
+        ),
+        (
+            {"exchange": "allreduce", "deal": DealSettings(claim=True)},
+            "deal.claim = true and exchange = allreduce: .*the tree.*deal.claim=false.*exchange=tree",
+        ),
+        (
+            {"parallel": ParallelSettings(tensor=2), "deal": DealSettings(claim=True)},
+            "deal.claim = true and parallel.tensor = 2: .*deal.claim=false.*parallel.tensor=1",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.scores import quick, sizes, virtual_ranks
 from unisono.score import keys, placement, tree
 from unisono.score.placement import place, place_evenly
-from unisono.score.tree import Fold, Node, Plan, chain, copies, fold, subtrees
+from unisono.score.tree import Fold, Heap, Node, Plan, Scattered, chain, copies, fold, sibling, subtrees
 
 
 def even(parts: list[int]) -> bool:
@@ -65,6 +65,34 @@ def nodes(leaves: int) -> set[Node]:
             found.update(node.children)
             waiting.extend(node.children)
     return found
+
+
+@quick
+@given(virtual_ranks, sizes, st.data())
+def test_leaves_in_any_order_make_the_same_brackets(leaves: int, size: int, data: st.DataObject) -> None:
+    """Each process folds what it has, in the order in which it came; what they send is folded by the plan."""
+    owners = data.draw(st.lists(st.integers(0, size - 1), min_size=leaves, max_size=leaves))
+    order = data.draw(st.permutations(range(leaves)))
+    plan = Scattered(leaves, ((0, 0),) * size, tuple(owners))
+    heaps: list[Heap[Expression]] = [Heap(leaves, pair) for _ in range(size)]
+    for leaf in order:
+        heaps[owners[leaf]].push(Node(leaf, leaf + 1), leaf)
+    assert [list(plan.sends(rank)) for rank in range(size)] == [sorted(heap.held) for heap in heaps]
+    sums = [heaps[rank].held[node] for rank in range(size) for node in plan.sends(rank)]
+    for i, j in plan.additions():
+        sums[i] = (sums[i], sums[j])
+    total = sums[plan.additions()[-1][0]] if plan.additions() else sums[0]
+    assert total == brackets(leaves)
+
+
+@quick
+@given(virtual_ranks)
+def test_siblings_share_a_parent(leaves: int) -> None:
+    for node in nodes(leaves):
+        other = sibling(leaves, node)
+        assert (other is None) == (node == Node(0, leaves))
+        if other is not None:
+            assert tree.parent(leaves, min(node, other), max(node, other)) is not None
 
 
 @quick

@@ -40,17 +40,40 @@ LINE = Line(("unisono", "run", "text"))
         ({"threads": 2, "compile": True}, "parallel.threads = 2 and parallel.compile = true", "parallel.compile=false"),
         ({"devices": ["cpu", "cpu"]}, "parallel.devices = ['cpu', 'cpu']", "--set parallel.split=2, or: "),
         ({"devices": ["cpu"], "split": 2}, "parallel.devices = ['cpu']", "--set parallel.split=1, or: "),
+        (
+            {"buddy": True},
+            "parallel.buddy = true",
+            "--ranks 2 --set parallel.shard=2, or: unisono run text --set parallel.buddy=false",
+        ),
         ({"split": 0}, "parallel.split = 0", "--set parallel.split=1"),
+        (
+            {"param_dtype": "bf16", "threads": 2},
+            "parallel.param_dtype = bf16 and parallel.threads = 2",
+            "--set parallel.threads=1, or: unisono run text --set parallel.param_dtype=fp32 --set precision=bf16",
+        ),
+        (
+            {"param_dtype": "bf16", "pipeline": 2},
+            "parallel.param_dtype = bf16 and parallel.pipeline = 2",
+            "--set parallel.pipeline=1, or: unisono run text --set parallel.param_dtype=fp32 --set precision=bf16",
+        ),
     ],
 )
 def test_what_does_not_go_together(parallel: dict[str, Any], asked: str, do: str) -> None:
-    processes = parallel.get("shard", 1)
+    processes = parallel.get("shard", 1) * parallel.get("pipeline", 1)
     (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), processes, LINE)
     assert problem.asked == asked
     assert do in problem.do
 
 
+def test_two_kinds_of_half_precision() -> None:
+    config = Settings(steps=1, precision="fp16", parallel=ParallelSettings(param_dtype="bf16"))
+    (problem,) = check(config, 1, LINE)
+    assert problem.asked == "parallel.param_dtype = bf16 and precision = fp16"
+    assert "--set precision=bf16, or: unisono run text --set parallel.param_dtype=fp32" in problem.do
+
+
 def test_what_does() -> None:
+    assert check(Settings(steps=1, parallel=ParallelSettings(shard=2, buddy=True)), 4, LINE) == []
     for parallel in ({"split": 2}, {"threads": 2}, {"recompute": "selective", "compile": True}):
         assert check(Settings(steps=1, parallel=ParallelSettings(**parallel)), 1, LINE) == []
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from unisono.cli.agreement import Agreement, Error, Limits, Written
 
 TOLERANCE = 1e-5
+HALF = 0.1
+"""A tolerance for bfloat16, which has eight bits of every number."""
 KINDS = ("parameters", "gradients", "optimizer")
 UNEVEN = 1.1
 """If the longest stretch of a pipeline's layers has more than that times the mean, this is told."""
@@ -299,6 +301,12 @@ class Proof(Trials):
         """What it may be, as far as that is known, and what to type next."""
         dropout, exchange = truth.main["dropout"], self._settings("truth")["exchange"]
         shortest = self.line.without("--parallel").flag("--parallel", str(placement)).flag("--steps", "1")
+        low = self._settings("truth").get("parallel.param_dtype", "fp32")
+        if (other := placement.values.get("param_dtype", low)) != low:
+            rest = {name: value for name, value in placement.values.items() if name != "param_dtype"}
+            same = self.line.without("--parallel").flag("--parallel", str(Placement(rest or {"shard": "2"})))
+            said = f"param_dtype={other} is no other placement but another computation, also on one process."
+            return f"  {said}\n  Next: {same.setting(f'parallel.param_dtype={other}')}"
         if placement.is_exact and exchange != "tree":
             said = f"exchange={exchange} adds gradients up in another order where there are more processes."
             return f"  {said}\n  Next: {self.line.setting('exchange=tree')}"
@@ -312,6 +320,9 @@ class Proof(Trials):
                 "activations are divided each process draws for its own part, and that is another draw."
             )
             return f"  {said}\n  Next: {self.line.setting(*self._without_dropout())}"
+        if low != "fp32" and self.tolerance < HALF:
+            said = f"Sums of {low} that are made in parts round otherwise, by some thousandths of a gradient."
+            return f"  {said}\n  Next: {self.line.without('--tolerance').flag('--tolerance', f'{HALF:g}')}"
         if first.step > 0:
             said = f"{plural(first.step, 'step')} before it agree: rounding may have grown on the way."
             return f"  {said}\n  Next: {shortest}"

@@ -35,6 +35,7 @@ from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
 from unisono.settings.check import examine
+from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
 from unisono.train.run import Run
@@ -276,6 +277,8 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
     log.say(f"unisono {__version__}: {processes} on {run.device.type}, {threads}{more}")
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
+    if shards := about_shards(s.parallel, run._mesh.axes):
+        log.say(shards)
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
 
 

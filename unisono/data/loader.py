@@ -171,9 +171,11 @@ class Loader:
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
+        self._tasks: Iterator[Task] | None = None  # where nothing is fetched ahead
         self.fetcher = fetcher = Fetcher(data, collate or default_collate, keyed=keyed)
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
-            self._batches: Iterable[Any] = map(fetcher.fetch, self.deal())
+            self._tasks = self.deal()
+            self._batches: Iterable[Any] = map(fetcher.fetch, self._tasks)
             return
 
         def begin(arrived: Callable[[int], None]) -> Iterator[Fetched]:
@@ -217,6 +219,22 @@ class Loader:
             except Exception as error:
                 raise self._told(error) from error.__cause__
             yield self._dealt.popleft().place, batch
+
+    def fetch(self, place: Place) -> tuple[Place, Any]:
+        """One micro-batch out of turn: somebody else's, which was to compute it."""
+        samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
+        batch = self.fetcher.fetch(Task(place, mix(self.order.seed, ROUND), list(samples)))
+        return place, batch if self.device.type == "cpu" else to_device(batch, self.device)
+
+    def skip(self, count: int, batches: Iterator[tuple[Place, Any]]) -> None:
+        """Let go of the next so many micro-batches of ours, which others have computed. What nobody fetches ahead is
+        not fetched at all."""
+        for _ in range(count):
+            if self._tasks is None:
+                next(batches)
+            else:
+                next(self._tasks)
+                self._dealt.popleft()
 
     def deal(self) -> Iterator[Task]:
         """Every task of this process, in order; what is dealt is remembered until it is yielded."""

@@ -84,6 +84,7 @@ class Exchange(Protocol):
 
 _files = {
     "tree": "unisono.exchange.tree:Tree",
+    "claimed": "unisono.exchange.claimed:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "server": "unisono.exchange.server:Server",
     "solo": "unisono.exchange.solo:Solo",

@@ -1,7 +1,7 @@
 """Gradients as a few flat buffers: the layout of parameters in buckets, and who is ready when.
 
 Parameters are laid out in the order in which backward tends to finish them (the reverse of registration), each kind of
-tensor (dtype, device) in buffers of its own. A buffer is one bucket's worth of one gradient copy; `p.grad` is a view
+gradient (dtype, device) in buffers of its own. A buffer is one bucket's worth of one gradient copy; `p.grad` is a view
 into it, so autograd adds straight into what will travel. Of a parameter that lies over several processes (torch's
 DTensor, under tensor parallel) it is the part that this process holds.
 """
@@ -67,11 +67,11 @@ class Layout:
         self.buckets: list[Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device, int], Bucket] = {}
         for number in reversed(range(len(params))):
-            p = self.parts[number]
-            kind = p.dtype, p.device, holders[number] if holders else 0
+            p, dtype = self.parts[number], params[number].grad_dtype or params[number].dtype
+            kind = dtype, p.device, holders[number] if holders else 0
             bucket = open_buckets.get(kind)
-            if bucket is None or (bucket.size + p.numel()) * p.element_size() > bucket_bytes:
-                bucket = open_buckets[kind] = Bucket(p.dtype, p.device)
+            if bucket is None or (bucket.size + p.numel()) * dtype.itemsize > bucket_bytes:
+                bucket = open_buckets[kind] = Bucket(dtype, p.device)
                 self.buckets.append(bucket)
             bucket.append(number, p.numel())
         for bucket in self.buckets:
@@ -154,6 +154,12 @@ class Copy:
         grad = other.take(number)
         if grad is not None:
             self._add(number, grad)
+
+    def absorb(self, other: Copy) -> None:
+        """Add all that is in another copy, which is free then."""
+        for number, filled in enumerate(other.filled):
+            if filled:
+                self._add(number, other.views[number])
 
     def _add(self, number: int, grad: torch.Tensor) -> None:
         view = self.views[number]

@@ -42,6 +42,9 @@ from unisono.score.tree import Plan
 from unisono.world.collectives import Message, Work, peers, wait_for
 from unisono.world.crew import Crew
 
+ALIGN = 16
+"""In a pull every parameter starts at a multiple of this many bytes."""
+
 
 class Server(Tree):
     """In a crew, push and pull. A process by itself is its own server: then this is the tree."""
@@ -102,22 +105,34 @@ class Server(Tree):
         super().close()
 
     def _pull(self, crew: Crew) -> None:
-        copy = self.pool.take()
+        """Each bucket's parameters, as bytes: a parameter may have another dtype than its gradient."""
         sends: list[Message] = []
         receives: list[Message] = []
-        theirs: list[int] = []
-        for bucket, flat, holder in zip(self.layout.buckets, copy.flats, self.holders, strict=True):
-            if holder != crew.rank:
+        theirs: list[tuple[list[torch.nn.Parameter], torch.Tensor]] = []
+        for bucket, holder in zip(self.layout.buckets, self.holders, strict=True):
+            params = [self.params[number] for number in bucket.members]
+            if holder == crew.rank:
+                flat = torch.cat([_bytes(p) for p in params])
+                sends += [Message(flat, other) for other in range(crew.size) if other != crew.rank]
+            else:
+                flat = torch.empty(sum(map(_padded, params)), dtype=torch.uint8, device=bucket.device)
                 receives.append(Message(flat, holder))
-                theirs += bucket.members
-                continue
-            for number in bucket.members:
-                copy.views[number].copy_(self.params[number])
-            sends += [Message(flat, other) for other in range(crew.size) if other != crew.rank]
+                theirs.append((params, flat))
         wait_for(crew.send_and_receive(sends, receives))
-        for number in theirs:
-            self.params[number].copy_(copy.views[number])
-        self.pool.give([copy])
+        for params, flat in theirs:
+            for p, piece in zip(params, flat.split([_padded(p) for p in params]), strict=True):
+                p.copy_(piece[: p.nbytes].view(p.dtype).view(p.shape))
+
+
+def _bytes(p: torch.Tensor) -> torch.Tensor:
+    flat = p.detach().reshape(-1)
+    flat = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, _padded(p) - p.nbytes))
+
+
+def _padded(p: torch.Tensor) -> int:
+    """Bytes that it takes in a message: what follows is aligned."""
+    return -(-p.nbytes // ALIGN) * ALIGN
 
 
 class _Pushed(NamedTuple):
@@ -132,17 +147,22 @@ class Push:
     """The messages of every bucket for one placement: from each worker to the server that holds it, which adds up."""
 
     def __init__(self, plan: Plan, layout: Layout, crew: Crew, holders: Sequence[int]) -> None:
-        self.plan, self.layout, self.crew, self.holders = plan, layout, crew, holders
+        self.layout, self.crew, self.holders = layout, crew, holders
+        self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """From now on partial sums are dealt like this."""
+        self.plan, layout, crew = plan, self.layout, self.crew
         self.senders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
         self.additions = plan.additions()
-        self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-        held = [b for b, holder in zip(layout.buckets, holders, strict=True) if holder == crew.rank]
+        held = [b for b, holder in zip(layout.buckets, self.holders, strict=True) if holder == crew.rank]
         for number, b in enumerate(held):
             room, needed = (number % IN_FLIGHT, b.dtype, b.device), len(self.senders) * b.size
             if room not in self.room or self.room[room].numel() < needed:
                 self.room[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
 
-    def begin(self, weights: Weights) -> None:
+    def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
         """The weights are known when the step divides: all processes have them from its table."""
         self.works: list[Work] = []
         self.kept: list[torch.Tensor] = []  # until it is sent

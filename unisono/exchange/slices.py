@@ -59,7 +59,7 @@ class Slices:
         self.inner.finish(1.0)
         for p, used in zip(self.params, self.used, strict=True):
             if used and p.grad is None:  # another slice has used it
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         whole = True
         for some in self._some():
             flat = self.slices.add_up(torch.cat([grad.reshape(-1) for grad in some]))

@@ -66,10 +66,17 @@ class Tree(Exchange):
         self._travel = {next((v for v in range(*n) if pieces[v]), -1) for n in plan.sends(self.group.rank)}
         self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where, self.span[0]), None, None
         self.ready.begin()
-        if self.group.size > 1 and (self.wire is None or self.wire.plan != plan):
+        self._wire(plan, weights)
+
+    def _wire(self, plan: Plan, weights: Weights, divisor: torch.Tensor | None = None) -> None:
+        """What is to be exchanged follows this plan; alone there is nothing to exchange."""
+        if self.group.size == 1:
+            return
+        if self.wire is None:
             self.wire = self._build_wire(plan)
-        if self.wire is not None:
-            self.wire.begin(weights)
+        elif self.wire.plan != plan:
+            self.wire.follow(plan)
+        self.wire.begin(weights, divisor)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         """Before a micro-batch: p.grad is where its gradient belongs. `last`: no other follows here in this step."""

@@ -47,27 +47,33 @@ class Wire:
     """The messages of every bucket for one placement, and the sums over what they bring."""
 
     def __init__(self, plan: Plan, layout: Layout, group: Group) -> None:
-        self.plan, self.layout, self.group, self.rank = plan, layout, group, group.rank
+        self.layout, self.group, self.rank = layout, group, group.rank
         self.neighbours = group.neighbours
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
         self.far = [rank for rank in self.others if rank not in self.neighbours]
+        self.arrived: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        self.row = torch.zeros(plan.leaves, dtype=torch.float64, device=group.device)
+        self.ready = torch.zeros(1, dtype=torch.uint8)  # that partial sums are ready: nobody reads more from it
+        self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}  # neighbours' memory, bucket by bucket
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """From now on partial sums are dealt like this."""
+        self.plan, layout = plan, self.layout
         self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
         self.additions = plan.additions()
         self.foreign = sum(rank in self.far for rank in self.holders)  # partial sums that come in messages
-        self.arrived: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         for number, b in enumerate(layout.buckets):
             room, needed = (number % IN_FLIGHT, b.dtype, b.device), self.foreign * (b.size // plan.size)
             if room not in self.arrived or self.arrived[room].numel() < needed:
                 self.arrived[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
-        self.row = torch.zeros(plan.leaves, dtype=torch.float64, device=group.device)
         # what is said between neighbours: in a step's first message where the sum goes and where the partial sums lie
         self.names = {rank: torch.empty(1 + len(plan.sends(rank)), 2, dtype=torch.int64) for rank in range(plan.size)}
-        self.ready = torch.zeros(1, dtype=torch.uint8)  # then only that they are ready: nobody reads more from it
-        self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}  # neighbours' memory, bucket by bucket
 
-    def begin(self, weights: Weights) -> None:
+    def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
+        """`divisor`: what to divide by, if that is known already."""
         self.weights = weights
-        self.divisor: torch.Tensor | None = None
+        self.divisor = divisor
         self.sent: list[_Sent] = []
         self.settled = 0  # buckets whose sum is made
         self.finite: list[torch.Tensor] = []  # has a block of what we made a finite sum?
@@ -102,10 +108,11 @@ class Wire:
                 parts.append(part := next(theirs))
                 receives.append(Message(part, holder))
         if bucket == 0:
-            rows = [self.row[slice(*span)] for span in self.plan.spans]
-            rows[self.rank].copy_(self.weights())
-            sends += [Message(rows[self.rank], other) for other in self.others]
-            receives += [Message(rows[other], other) for other in self.others]
+            if self.divisor is None:
+                rows = [self.row[slice(*span)] for span in self.plan.spans]
+                rows[self.rank].copy_(self.weights())
+                sends += [Message(rows[self.rank], other) for other in self.others]
+                receives += [Message(rows[other], other) for other in self.others]
             if self.neighbours:
                 self.names[self.rank] = torch.tensor([_name(result), *map(_name, roots)])
         sends += [Message(self.ready if bucket else self.names[self.rank], other) for other in self.neighbours]

@@ -46,6 +46,17 @@ def outermost(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
     return [part for part in model.modules() if part in found and part not in within] or [model]
 
 
+def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that share no parameter with what is outside of them: it would have to be gathered twice."""
+    uses = Counter(p for part in model.modules() for p in part.parameters(recurse=False))
+
+    def alone(module: nn.Module) -> bool:
+        inside = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
+        return all(uses[p] == count for p, count in inside.items())
+
+    return [module for module in modules if alone(module)]
+
+
 class Around:
     """Something around a module's forward. The module keeps its class, its names and its hooks, so a checkpoint does
     not know about it. A deep copy of the module has one of its own, around its own forward."""

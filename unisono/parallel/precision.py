@@ -42,10 +42,11 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(self.precision, self.device):
             out = self.forward(*args, **kwargs)
-        return tree_map_only(torch.Tensor, _as_float32, out)
+        return tree_map_only(torch.Tensor, as_float32, out)
 
 
-def _as_float32(tensor: torch.Tensor) -> torch.Tensor:
+def as_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of half precision as float32, any other as it is."""
     return tensor.float() if tensor.dtype in DTYPES.values() else tensor
 
 

@@ -12,7 +12,6 @@ model's own. Two ways to use it, by the setting `parallel.gather`:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import layers_of, outermost
+from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.layout import apply_rows
+from unisono.parallel.precision import DTYPES
 from unisono.world.collectives import like, local
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ class Layer:
     def watch(self, *_: Any) -> None:
         """It is gathered, and about to be used: whole parameters need a gradient where their shards do, and tell when
         they get one."""
-        for i, (p, shard) in enumerate(zip(self.current(), self.params, strict=True)):
+        for i, (name, shard) in enumerate(zip(self.names, self.params, strict=True)):
+            *path, own = name.split(".")
+            p = self.module.get_submodule(".".join(path))._parameters[own]
+            if not isinstance(p, nn.Parameter):  # cast for a call around this one (casts.py), and watched since before
+                continue
             if p.requires_grad != shard.requires_grad:
                 p.requires_grad_(shard.requires_grad)
             if p.requires_grad and i not in self._watched:
@@ -83,6 +87,9 @@ class Layer:
         """Gather it until `rest`; returns its whole parameters, the same objects every time."""
         self._fsdp.unshard()
         self.watch()
+        for whole, shard in zip(self.current(), self.params, strict=True):
+            if whole.dtype != shard.dtype:
+                whole.grad_dtype = shard.dtype  # the sum over micro-batches is as wide as what it changes
         return self.current()
 
     def divide(self, wanted: Collection[int]) -> None:
@@ -133,7 +140,7 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.gather == "layer",
-        "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False),
+        "mp_policy": policy_of(parallel),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
     }
     found = layers_of(model, parallel.layers)
@@ -156,15 +163,11 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     return layers
 
 
-def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that share no parameter with what is outside of them: it would have to be gathered twice."""
-    uses = Counter(p for part in model.modules() for p in part.parameters(recurse=False))
-
-    def alone(module: nn.Module) -> bool:
-        inside = Counter(p for part in module.modules() for p in part.parameters(recurse=False))
-        return all(uses[p] == count for p, count in inside.items())
-
-    return [module for module in modules if alone(module)]
+def policy_of(parallel: ParallelSettings) -> MixedPrecisionPolicy:
+    """In which numbers FSDP2 gathers, and hands gradients on. Inputs and outputs are cast elsewhere: casts.py."""
+    if parallel.param_dtype == "fp32":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(DTYPES[parallel.param_dtype], torch.float32, cast_forward_inputs=False)
 
 
 def own_parameters(module: nn.Module, others: Sequence[nn.Module]) -> list[str]:

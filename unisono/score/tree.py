@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -80,6 +81,34 @@ def parent(leaves: int, left: Node, right: Node) -> Node | None:
     return both if both.children == (left, right) and subtrees(leaves, *both) == (both,) else None
 
 
+@lru_cache(maxsize=65536)
+def sibling(leaves: int, node: Node) -> Node | None:
+    """The other child of the node's parent; None for the root."""
+    at = Node(0, leaves)
+    while at.hi - at.lo > 1:
+        left, right = at.children
+        if node in (left, right):
+            return right if node == left else left
+        at = left if node.hi <= left.hi else right
+    return None
+
+
+class Heap(Generic[T]):
+    """Folds leaves that come in any order, each once: siblings are merged as soon as both are there. `add` is as for
+    `Fold`; `held` is what waits, the largest complete subtrees of all that came."""
+
+    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
+        self.leaves, self.add = leaves, add
+        self.held: dict[Node, T] = {}
+
+    def push(self, node: Node, value: T) -> None:
+        while (other := sibling(self.leaves, node)) in self.held:
+            assert other is not None
+            pair = (value, self.held.pop(other)) if node < other else (self.held.pop(other), value)
+            node, value = Node(min(node.lo, other.lo), max(node.hi, other.hi)), self.add(*pair)
+        self.held[node] = value
+
+
 class Fold(Generic[T]):
     """Folds nodes (mostly leaves) as they come, from left to right, merging siblings as soon as both are there.
 
@@ -133,15 +162,14 @@ class Plan:
         return tuple(node for rank in range(self.size) for node in self.sends(rank))
 
     def additions(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (i, j) to be carried out in order on the arrivals: number i += number j. The total ends in number 0."""
+        """Pairs (i, j) to be carried out in order on the arrivals: number i += number j. The last makes the total."""
         steps: list[tuple[int, int]] = []
 
         def add(i: int, j: int) -> int:
             steps.append((i, j))
             return i
 
-        root = fold(Node(0, self.leaves), {node: i for i, node in enumerate(self.arrivals())}, add)
-        assert root == 0
+        fold(Node(0, self.leaves), {node: i for i, node in enumerate(self.arrivals())}, add)
         return tuple(steps)
 
     def traffic(self, rank: int) -> float:
@@ -151,6 +179,24 @@ class Plan:
         """
         others = (self.size - 1) / self.size
         return len(self.sends(rank)) * others + others
+
+
+@dataclass(frozen=True)
+class Scattered(Plan):
+    """Who sends what, if leaves went to whoever was free: owners[leaf] is the process that computed it, and `spans` say
+    nothing any more."""
+
+    owners: tuple[int, ...] = ()
+
+    def sends(self, rank: int) -> tuple[Node, ...]:
+        found: list[Node] = []
+        first = 0
+        for owner, run in groupby(self.owners):
+            end = first + len(list(run))
+            if owner == rank:
+                found += subtrees(self.leaves, first, end)
+            first = end
+        return tuple(found)
 
 
 def chain(values: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from unisono.settings import (
 from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
 from unisono.settings.meeting import computing, problems_of_exchange
 from unisono.settings.values import Misfit, typed
-from unisono.settings.ways import problems_of_ways
+from unisono.settings.ways import problems_of_buddy, problems_of_ways
 
 
 class Examined(NamedTuple):
@@ -68,6 +68,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
     axes, wrong = _mesh(values, size, line)
     problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, axes, line)
+    problems += problems_of_buddy(values, axes, line) if not wrong else []
     if ranks is not None and not wrong and (size := computing(values, axes)) > ranks >= 1:
         beside, who = axes.data - size, ("process", "processes") if size == axes.data else ("worker", "workers")
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, *who)}."

@@ -35,8 +35,10 @@ class ParallelSettings:
     sequence: bool = False
     loss: bool = False
     gather: Literal["layer", "step"] = "layer"
+    buddy: bool = False
     layers: list[str] = field(default_factory=list)
     offload: bool = False
+    param_dtype: Literal["fp32", "bf16"] = "fp32"
     split: int = 1
     threads: int = 1
     devices: list[str] = field(default_factory=list)
@@ -144,8 +146,10 @@ ABOUT = {
     "parallel.sequence": About("between blocks, divide sequences over the axis tensor", False),
     "parallel.loss": About("leave logits divided by classes over the axis tensor", False),
     "parallel.gather": About("what shards gather at once: a layer, or, once a step, all", False),
+    "parallel.buddy": About("each shard, with its optimizer state, has a copy on the next process", False),
     "parallel.layers": About("classes of the model's layers; none: found", False),
     "parallel.offload": About("keep shards in the CPU's memory between uses", False),
+    "parallel.param_dtype": About("numbers that layers compute with, and that shards are gathered in", True),
     "parallel.split": About("devices of one process that share the layers of one model", False),
     "parallel.threads": About("devices of one process that each compute a piece of a micro-batch", True),
     "parallel.devices": About("which devices these two use, as torch names them; none: the first ones", False),

@@ -35,6 +35,7 @@ def problems_of_exchange(values: Mapping[str, Any], axes: Axes, line: Line) -> l
     """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form."""
     exchange = values.get("exchange", "tree")
     problems = _not_carried(exchange, values, axes, line) + _not_read(exchange, values, line)
+    problems += _not_claimed(exchange, values, axes, line)
     return problems + (_roles(values, axes, line) if exchange == "server" else [])
 
 
@@ -75,6 +76,25 @@ def _roles(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
         asked = f"server.staleness = {shown(bound)} and loader.workers = {loaders}"
         problems.append(Problem(asked, true, do))
     return problems
+
+
+def _not_claimed(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+    """What does not go together with claims."""
+    if not values.get("deal.claim"):
+        return []
+    compress = values.get("compress.kind", "none")
+    others: dict[str, tuple[Any, Any]] = {"exchange": (exchange, "tree"), "compress.kind": (compress, "none")}
+    others |= {f"parallel.{axis}": (getattr(axes, axis), 1) for axis in DIVIDED}
+    true = "Whoever is free computes a whole virtual rank, and the tree adds up what it makes of it."
+    return [
+        Problem(
+            f"deal.claim = true and {name} = {value}",
+            true,
+            f"{line.setting('deal.claim=false')}, or: {line.setting(f'{name}={instead}')}",
+        )
+        for name, (value, instead) in others.items()
+        if value != instead
+    ]
 
 
 def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.errors import Problem
+from unisono.settings.axes import Axes
 from unisono.settings.line import Line
 
 ONE_PROCESS = ("split", "threads")
@@ -33,7 +34,23 @@ def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
                 problems.append(Problem(f"{asked} and parallel.{axis} = {found[axis]}", true, do))
     if "threads" in inside:
         problems += _too_much_for_threads(found, line)
-    return problems + _devices(found, inside, line)
+    return problems + _casts(found, values.get("precision"), line) + _devices(found, inside, line)
+
+
+def problems_of_buddy(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+    """A copy of each shard needs shards. `axes`: of the mesh that these values make."""
+    if not values.get("parallel.buddy") or "parallel.shard" not in values or axes.shard > 1:
+        return []
+    true = "It copies shards to the next process that has one, and with parallel.shard = 1 there are none."
+    if axes.replicate > 1:
+        true += f" All {axes.replicate} replicas are copies of each other."
+    off = str(line.setting("parallel.buddy=false"))
+    if axes.pipeline > 1:  # which has no shards
+        return [Problem("parallel.buddy = true", true, off)]
+    wanted = [f"parallel.shard={max(axes.replicate, 2)}"]
+    wanted += ["parallel.replicate=-1"] * (values.get("parallel.replicate", -1) != -1)
+    more = line if axes.replicate > 1 else line.in_processes(2 * axes.size)
+    return [Problem("parallel.buddy = true", true, f"{more.setting(*wanted)}, or: {off}")]
 
 
 def _too_much_for_threads(found: Mapping[str, Any], line: Line) -> list[Problem]:
@@ -45,6 +62,27 @@ def _too_much_for_threads(found: Mapping[str, Any], line: Line) -> list[Problem]
             instead = line.setting("parallel.threads=1").in_processes(found["threads"])
             do = f"{instead}, or: {line.setting(f'parallel.{name}={str(off).lower()}')}"
             problems.append(Problem(asked, true, do))
+    return problems
+
+
+def _casts(found: Mapping[str, Any], precision: str | None, line: Line) -> list[Problem]:
+    """What does not go together with parameters that are cast for each call of a layer."""
+    if found.get("param_dtype", "fp32") == "fp32":
+        return []
+    problems, asked = [], f"parallel.param_dtype = {found['param_dtype']}"
+    whole = line.setting("parallel.param_dtype=fp32")
+    if precision == "fp16":
+        true = "bfloat16 has fewer digits than float16, which has a smaller range: both casts together lose both."
+        do = f"{line.setting('precision=bf16')}, or: {whole}"
+        problems.append(Problem(f"{asked} and precision = fp16", true, do))
+    for name, true in (
+        ("threads", "torch.nn.DataParallel copies a model's own parameters, and those that are cast are not."),
+        ("pipeline", "A stage calls parts of the model, and never the layers or the model that would cast them."),
+    ):
+        if found.get(name, 1) != 1:
+            instead = line.setting(f"parallel.{name}=1")
+            do = f"{instead}, or: {whole.setting('precision=bf16')}"
+            problems.append(Problem(f"{asked} and parallel.{name} = {found[name]}", true, do))
     return problems
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,27 +19,26 @@ from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, Spans, place_evenly
-from unisono.train.buffers import versions, watch_samples
+from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
+from unisono.train.dealing import WORDS, Dealing, build_dealing
 from unisono.train.gradient import Gradient
-from unisono.train.misfits import check_optimizer, check_schedule
+from unisono.train.misfits import alone, check_optimizer, check_schedule
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
-from unisono.world.collectives import local
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.buddy import Buddy
     from unisono.world.mesh import Mesh
 
 
-BLOCK = 1 << 16
-"""Elements of a parameter that are looked at together: eight bytes each are needed beside it."""
-
-
 class Engine:
-    """What a step needs from the run, in one place."""
+    """What a step needs from the run, in one place. `buddy`: who copies shards, if that is asked for."""
+
+    buddy: Buddy | None = None
 
     def __init__(
         self,
@@ -73,6 +72,8 @@ class Engine:
         self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = self.group.device if self.group.device.type != "cpu" else None
+        self.dealing: Dealing | None = None
+        """Who watches how long the processes take, and deals anew, if somebody does."""
 
     @staticmethod
     def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
@@ -141,7 +142,10 @@ class Engine:
         The first pass fetches them, and leaves them in `kept` if there is such a list; the others find them there.
         """
         spans = self.schedule.at(step)
-        span = spans[self.seat.span]
+        span, dealing = spans[self.seat.span], self.dealing
+        claimed = dealing is not None and dealing.claimed(number)
+        if claimed:  # whoever is free computes whatever is left
+            spans, span = (), (0, self.order.virtual_ranks)
         pieces = self._pieces(step, span)
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers, self.models.busy = self.models.buffers, True
@@ -150,16 +154,43 @@ class Engine:
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
-        for i in range(count := -(-sum(pieces.values()) // self.seat.turns)):
-            place, batch = self._fetch(step, kept) if number == 0 else self._again(number, kept, i)
-            left = count - 1 - i
+        if dealing is not None and number == 0:
+            dealing.begin()
+        rounds = self._claimed(step, kept) if claimed else self._dealt(step, kept, sum(pieces.values()))
+        for place, batch, last in rounds if number == 0 else self._again(number, kept or [], overlap=not claimed):
             buffers.enter(place.virtual_rank, spare=place.spare)
             if gradient.seen and not self.models.divided_loss:
-                yield place, batch, left == 0
+                yield place, batch, last
             else:
                 with nullcontext() if gradient.seen else self._watched(place), self.models.around_loss():
-                    yield place, batch, left == 0
+                    yield place, batch, last
+            if dealing is not None and number == 0:
+                dealing.done(self.order.micro_bounds(step, place.virtual_rank)[place.number])
         buffers.leave()
+
+    def _dealt(self, step: int, kept: list[tuple[Place, Any]] | None, pieces: int) -> Iterator[tuple[Place, Any, bool]]:
+        """The micro-batches of our span, each with whether it is the last; those that fetch in turn take their part."""
+        for left in reversed(range(-(-pieces // self.seat.turns))):
+            yield *self._fetch(step, kept), left == 0
+
+    def _claimed(self, step: int, kept: list[tuple[Place, Any]] | None) -> Iterator[tuple[Place, Any, bool]]:
+        """Those of the virtual ranks that are ours because we were free. Nobody knows which is the last one."""
+        assert self.dealing is not None
+        assert self.dealing.claims is not None
+        spans = self.schedule.at(step)
+        pieces = self._pieces(step, (0, self.order.virtual_ranks))
+        ahead = sum(pieces[v] for v in range(*spans[self.seat.span]))  # fetched ahead, or about to be
+        for virtual_rank, at_home in self.dealing.claims.taken(step, spans, [v for v in pieces if pieces[v]]):
+            for number in range(pieces[virtual_rank]):
+                if at_home:
+                    ahead -= 1
+                    yield *self._fetch(step, kept), False
+                    continue
+                fetched = self._loader.fetch(Place(step, virtual_rank, number))
+                if kept is not None:
+                    kept.append(fetched)
+                yield *fetched, False
+        self._loader.skip(ahead, self._batches)
 
     def _fetch(self, step: int, kept: list[tuple[Place, Any]] | None) -> tuple[Place, Any]:
         try:
@@ -173,13 +204,12 @@ class Engine:
             kept.append(fetched)
         return fetched
 
-    def _again(self, number: int, kept: list[tuple[Place, Any]] | None, i: int) -> tuple[Place, Any]:
+    def _again(self, number: int, kept: list[tuple[Place, Any]], *, overlap: bool) -> Iterator[tuple[Place, Any, bool]]:
         """What the first pass has fetched, under this pass's own key."""
-        assert kept is not None
-        place, batch = kept[i]
-        if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
-            seed_everything(mix(place_key(self._round_key, *place[:3]), number), self._accelerator)
-        return place, batch
+        for i, (place, batch) in enumerate(kept):
+            if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
+                seed_everything(mix(place_key(self._round_key, *place[:3]), number), self._accelerator)
+            yield place, batch, overlap and i + 1 == len(kept)
 
     def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
         """How many micro-batches each virtual rank of the span has in `step`: only the size of the batch decides."""
@@ -199,7 +229,11 @@ class Engine:
         buffers = self.models.buffers
         exchange = gradient.exchange
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
-        totals = self.table.meet(said)
+        if self.buddy is not None:
+            self.buddy.settle()
+        totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
+        if self.dealing is not None and number == 0:
+            self.dealing.hear(step.number, totals.said)
         self.agreed = agreed = totals.flags
         if agreed["touched"]:
             raise touched()
@@ -352,47 +386,14 @@ class Engine:
         bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
         hooks = []
         if self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
-            hooks = watch_samples(self.models.batch_norms(), bounds[1] - bounds[0], self._alone)
+            hooks = watch_samples(
+                self.models.batch_norms(), bounds[1] - bounds[0], partial(alone, self.order, self.last)
+            )
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _alone(self, name: str) -> LoopError:
-        order = self.order
-        where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
-        return LoopError(
-            f"The batch norm {name} was to normalise micro-batches of a batch of {order.batch}.",
-            f"In {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of one sample, whose "
-            "variance says nothing.",
-            self._better_batch(),
-        )
-
-    def _better_batch(self) -> str:
-        """The nearest batch without a micro-batch of one sample, as a line to type."""
-        order = self.order
-        known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
-        for batch in sorted(known, key=lambda b: abs(b - order.batch)):
-            if replace(order, batch=batch).smallest(self.last) > 1:
-                return f"--set batch={batch}, or fewer --set virtual_ranks, or GroupNorm."
-        for fewer in range(order.virtual_ranks - 1, 0, -1):
-            if replace(order, virtual_ranks=fewer).smallest(self.last) > 1:
-                return f"--set virtual_ranks={fewer}, or GroupNorm."
-        return "use GroupNorm, or more data."
-
-
-def bits_of(tensor: torch.Tensor) -> int:
-    """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
-    flat = local(tensor.detach()).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    places = torch.arange(min(BLOCK, len(words)), device=flat.device)
-    odd = 2 * (places * places) + 1  # so that no change of a bit is lost
-    found = 0
-    for i, block in enumerate(words.split(BLOCK)):
-        found = mix(found, i, int((block * odd[: len(block)]).sum()))
-    return found
 
 
 def build_engine(
@@ -410,6 +411,7 @@ def build_engine(
     collate: Collate | None,
     first: int,
     last: int,
+    note: Callable[[str], None],
 ) -> Engine:
     """The engine for steps `first` to `last` - 1 over this data, with its order, its placement and its loader."""
     shards, window = lies_in(data)
@@ -441,4 +443,7 @@ def build_engine(
         prefetch=settings.loader.prefetch,
         keyed=settings.virtual_ranks > 1,
     )
-    return kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
+    engine = kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
+    engine.dealing = build_dealing(settings, mesh, schedule, first, note)
+    table.words = WORDS if engine.dealing is not None else 0
+    return engine

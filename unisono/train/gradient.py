@@ -49,6 +49,7 @@ class Gradient:
     ) -> None:
         self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
+        exchange = "claimed" if settings.deal.claim else settings.exchange
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
         if layers and by_layer:
@@ -57,7 +58,7 @@ class Gradient:
             parts = [build_exchange(settings.exchange, of, ranks, mesh.data) for of in pipeline.parts_of(params)]
             self.exchange = Several(params, parts)
         else:
-            self.exchange = build_exchange(settings.exchange, self.leaves, ranks, mesh.data)
+            self.exchange = build_exchange(exchange, self.leaves, ranks, mesh.data)
         if mesh.context.size > 1:
             self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not (layers and by_layer) else None

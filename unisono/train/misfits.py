@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from unisono.errors import LoopError
+from unisono.score.order import Order
 
 
 def check_loss(loss: Any, mean: bool) -> None:
@@ -80,3 +82,26 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
     if name.startswith(("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Reshape")):
         return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
     return None
+
+
+def alone(order: Order, last: int, name: str) -> LoopError:
+    """A batch norm would have to normalise over one sample, in some step before `last`."""
+    where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
+    return LoopError(
+        f"The batch norm {name} was to normalise micro-batches of a batch of {order.batch}.",
+        f"In {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of one sample, whose "
+        "variance says nothing.",
+        _better_batch(order, last),
+    )
+
+
+def _better_batch(order: Order, last: int) -> str:
+    """The nearest batch without a micro-batch of one sample, as a line to type."""
+    known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
+    for batch in sorted(known, key=lambda b: abs(b - order.batch)):
+        if replace(order, batch=batch).smallest(last) > 1:
+            return f"--set batch={batch}, or fewer --set virtual_ranks, or GroupNorm."
+    for fewer in range(order.virtual_ranks - 1, 0, -1):
+        if replace(order, virtual_ranks=fewer).smallest(last) > 1:
+            return f"--set virtual_ranks={fewer}, or GroupNorm."
+    return "use GroupNorm, or more data."

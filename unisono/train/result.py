@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.exchange import promise_of
 from unisono.parallel.recipe import promised
+from unisono.train.buddy import survival
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
@@ -46,8 +47,10 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "virtual_ranks": run.settings.virtual_ranks,
         "promise": promised_here,
         "reason": reason,
+        "survival": survival(run.settings.parallel, run._mesh.axes),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
+        **({"deals": deals} if (deals := _deals(run)) else {}),
         "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
     }
     logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}
@@ -55,3 +58,9 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
+
+
+def _deals(run: Run[Any]) -> list[dict[str, Any]]:
+    """When virtual ranks were dealt anew because of how fast the processes are."""
+    dealing = run._engine.dealing if run._engine is not None else None
+    return [{"step": first, "virtual_ranks": counts} for first, counts in (dealing.deals if dealing else ())]

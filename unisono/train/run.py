@@ -23,6 +23,7 @@ from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
+from unisono.train.buddy import Buddy
 from unisono.train.buffers import refuse_sync
 from unisono.train.carried import Carried
 from unisono.train.engine import Engine, build_engine
@@ -254,7 +255,10 @@ class Run(Generic[S]):
             collate=collate_fn,
             first=self.steps_done,
             last=last,
+            note=self._watcher.note,
         )
+        if settings.parallel.buddy:
+            self._engine.buddy = Buddy(self._state.tracked, self._mesh, self._models.rest)
         self._models.listen()
         return self._steps(self._engine)
 
@@ -291,6 +295,8 @@ class Run(Generic[S]):
                 break
             if every and self.steps_done % every == 0 and self.steps_done < engine.last:
                 self._save()
+            if engine.buddy is not None and self.steps_done < engine.last:
+                engine.buddy.copy(self.steps_done)
         if self._state.saved_after != self.steps_done:
             self._save()
         self._ended = time.perf_counter()
@@ -299,6 +305,8 @@ class Run(Generic[S]):
     def finish(self) -> None:
         """The script has returned. If it left the loop with break, what its last step did is saved as well."""
         self._table.together("the script's end")
+        if self._engine is not None and self._engine.buddy is not None:
+            self._engine.buddy.settle()
         if self._engine is not None and self._ended is None and self._last_step is not None:
             if self._last_step.is_done:
                 self._done = self._last_step
@@ -341,6 +349,7 @@ class Run(Generic[S]):
         horizon = torch.tensor([self._engine.horizon], device=self.device)
         first = int(self._group.max_(horizon).item())
         self._engine.schedule.change(first, spans)
+        self._engine.dealing = None  # what somebody has dealt by hand stays
         return first
 
     # -- what comes out

@@ -86,7 +86,7 @@ class State:
                 state = self.stages.part(thing, state)
             thing.load_state_dict(apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
-                _keep_dtypes(thing, state)
+                keep_dtypes(thing, state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
@@ -215,7 +215,7 @@ class State:
         return str(self.group.share(found)) if parted else found
 
 
-def _keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """torch loads an optimizer's floating-point state in the dtype of its parameter; what was saved in float32 beside a
     parameter in bfloat16 (NAdam's mu_product, or a state of one's own) would lose bits."""
     loaded = optimizer.state_dict()["state"]

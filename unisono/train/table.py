@@ -10,7 +10,7 @@ only some call is then an error everywhere, instead of a wait that never ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ VERBS = (
     "the script's end",
 )
 """What a process may be doing when it meets the others."""
+
+KNOWN = len(FLAGS) + len(VERBS)
 LOSS = "loss"
 
 
@@ -52,11 +54,13 @@ def _doing(verb: str) -> list[float]:
 
 @dataclass
 class Totals:
-    """What the table adds up to: (sum, weight) by name, flags as numbers of processes, the rows of the loss."""
+    """What the table adds up to: (sum, weight) by name, flags as numbers of processes, the rows of the loss, and what
+    each process said of itself."""
 
     sums: dict[str, tuple[float, float]]
     flags: Mapping[str, int]
     losses: list[float]
+    said: list[list[float]]
 
 
 class Table:
@@ -65,9 +69,11 @@ class Table:
     pieces  how many rows a virtual rank has: as many as it has micro-batches, if several processes compute them, so
             that each row has one writer
     slices  the processes that share its sequences: each of these rows is one for each of them
+    words   how many numbers each process says of itself in a step (how long it took, say)
     """
 
     pieces = 1
+    words = 0
 
     def __init__(self, virtual_ranks: int, group: Group, *, speaks: bool = True, slices: Group | None = None) -> None:
         """`speaks`: of the processes that see the same samples, is this the one whose rows count?"""
@@ -98,13 +104,13 @@ class Table:
         self._entries = [(Place(*place), name, total, weight) for place, name, total, weight in told]
         self._entries.sort(key=lambda entry: entry[0])
 
-    def meet(self, flags: Mapping[str, bool]) -> Totals:
-        """Add up everybody's rows. Every process must call it once a step."""
+    def meet(self, flags: Mapping[str, bool], said: Sequence[float] = ()) -> Totals:
+        """Add up everybody's rows. Every process must call it once a step. `said`: of this process, `words` numbers."""
         entries, self._entries = self._entries, []
         if self.virtual_ranks == 1 and len(entries) == 1 and self.group.size == 1:  # nothing to fold, nobody to ask
             _, name, total, weight = entries[0]
             alone = float(total)
-            return Totals({name: (alone, float(weight))}, flags, [alone])
+            return Totals({name: (alone, float(weight))}, flags, [alone], [])
         rows: dict[str, list[list[float]]] = {}
         for place, name, total, weight in entries if self.speaks else ():
             row = rows.setdefault(name, [[0.0] * self._length, [0.0] * self._length])
@@ -114,6 +120,7 @@ class Table:
             row[1][number] += float(weight)
         news = any(name not in self.names for name in rows)
         told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS] + _doing(STEP)
+        told += self._of_us(said)
         columns, counts = self._sum(rows, told)
         self._check_together(STEP, counts)
         if counts[FLAGS.index("news")]:
@@ -126,7 +133,15 @@ class Table:
             {name: pair for name, pair in sums.items() if name == LOSS or pair[1] != 0},
             {flag: int(count) for flag, count in zip(FLAGS, counts, strict=False)},
             columns[LOSS][0],
+            [counts[first : first + self.words] for first in range(KNOWN, len(counts), self.words or 1)],
         )
+
+    def _of_us(self, said: Sequence[float] = ()) -> list[float]:
+        """What every process says of itself, zeros but for ours."""
+        row = [0.0] * (self.words * self.group.size)
+        first = self.words * self.group.rank
+        row[first : first + len(said)] = said
+        return row
 
     @property
     def _length(self) -> int:
@@ -146,11 +161,11 @@ class Table:
         """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
         if self.group.size > 1:
             with peers(verb):
-                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb))
+                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + self._of_us())
             self._check_together(verb, counts)
 
     def _check_together(self, verb: str, counts: list[float]) -> None:
-        doing = {other: int(n) for other, n in zip(VERBS, counts[len(FLAGS) :], strict=True) if n}
+        doing = {other: int(n) for other, n in zip(VERBS, counts[len(FLAGS) : KNOWN], strict=True) if n}
         if doing == {verb: self.group.size} or self.group.size == 1:
             return
         others = " and ".join(f"{n} at {other}" for other, n in doing.items())

@@ -6,6 +6,7 @@ Objects travel as JSON in byte tensors, never as pickles: nothing that arrives c
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from unisono import phases
 from unisono.errors import PeerLost
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -52,8 +54,10 @@ class Work(Protocol):
 
 def wait_for(works: Iterable[Work]) -> None:
     """Until all of them are over."""
+    began = time.perf_counter()
     for work in works:
         work.wait()
+    phases.Waited.seconds += time.perf_counter() - began
 
 
 TIMEOUT = timedelta(minutes=30)

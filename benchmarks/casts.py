@@ -1,0 +1,94 @@
+"""What parallel.param_dtype=bf16 saves: bytes of parameters that travel, and that are held meanwhile.
+
+    python -m benchmarks.casts            half a minute
+    python -m benchmarks.casts --quick    a smoke test
+
+The text recipe's GPT on two processes that share it, batch 16, 8 virtual ranks: beside float32 and autocast, both of
+which gather float32. Counted is what a process receives of parameters in a step, and the largest piece that is gathered
+at once. Gradients travel in float32 in any case. Bytes are counted, not timed: they are the same on any machine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.utils.data import TensorDataset
+
+from benchmarks.machine import parser, show
+from unisono.env import World
+from unisono.recipes.text import GPT, Model, surprise
+from unisono.settings import ParallelSettings, Settings
+from unisono.testing import build_run, run_ranks
+from unisono.world.start import group as join
+
+KINDS = {"float32": ("fp32", "fp32"), "autocast": ("bf16", "fp32"), "param_dtype": ("fp32", "bf16")}
+"""By name: the settings precision and parallel.param_dtype."""
+
+COLUMNS = {"parameters": "parameters in", "at once": "at once"}
+
+
+class Counter:
+    """What comes here, in bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = dict.fromkeys(COLUMNS, 0)
+
+    def watch(self) -> None:
+        """Count from now on what FSDP2 gathers."""
+        torchs = _fsdp_collectives.DefaultAllGather.__call__
+
+        def gather(comm: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
+            self.bytes["parameters"] += output_tensor.nbytes - input_tensor.nbytes
+            self.bytes["at once"] = max(self.bytes["at once"], output_tensor.nbytes)
+            return torchs(comm, output_tensor, input_tensor, *more, **named)
+
+        _fsdp_collectives.DefaultAllGather.__call__ = gather  # type: ignore[method-assign, assignment]
+
+
+def counted(world: World, kind: str, gather: Any, model: Model, folder: str) -> dict[str, int]:
+    """The bytes of a step."""
+    precision, param_dtype = KINDS[kind]
+    parallel = ParallelSettings(shard=world.size, gather=gather, param_dtype=param_dtype)  # type: ignore[arg-type]
+    config = Settings(steps=2, batch=16, precision=precision, parallel=parallel)  # type: ignore[arg-type]
+    counter = Counter()
+    with join(world) as group:
+        run = build_run(config, world, group, Path(folder))
+        placed = run.place(lambda: GPT(model))
+        optimizer = torch.optim.SGD(placed.parameters(), lr=0.1)
+        run.track(model=placed, optimizer=optimizer)
+        tokens = torch.randint(0, 256, (32, model.context + 1), generator=torch.Generator().manual_seed(0))
+        for step in run.steps(TensorDataset(tokens[:, :-1], tokens[:, 1:].contiguous())):
+            if step.number == 1:
+                counter.watch()
+            step.run(placed, surprise)
+            step.update(optimizer)
+        run.close()
+    return counter.bytes
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':24}" + "".join(f"{name:>18}" for name in COLUMNS.values())]
+    for row in rows:
+        cells = "".join(f"{row[name] / 1e6:>15.2f} MB" for name in COLUMNS)
+        lines.append(f"{row['kind'] + ', ' + row['gather']:24}{cells}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    asked = parser(__doc__).parse_args()
+    model = Model(width=32, depth=2, context=16) if asked.quick else Model()
+    rows = []
+    for gather in ("layer", "step"):
+        for kind in KINDS:
+            with tempfile.TemporaryDirectory() as folder:
+                found = run_ranks(counted, 2, kind, gather, model, folder, seconds=300)[0]
+            rows.append({"kind": kind, "gather": gather, **found})
+    show("casts", {"rows": rows}, lambda: table(rows), as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()

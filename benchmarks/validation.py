@@ -1,0 +1,139 @@
+"""Every exchange trains the text recipe: what it has learned in the end, beside the tree; writes docs/validation.md.
+
+    python -m benchmarks.validation                       about a quarter of an hour
+    python -m benchmarks.validation --only tree local     these alone, to the screen
+
+The same small GPT, data, batches and learning rates for all, and nothing tuned for any of them. Whose validation loss
+is more than 2 % above the tree's after as many samples is given more, until it is not; the table says how many it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.machine import line
+from unisono.env import inherited
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "validation.md"
+STEPS = 400
+SMALL = ["batch=32", "model.width=64", "model.depth=2", "model.context=64", "validate_bytes=65536", "sample_bytes=0"]
+CLOSE = 1.02
+"""Times the tree's validation loss: no more than this."""
+MORE = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+"""Times as many steps are tried, one after the other."""
+
+
+class Arm(NamedTuple):
+    title: str
+    ranks: int
+    sets: tuple[str, ...]
+
+
+def arms() -> list[Arm]:
+    compressed = [
+        Arm(f"tree, {kind}", 2, (f"compress.kind={kind}",)) for kind in ("fp16", "bf16", "int8", "topk", "powersgd")
+    ]
+    sites = ("exchange=local", "local.every=20")
+    return [
+        Arm("tree", 2, ()),
+        Arm("wide", 2, ("exchange=wide",)),
+        Arm("allreduce", 2, ("exchange=allreduce",)),
+        Arm("ring", 2, ("exchange=ring",)),
+        Arm("ddp", 2, ("exchange=ddp",)),
+        *compressed,
+        Arm("allreduce, powersgd", 2, ("exchange=allreduce", "compress.kind=powersgd")),
+        Arm("server, synchronous", 3, ("exchange=server",)),
+        Arm("server, at most 2 updates late", 4, ("exchange=server", "server.staleness=2")),
+        Arm("server, asynchronous", 4, ("exchange=server", "server.staleness=none")),
+        Arm("local SGD, every 20 steps", 2, (*sites, "local.outer=average")),
+        Arm("post-local SGD, from step 100 on", 2, (*sites, "local.outer=average", "local.begin=100")),
+        Arm("DiLoCo, every 20 steps", 2, sites),
+        Arm("DiLoCo, 8 bits", 2, (*sites, "local.bits=8")),
+        Arm("DiLoCo, 4 bits", 2, (*sites, "local.bits=4")),
+        Arm(
+            "DiLoCo, 4 bits, 2 fragments, overlapped",
+            2,
+            (*sites, "local.bits=4", "local.fragments=2", "local.overlap=2"),
+        ),
+    ]
+
+
+def trained(arm: Arm, steps: int) -> dict[str, Any]:
+    """result.json of the recipe under these settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["run", "text", "--ranks", str(arm.ranks), "--run-dir", f"{folder}/run", "--json"]
+        words += [word for each in [f"steps={steps}", *SMALL, *arm.sets] for word in ("--set", each)]
+        command = [sys.executable, "-m", "unisono.cli.main", *words]
+        environment = inherited({"PYTHONPATH": str(ROOT)})
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+        if done.returncode:
+            raise SystemExit(f"{arm.title}: {' '.join(words)}\n{done.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads((Path(folder) / "run" / "result.json").read_text())
+        return found
+
+
+def close_enough(arm: Arm, goal: float) -> Iterator[dict[str, Any]]:
+    """Its results after as many steps as the tree, and after more, until one is close to the goal."""
+    for times in MORE:
+        yield (found := trained(arm, round(STEPS * times)))
+        if found["bits_per_byte"] <= CLOSE * goal:
+            return
+
+
+HEAD = f"""# What each exchange has learned
+
+The text recipe, small (`{" ".join(f"--set {each}" for each in SMALL)}`), with the same data, batches and
+learning rates under every exchange ([exchanges.md](exchanges.md) says what they are), {STEPS} steps. **Validation** is
+in bits a byte, on text that none of them has seen; **beside the tree** is what it is of the tree's. Where that is more
+than {CLOSE:.2f}, **samples needed** says after how many times the samples it was not; {", ".join(map(str, MORE))}
+times were tried. **kB a step** is what a process sends, where the exchange counts it.
+
+| | processes | validation | beside the tree | samples needed | kB a step | promise |
+|---|---|---|---|---|---|---|
+"""
+
+FOOT = """
+This page is written by `python -m benchmarks.validation` ([the code](../benchmarks/validation.py)). {machine}.
+"""
+
+
+def row(arm: Arm, found: list[dict[str, Any]], goal: float) -> str:
+    first, last = found[0], found[-1]
+    close = last["bits_per_byte"] <= CLOSE * goal
+    needed = (
+        f"{last['samples'] / first['samples']:g} times: {last['samples']:,}" if close else f"more than {MORE[-1]} times"
+    )
+    sent = f"{first['bytes_per_step'] / 1000:,.0f}" if "bytes_per_step" in first else ""
+    settings = f" `{' '.join(arm.sets)}`" if arm.sets else ""
+    cells = [f"{arm.title}{settings}", str(arm.ranks), f"{first['bits_per_byte']:.4f}"]
+    cells += [f"{first['bits_per_byte'] / goal:.4f}", needed, sent, first["promise"]]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--only", nargs="*", help="arms whose title begins with one of these words; no page is written")
+    flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/validation.md)")
+    asked = flags.parse_args()
+    tree, *others = arms()
+    goal = trained(tree, STEPS)
+    rows = [row(tree, [goal], goal["bits_per_byte"])]
+    print(rows[0], flush=True)
+    for arm in others:
+        if asked.only is None or any(arm.title.startswith(word) for word in asked.only):
+            rows.append(row(arm, list(close_enough(arm, goal["bits_per_byte"])), goal["bits_per_byte"]))
+            print(rows[-1], flush=True)
+    if asked.only is None:
+        asked.page.write_text(HEAD + "\n".join(rows) + "\n" + FOOT.format(machine=line()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Parameters in bfloat16 while layers compute (parallel.param_dtype): any division has the bits of one process."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.func import functional_call
+
+import unisono
+from tests.ranks import training
+from tests.ranks.loops import Numbers, attempt, train
+from tests.ranks.test_recompute import needs_compiler
+from tests.ranks.training import padded, settings
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.train.whole import whole_here
+from unisono.world.collectives import local
+
+Low = partial(ParallelSettings, param_dtype="bf16")
+
+PLACEMENTS = {
+    "two models": (2, Low()),
+    "two shards": (2, Low(shard=2)),
+    "three shards": (3, Low(shard=3)),
+    "four shards": (4, Low(shard=4)),
+    "two models of two shards": (4, Low(shard=2)),
+    "three shards, gathered once a step": (3, Low(shard=3, gather="step")),
+    "two models of two shards, gathered once a step": (4, Low(shard=2, gather="step")),
+    "two shards in the CPU's memory": (2, Low(shard=2, offload=True)),
+    "two shards in the CPU's memory, gathered once a step": (2, Low(shard=2, offload=True, gather="step")),
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "mlp, clipped": {"clip": 0.2},
+    "gpt": {},
+    "gpt, several micro-batches": {"batch": 24, "virtual_ranks": 4, "micro_batch": 2},
+    "gpt, under autocast": {"precision": "bf16"},
+}
+
+short = partial(training.train, length=53)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        case: run_ranks(short, 1, case.split(",")[0], settings(parallel=Low(), **changes), str(folder / case))[0]
+        for case, changes in CASES.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_any_division_gives_the_bits_of_one_process(
+    tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
+) -> None:
+    size, parallel = PLACEMENTS[placement]
+    first = alone[case]
+    for run in run_ranks(short, size, case.split(",")[0], settings(**CASES[case], parallel=parallel), str(tmp_path)):
+        assert run["state"] == first["state"]
+        assert run["losses"] == first["losses"]
+        assert run["norms"] == first["norms"]
+        assert run["result"]["right"] == first["result"]["right"]
+        assert run["result"]["promise"] == "exact"
+
+
+class Rows(nn.Module):
+    """A row of layers with one called within another, a weight that layers share, and dropout."""
+
+    def __init__(self, *, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.scale: torch.Tensor | None = torch.ones(16)  # float32 by name, where a layer has bfloat16
+        self.tokens = nn.Embedding(24, 16)
+        layers = [Layer(dropout) for _ in range(3)]
+        layers[2].up.weight = layers[1].up.weight
+        self.rows = nn.ModuleList(layers)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for row in self.rows:
+            x = row(x, scale=self.scale)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.qkv, self.look = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, 4)).permute(3, 0, 2, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = self.look(seen.transpose(1, 2).flatten(2))
+        x = x + (seen if scale is None else seen * scale)
+        out: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return out
+
+
+class Plain(Rows):
+    """No weight is in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.scale = None
+        self.rows[2].up = nn.Linear(16, 32)
+
+
+def next_token(output: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    assert output.dtype == torch.float32
+    loss = F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+    return loss, (targets != -100).sum()
+
+
+def rows(run: Run[Any], build: Any = Rows, **place: Any) -> Any:
+    """Losses, gradients' kinds and norms, what is evaluated and predicted, and the weights."""
+    model = run.place(build, **place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps(training.Sentences(24), collate_fn=padded):
+        step.run(model, next_token)
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+        told.append(step.grad_norm)
+        step.update(optimizer, clip=1.0)
+        told.append(step.loss)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    told.append(run.evaluate(model, training.Sentences(7), next_token, collate_fn=padded))
+    told.append(run.predict(model, [torch.arange(i, i + 5) for i in range(5)]).sum().item())
+    return [*told, run._state.fingerprint()]
+
+
+plain = partial(rows, build=Plain, sequence=unisono.Sequence())
+
+CONFIG = settings(steps=3, batch=12, virtual_ranks=6)
+TWO_DEVICES: dict[str, Any] = {"split": 2, "devices": ["cpu", "cpu"]}
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer", "selective"])
+@pytest.mark.parametrize("others", [{"shard": 2}, {"shard": 2, "gather": "step"}, {}])
+def test_layers_that_are_computed_again(tmp_path: Path, recompute: Any, others: Any) -> None:
+    """The bits of keeping everything on one process."""
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", rows, replace(CONFIG, parallel=Low()))
+    assert isinstance(told, list), told
+    config = replace(CONFIG, parallel=Low(recompute=recompute, **others))
+    assert run_ranks(attempt, others.get("shard", 1), tmp_path / "n", rows, config) == [told] * others.get("shard", 1)
+
+
+def test_layers_over_two_devices_of_one_process(tmp_path: Path) -> None:
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", plain, replace(CONFIG, parallel=Low()))
+    assert isinstance(told, list), told
+    assert run_ranks(attempt, 1, tmp_path / "2", plain, replace(CONFIG, parallel=Low(**TWO_DEVICES))) == [told]
+
+
+@pytest.mark.parametrize(
+    "other", [{"context": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2, "recompute": "layer"}]
+)
+def test_beside_an_axis_that_divides_what_is_computed(tmp_path: Path, other: Any) -> None:
+    """Along the axes of data no bit changes; another size of this axis agrees to bfloat16's rounding."""
+    (one,) = run_ranks(attempt, 1, tmp_path / "1", plain, replace(CONFIG, parallel=Low()))
+    two = run_ranks(attempt, 2, tmp_path / "2", plain, replace(CONFIG, parallel=Low(**other)))
+    assert isinstance(two[0], list), two[0]
+    assert two == [two[0]] * 2
+    assert two[0][1] == pytest.approx(one[1], rel=1e-2)
+    divided: list[dict[str, Any]] = [{}, {"shard": 2}, {"shard": 2, "gather": "step"}]
+    for shards in divided:
+        config = replace(CONFIG, parallel=Low(**other, **shards))
+        assert run_ranks(attempt, 4, tmp_path / str(shards), plain, config) == [two[0]] * 4
+
+
+def compiled(run: Run[Any]) -> Any:
+    """The rows, on sentences that are equally long: every shape is compiled by itself."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(run.dir.parent / "inductor")
+    model = run.place(partial(Rows, dropout=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps([torch.arange(i % 5, i % 5 + 9) for i in range(24)], collate_fn=padded):
+        step.run(model, next_token)
+        step.update(optimizer, clip=1.0)
+        told += [step.loss, step.grad_norm]
+    return [*told, run._state.fingerprint()]
+
+
+@pytest.mark.slow  # a first compilation takes ten seconds and more
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_compiled_layers(tmp_path: Path) -> None:
+    """Other bits than without, and the same on any number of processes."""
+
+    def told(size: int, **parallel: Any) -> list[Any]:
+        config = settings(steps=2, batch=12, virtual_ranks=6, parallel=Low(**parallel))
+        first, *others = run_ranks(attempt, size, tmp_path / f"{size}{parallel}", compiled, config, seconds=250.0)
+        assert isinstance(first, list), first
+        assert others == [first] * (size - 1)
+        return list(first)
+
+    eager, alone = told(1), told(1, compile=True)
+    assert alone[:4] == pytest.approx(eager[:4], rel=1e-2)
+    assert told(2, compile=True, shard=2) == alone
+    assert told(2, compile=True, shard=2, gather="step") == alone
+    again = told(1, compile=True, recompute="layer")
+    assert told(2, compile=True, shard=2, recompute="layer") == again
+
+
+def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
+    """What is saved is float32, so nothing is lost when the state is divided anew."""
+    config, folder = settings(clip=0.5, parallel=Low()), tmp_path / "parts"
+    never_stopped = run_ranks(short, 1, "gpt", config, str(tmp_path / "whole"))[0]
+    stops = [(2, Low(shard=2), 2), (2, Low(), 4), (4, Low(shard=2, gather="step"), 6)]
+    for size, parallel, stop in stops:
+        part = partial(short, resume=stop > 2, stop_after=stop)
+        run_ranks(part, size, "gpt", replace(config, parallel=parallel), str(folder))
+    (ended,) = run_ranks(partial(short, resume=True), 1, "gpt", config, str(folder))
+    assert ended["state"] == never_stopped["state"]
+    saved = [tensor for file in folder.rglob("*.safetensors") for tensor in load_file(file).values()]
+    assert {tensor.dtype for tensor in saved if tensor.is_floating_point()} == {torch.float32}
+
+
+def by_hand(run: Run[Any]) -> Any:
+    """The loop of one virtual rank, and the same with every parameter cast by hand."""
+    model = run.place(partial(Rows, dropout=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    plain = Rows(dropout=0.0)
+    plain.load_state_dict(model.state_dict())
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+    assert plain.scale is not None
+    plain.scale = plain.scale.bfloat16()
+    for step in run.steps(training.Sentences(24), collate_fn=padded):
+        for tokens, targets in step:
+            loss, weight = next_token(model(tokens), tokens, targets)
+            step.backward(loss, weight=weight)
+            low = {name: p.bfloat16() for name, p in plain.named_parameters()}
+            loss, weight = next_token(functional_call(plain, low, (tokens,)).float(), tokens, targets)
+            loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad / step.weight)
+            theirs.grad /= step.weight
+        by_hand.step()
+        by_hand.zero_grad()
+        step.update(optimizer)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    return True
+
+
+def test_one_virtual_rank_is_the_loop_by_hand(tmp_path: Path) -> None:
+    config = settings(steps=3, batch=8, virtual_ranks=1, parallel=Low())
+    assert run_ranks(attempt, 1, tmp_path, by_hand, config) == [True]
+
+
+def beside_torch(run: Run[Any]) -> Any:
+    """The gradient of a step, ours and that of stock FSDP2 for the same micro-batches."""
+    model = run.place(partial(Rows, dropout=0.0))
+    plain: Any = Rows(dropout=0.0)
+    plain.load_state_dict({name: whole_here(p.detach()) for name, p in model.state_dict().items()})
+    policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
+    plain.scale = plain.scale.bfloat16()  # for the two that share a weight, and are no units of FSDP2's
+    fully_shard(plain.rows[0], mp_policy=policy())
+    fully_shard(plain, mp_policy=policy(output_dtype=torch.float32))
+    for unit in plain.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    found = []
+    for step in run.steps(training.Sentences(24), collate_fn=padded):
+        for tokens, targets in step:
+            loss, weight = next_token(model(tokens), tokens, targets)
+            step.backward(loss, weight=weight)
+            next_token(plain(tokens), tokens, targets)[0].backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            found.append(torch.equal(local(ours.grad), local(theirs.grad) / step.weight))
+        step.update(optimizer)
+        break
+    return found
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_two_shards_have_the_gradient_of_stock_fsdp(tmp_path: Path, gather: Any) -> None:
+    """To the bit, where only two micro-batches are added up, in whatever order."""
+    config = settings(steps=1, batch=8, virtual_ranks=2, parallel=Low(shard=2, gather=gather))
+    for found in run_ranks(attempt, 2, tmp_path, beside_torch, config):
+        assert found == [True] * len(found)
+        assert len(found) > 20
+
+
+def pictures(run: Run[Any]) -> Any:
+    """A convolution that lies in memory in another order, in a row and outside of it; and an average of the weights."""
+    build = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))  # noqa: E731
+    model = run.place(lambda: build().to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    average = torch.optim.swa_utils.AveragedModel(model) if run.size == 1 else None
+    run.track(model=model, optimizer=optimizer)
+    told = []
+    for step in run.steps(torch.utils.data.TensorDataset(torch.randn(32, 1, 8, 8, generator=torch.Generator()))):
+        step.run(model, lambda out, x: ((out - x.mean()).pow(2).sum(), len(x)))
+        step.update(optimizer, clip=10.0)
+        told += [step.loss, step.grad_norm]
+        if average is not None:
+            average.update_parameters(model)
+            assert average(torch.zeros(1, 1, 8, 8)).dtype == torch.float32
+    return [*told, run._state.fingerprint()]
+
+
+def test_another_order_in_memory_and_a_copy(tmp_path: Path) -> None:
+    config = settings(steps=4, batch=8, virtual_ranks=4, parallel=Low())
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", pictures, config)
+    assert isinstance(told, list), told
+    for gather in ("layer", "step"):
+        config = replace(config, parallel=Low(shard=2, gather=gather))
+        assert run_ranks(attempt, 2, tmp_path / gather, pictures, config) == [told] * 2
+
+
+def twice(run: Run[Any]) -> Any:
+    """A model that is called twice in one round, of whose layers one is called twice as well, and the gradient of a
+    gradient."""
+    rows = nn.Sequential(nn.Linear(3, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    model = run.place(nn.Sequential(rows, rows[2], nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+    told = []
+    for step in run.steps(Numbers(32)):
+        for x, i in step:
+            x.requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            step.backward(out.square().sum() + model(-x).square().sum() + slope.square().sum(), weight=len(i))
+        step.update(optimizer, clip=10.0)
+        told += [step.loss, step.grad_norm]
+    return [*told, run._state.fingerprint()]
+
+
+def test_what_is_called_several_times(tmp_path: Path) -> None:
+    """What one call gives is added up in bfloat16, and several calls in float32, wherever the cast is made."""
+    config = settings(steps=3, batch=12, virtual_ranks=4, parallel=Low())
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", twice, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=Low(shard=2, gather="step"))
+    assert run_ranks(attempt, 2, tmp_path / "2", twice, config) == [told] * 2
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "running statistics": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1 is a BatchNorm1d.*GroupNorm"),
+    "a list of its own": (lambda: nn.LSTM(3, 2), "It is a LSTM, which keeps a list.*param_dtype=fp32"),
+    "other numbers": (lambda: nn.Linear(3, 2).double(), "weight is torch.float64.*model.float"),
+}
+
+
+def wrong(run: Run[Any], what: str) -> Any:
+    return train(run, build=WRONG[what][0])
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be(tmp_path: Path, what: str) -> None:
+    (told,) = run_ranks(attempt, 1, tmp_path, partial(wrong, what=what), settings(parallel=Low()))
+    assert re.search(WRONG[what][1], str(told), re.DOTALL), told
