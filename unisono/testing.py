@@ -91,11 +91,12 @@ def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: 
     resume  from the newest checkpoint there, if there is one; who asks answers for it that the settings go with it
     """
     from unisono.checkpoint.load import load, newest
-    from unisono.train.run import Run
+    from unisono.train.variants import run_kind
 
     found = newest(folder, print) if resume else None
     resumed = load(found) if found is not None else None
-    return Run(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
+    kind = run_kind(settings)
+    return kind(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
 
 
 class SlowAt:

@@ -70,6 +70,18 @@ from unisono.errors import Problem, SettingsError
             "--set model.norm=group, or: --set parallel.pipeline=1",
         ),
         (
+            "run train.py --set exchange=server",
+            "exchange = server on 1 process",
+            "1 server and at least 1 worker make 2.",
+            "unisono run train.py --set exchange=server --json --ranks 2",
+        ),
+        (
+            "run train.py --ranks 3 --set exchange=server --set server.staleness=-1",
+            "server.staleness = -1",
+            "It must be at least 0.",
+            "unisono run train.py --ranks 3 --set exchange=server --set server.staleness=0 --json",
+        ),
+        (
             "run text --ranks 3 --set parallel.buddy=true",
             "parallel.buddy = true",
             "It copies shards to the next process that has one, and with parallel.shard = 1 there are none. "

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from unisono.settings import DealSettings, Line, LocalSettings, ParallelSettings, ServerSettings, Settings
+from unisono.settings import (
+    DealSettings,
+    Line,
+    LoaderSettings,
+    LocalSettings,
+    ParallelSettings,
+    ServerSettings,
+    Settings,
+)
 from unisono.settings.check import check
 
 LINE = Line(("unisono", "run", "train.py"))
@@ -32,6 +40,38 @@ LINE = Line(("unisono", "run", "train.py"))
             "server.staleness = -1: .*at least 0.*server.staleness=0",
         ),
         (
+            {"exchange": "server", "server": ServerSettings(count=4)},
+            "exchange = server on 4 processes: 4 servers and at least 1 worker make 5.*--ranks 5",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(pipeline=2)},
+            "exchange = server and parallel.pipeline = 2: .*whole models.*exchange=tree.*parallel.pipeline=1",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(context=2)},
+            "exchange = server and parallel.context = 2: .*whole models.*exchange=tree.*parallel.context=1",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(shard=2)},
+            "exchange = server and parallel.shard = 2: .*whole models.*exchange=tree.*parallel.shard=1",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(replicate=4)},
+            "exchange = server and parallel.replicate = 4: .*servers and workers.*parallel.replicate=-1",
+        ),
+        (
+            {"exchange": "server", "virtual_ranks": 1},
+            "exchange = server and virtual_ranks = 1: .*one stream.*virtual_ranks=2",
+        ),
+        (
+            {"exchange": "server", "server": ServerSettings(staleness=1)},
+            "server.staleness = 1 with 3 workers: .*late by 2.*server.staleness=2.*--ranks 3",
+        ),
+        (
+            {"exchange": "server", "server": ServerSettings(staleness=None), "loader": LoaderSettings(workers=2)},
+            "server.staleness = none and loader.workers = 2: .*fetched ahead.*loader.workers=0",
+        ),
+        (
             {"exchange": "allreduce", "deal": DealSettings(claim=True)},
             "deal.claim = true and exchange = allreduce: .*the tree.*deal.claim=false.*exchange=tree",
         ),
@@ -45,6 +85,19 @@ def test_what_does_not_go_together_is_refused_with_what_to_type(asked: dict[str,
     problems = check(Settings(steps=1, **asked), 4, LINE)
     told = [f"{problem.asked}: {problem.true} {problem.do}" for problem in problems]
     assert any(re.search(words, line) for line in told), told
+
+
+@pytest.mark.parametrize(("size", "count", "staleness"), [(2, 1, 0), (9, 1, 0), (10, 2, 0), (30, 1, None), (4, 1, 2)])
+def test_virtual_ranks_are_the_workers(size: int, count: int, staleness: int | None) -> None:
+    server = ServerSettings(count=count, staleness=staleness)
+    assert check(Settings(steps=1, exchange="server", server=server), size, LINE) == []
+
+
+def test_more_workers_than_virtual_ranks_are_too_many() -> None:
+    (problem,) = check(Settings(steps=1, batch=8, exchange="server"), 10, LINE)
+    assert (problem.asked, problem.true) == ("9 workers", "8 virtual ranks: 1 to 8 workers.")
+    assert "--ranks 9, or (other bits):" in problem.do
+    assert "--ranks 10 --set virtual_ranks=9 --set batch=9" in problem.do
 
 
 @pytest.mark.parametrize("exchange", ["tree", "allreduce", "wide", "ring"])

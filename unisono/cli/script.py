@@ -39,6 +39,7 @@ from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
 from unisono.train.run import Run
+from unisono.train.variants import run_kind
 from unisono.watch import log, report
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
@@ -92,7 +93,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         resumed = load(Path(found)) if found else None
         color = world.terminal and not env.variables(("NO_COLOR",))
         kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
-        run: Run[S] = kind(
+        run: Run[S] = run_kind(loaded.settings, kind)(
             loaded.settings,
             world=world,
             group=group,

@@ -164,7 +164,9 @@ class Loader:
         keyed: bool = True,
     ) -> None:
         self.order, self.schedule, self.seat = order, schedule, seat
-        self.first, self.last, self.device = first, last, device
+        self.steps: Iterable[int] = range(first, last)
+        """Those to deal, as they become known; in the process itself they may come one by one."""
+        self.device = device
         self._workers = workers
         self.horizon = first
         """No step from this one on has been dealt yet."""
@@ -237,7 +239,7 @@ class Loader:
     def deal(self) -> Iterator[Task]:
         """Every task of this process, in order; what is dealt is remembered until it is yielded."""
         run_key = mix(self.order.seed, ROUND)
-        for step in range(self.first, self.last):
+        for step in self.steps:
             span = self.schedule.at(step)[self.seat.span]
             self.horizon = step + 1
             for place, samples in taken(self.order.places(step, span), self.seat):

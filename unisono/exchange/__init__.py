@@ -90,6 +90,7 @@ _files = {
     "claimed": "unisono.exchange.claimed:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "ring": "unisono.exchange.ring:Ring",
+    "server": "unisono.exchange.server:Server",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
 }

@@ -49,19 +49,29 @@ class Bucket:
 
 
 class Layout:
-    """Which parameter lies where. Buckets are padded to a multiple of `size` chunks; the padding stays zero."""
+    """Which parameter lies where. Buckets are padded to a multiple of `size` chunks; the padding stays zero.
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], size: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+    holders  of each parameter, a number: only those of one number share a bucket
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        size: int,
+        bucket_bytes: int = BUCKET_BYTES,
+        holders: Sequence[int] = (),
+    ) -> None:
         self.params = params
         self.parts = [local(p.detach()) for p in params]
         """What this process holds of each."""
         self.buckets: list[Bucket] = []
-        open_buckets: dict[tuple[torch.dtype, torch.device], Bucket] = {}
+        open_buckets: dict[tuple[torch.dtype, torch.device, int], Bucket] = {}
         for number in reversed(range(len(params))):
             p, dtype = self.parts[number], params[number].grad_dtype or params[number].dtype
-            bucket = open_buckets.get((dtype, p.device))
+            kind = dtype, p.device, holders[number] if holders else 0
+            bucket = open_buckets.get(kind)
             if bucket is None or (bucket.size + p.numel()) * dtype.itemsize > bucket_bytes:
-                bucket = open_buckets[dtype, p.device] = Bucket(dtype, p.device)
+                bucket = open_buckets[kind] = Bucket(dtype, p.device)
                 self.buckets.append(bucket)
             bucket.append(number, p.numel())
         for bucket in self.buckets:

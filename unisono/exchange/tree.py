@@ -20,6 +20,7 @@ buckets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -38,10 +39,10 @@ class Tree(Exchange):
         self.params = params
         self.virtual_ranks = virtual_ranks
         self.group = group
-        self.layout = Layout(params, group.size)
+        self.layout = self._lay_out()
         self.pool = Pool(self.layout, shared=bool(group.neighbours))
         self.ready = Readiness(self.layout, self._launch, self._merge)
-        self.wire: Wire | None = None
+        self.wire: Any = None  # how partial sums meet; None: nobody else has any
         self._fold: Fold[Part] = Fold(virtual_ranks, _where)
         self._current: tuple[Node, Copy | Loose] | None = None  # the leaf that backward is filling
         self._to_come = 0  # micro-batches that are still to come for it
@@ -49,6 +50,12 @@ class Tree(Exchange):
         self._merged: list[bool] = []  # for which parameters that is done
         self._roots: list[Copy | None] | None = None  # the partial sums of this process, in order; None: all zeros
         self._result: Copy | None = None
+
+    def _lay_out(self) -> Layout:
+        return Layout(self.params, self.group.size)
+
+    def _build_wire(self, plan: Plan) -> Any:
+        return Wire(plan, self.layout, self.group)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """A step begins: this process holds spans[rank]; virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
@@ -66,7 +73,7 @@ class Tree(Exchange):
         if self.group.size == 1:
             return
         if self.wire is None:
-            self.wire = Wire(plan, self.layout, self.group)
+            self.wire = self._build_wire(plan)
         elif self.wire.plan != plan:
             self.wire.follow(plan)
         self.wire.begin(weights, divisor)
@@ -112,7 +119,7 @@ class Tree(Exchange):
             found = [divide_(flat, weight) for flat in self._result.flats]
             whole = all(found)
         else:
-            whole = self.wire.finish()
+            whole = bool(self.wire.finish())
         self._result.hand_over(self.params)
         return whole
 

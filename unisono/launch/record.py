@@ -96,6 +96,17 @@ def leave() -> None:
         _path.with_suffix(".left").touch()
 
 
+def be_spare() -> None:
+    """Say that the others go on without this process, should it die (should it fail, that is still the run's end)."""
+    if _path is not None:
+        _path.with_suffix(".spare").touch()
+
+
+def is_spare(path: Path) -> bool:
+    """Has the process whose failure would be recorded at this path said so?"""
+    return path.with_suffix(".spare").exists()
+
+
 def left_at(path: Path) -> float | None:
     """When the script whose failure would be recorded at this path came to its end in peace, if it did."""
     try:

@@ -11,6 +11,8 @@ only us, and so that whatever a process started ends with it. The rules:
   rank's own traceback is the last thing on the screen.
 - The first Ctrl-C, SIGTERM or SIGHUP asks every process to save and leave; a second Ctrl-C or SIGTERM kills them at
   once. When the first of them has left, the others have five minutes.
+- Some processes are spare by their own word (record.py): the others go on without them. Of these a death is told, and
+  only an exception of the script's is a failure; and when the others are done, they have a moment.
 - Nobody outlives us: when we are gone, standard input ends in every process, and it ends itself.
 """
 
@@ -32,7 +34,7 @@ from typing import NamedTuple
 
 from unisono.errors import WorldError
 from unisono.launch.log import Log, last_lines
-from unisono.launch.record import Record, left_at, read
+from unisono.launch.record import Record, is_spare, left_at, read
 
 LOOK_SECONDS = 0.1
 """Between two looks at the records; exits and output wake us at once."""
@@ -42,6 +44,8 @@ LATE_STOP_SECONDS = 300.0
 """Once a process has saved and left, the others are not far; one that waits for something in vain is killed."""
 EARLY_STOP_SECONDS = 10.0
 """Once a process left before it could listen to a stop, the others may wait for it in vain: they have this long."""
+SPARE_STOP_SECONDS = 3.0
+"""When the others are done, a spare process that has not heard of it (it stands still) has this long."""
 SECOND_SIGNAL_SECONDS = 0.25
 """A wrapper (make, uv) may pass on the same Ctrl-C that the terminal sent us: two within this time are one."""
 UNKILLABLE_SECONDS = 5.0
@@ -169,9 +173,16 @@ class _Process:
         """Look whether it is over, without forgetting it: as long as it is not reaped its group's number is its own."""
         return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
+    @property
+    def spare(self) -> bool:
+        """Do the others go on without it?"""
+        return is_spare(self.task.record)
+
     def failed(self) -> bool:
         """Is it over, and not as it should be?"""
         code = self.popen.returncode
+        if not self.alive and code < 0 and self.spare:
+            return False
         return not self.alive and code != 0 and not self.killed and not (self.told and code == -signal.SIGTERM)
 
 
@@ -199,6 +210,7 @@ class _Supervisor:
         self.kill_at: float | None = None
         self.look_at = 0.0
         self.failing = False
+        self.only_spares = False  # who is still there could as well not be
 
     def run(self) -> Outcome:
         with self._listening():
@@ -230,15 +242,29 @@ class _Supervisor:
         for process in self.processes:
             if process.alive and process.has_ended():
                 self._bury(process)
-        if not self.failing and any(p.failed() or p.task.record.exists() for p in self.processes):
+        if not self.failing and any(
+            p.failed() or (p.task.record.exists() and self._matters(p)) for p in self.processes
+        ):
             self._end_the_others()
+        alive = [process for process in self.processes if process.alive]
+        if alive and not self.only_spares and all(process.spare for process in alive):
+            self.only_spares = True
+            self.kill_at = min(self.kill_at or now + SPARE_STOP_SECONDS, now + SPARE_STOP_SECONDS)
         if self.kill_at is not None and now >= self.kill_at:
             self._lose_patience()
+
+    def _matters(self, process: _Process) -> bool:
+        """Does it matter how this one ends? Not of a spare one, once the main process has left in peace."""
+        main = self.processes[0]
+        return main.alive or main.popen.returncode != 0 or not process.spare
 
     def _lose_patience(self) -> None:
         """Who was to leave has not left in time."""
         alive = [process for process in self.processes if process.alive and not process.killed]
-        if alive and self.stopped_at is not None and not (self.left_early or self.impatient or self.failing):
+        if alive and self.only_spares and not self.failing:
+            ranks = ", ".join(str(process.rank) for process in alive)
+            self._say(f"Killed: rank {ranks}, which stood still when the others were done.")
+        elif alive and self.stopped_at is not None and not (self.left_early or self.impatient or self.failing):
             self.impatient = True
             ranks = ", ".join(str(process.rank) for process in alive)
             self._say(f"Killed: rank {ranks}, still there {LATE_STOP_SECONDS:g} seconds after the first one had left.")
@@ -296,6 +322,12 @@ class _Supervisor:
         process.ended_at = time.time()
         process.popen.wait()
         self._drain(process)
+        if process.spare and process.popen.returncode < 0 and not (process.told or process.killed or self.failing):
+            number = signal.Signals(-process.popen.returncode)
+            self._say(
+                f"Rank {process.rank} of {len(self.tasks)} died of signal {number} ({number.name}); the others go on "
+                f"without it. Its log is {process.task.log}"
+            )
         if self.stopped_at is not None and process.told and not self.failing:
             early = process.popen.returncode == -signal.SIGTERM
             self.left_early |= early
@@ -373,6 +405,8 @@ class _Supervisor:
     def _failure_of(self, process: _Process) -> Failure | None:
         task, code, size = process.task, process.popen.returncode, len(self.processes)
         record = read(task.record)
+        if not self._matters(process):
+            return None
         if record is not None:
             return Failure(process.rank, size, record.time, record, 0, record.exit_status, task.log)
         if not process.failed() or process.ended_at is None:

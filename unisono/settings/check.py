@@ -20,7 +20,7 @@ from unisono.settings import (
     shown,
 )
 from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
-from unisono.settings.meeting import problems_of_exchange
+from unisono.settings.meeting import computing, problems_of_exchange
 from unisono.settings.values import Misfit, typed
 from unisono.settings.ways import problems_of_buddy, problems_of_ways
 
@@ -69,13 +69,14 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
     axes, wrong = _mesh(values, size, line)
     problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, axes, line)
     problems += problems_of_buddy(values, axes, line) if not wrong else []
-    if ranks is not None and not wrong and axes.data > ranks >= 1:
-        size = axes.data
-        true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."
+    if ranks is not None and not wrong and (size := computing(values, axes)) > ranks >= 1:
+        beside, who = axes.data - size, ("process", "processes") if size == axes.data else ("worker", "workers")
+        true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, *who)}."
         # More virtual ranks are another computation, so that comes second, and with the batch they need.
         more = [f"virtual_ranks={size}", *([f"batch={size}"] if batch is not None and size > batch else [])]
-        other = line.in_processes(size).setting(*more)
-        problems.append(Problem(f"{size} processes", true, f"{line.in_processes(ranks)}, or (other bits): {other}"))
+        other = line.in_processes(size + beside).setting(*more)
+        do = f"{line.in_processes(ranks + beside)}, or (other bits): {other}"
+        problems.append(Problem(plural(size, *who), true, do))
     return problems
 
 

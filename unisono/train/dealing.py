@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from unisono import phases
 from unisono.score.dealing import Dealer
 from unisono.train.claims import Claims
+from unisono.world.crew import Crew
 from unisono.world.tickets import Tickets
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Dealing:
     share   samples of a virtual rank, on average
     note    where a line for people goes
     deals   what was decided: (first step, virtual ranks of each process)
+    servers  so many processes, the first ones, compute nothing
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class Dealing:
         share: float,
         schedule: Schedule,
         note: Callable[[str], None],
+        servers: int = 0,
     ) -> None:
         self.dealer, self.claims = dealer, claims
         self.share, self.schedule, self.note = share, schedule, note
+        self.servers = servers
         self.deals: list[tuple[int, list[int]]] = []
         self._began = self._waited = self._busy = self._said = 0.0
         self._samples = 0
@@ -78,16 +82,18 @@ class Dealing:
         seconds = [took for took, _, _ in said]
         if self.claims is not None:
             self.claims.hear(self.schedule.at(step), seconds, said[0][2])
+        seconds = seconds[self.servers :]
         spans = self.dealer.hear(seconds) if self.dealer is not None else None
         if spans is None:
             return
         assert self.dealer is not None
+        spans = ((0, 0),) * self.servers + spans
         first, counts = int(max(horizon for _, horizon, _ in said)), [hi - lo for lo, hi in spans]
         self.schedule.change(first, spans)
         self.deals.append((first, counts))
         self.note(f"from step {first} on the processes compute {', '.join(map(str, counts))} virtual ranks, by speed")
         slow = self.dealer.slow
-        if slow and slow != self._told:
+        if slow and slow != self._told and not self.servers:
             self.note(self._about(slow, seconds))
         self._told = slow
 
@@ -108,6 +114,7 @@ def build_dealing(
     deal, ranks = settings.deal, settings.virtual_ranks
     if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.claim):
         return None
-    dealer = Dealer(ranks, schedule.at(first)) if deal.by_speed else None
+    servers = mesh.world.servers if isinstance(mesh.world, Crew) else 0
+    dealer = Dealer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
     claims = Claims(mesh.world.rank, Tickets(mesh.world)) if deal.claim else None
-    return Dealing(dealer, claims, settings.batch / ranks, schedule, note)
+    return Dealing(dealer, claims, settings.batch / ranks, schedule, note, servers)

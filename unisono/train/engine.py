@@ -19,7 +19,7 @@ from unisono.exchange.own import Own
 from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
-from unisono.score.placement import Seat, place_evenly
+from unisono.score.placement import Seat, Spans, place_evenly
 from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.dealing import WORDS, Dealing, build_dealing
@@ -77,6 +77,11 @@ class Engine:
         self._accelerator = self.group.device if self.group.device.type != "cpu" else None
         self.dealing: Dealing | None = None
         """Who watches how long the processes take, and deals anew, if somebody does."""
+
+    @staticmethod
+    def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
+        """What each of `size` processes computes of every batch, unless somebody deals anew."""
+        return place_evenly(settings.virtual_ranks, size)
 
     # -- a step
 
@@ -425,7 +430,7 @@ def build_engine(
     )
     by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
     seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
-    schedule = Schedule(place_evenly(settings.virtual_ranks, (mesh.replicate if by_layer else mesh.data).size))
+    schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
     if by_layer and settings.micro_batch is not None:
         table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
     loader = Loader(

@@ -18,6 +18,7 @@ from unisono.train.whole import apart, tied, whole
 from unisono.world.collectives import Group, lies_apart
 
 if TYPE_CHECKING:
+    from unisono.train.served import Parts
     from unisono.train.stages import Names
 
 RANDOM = "random_numbers"
@@ -39,8 +40,8 @@ class State:
     def __init__(self, run_dir: Path, group: Group, resumed: loading.Checkpoint | None) -> None:
         self.run_dir, self.group, self.resumed = run_dir, group, resumed
         self.tracked: dict[str, Any] = {}
-        self.stages: Names | None = None
-        """Who holds which parameter, if the model is cut into the stages of a pipeline."""
+        self.stages: Names | Parts | None = None
+        """Who holds which parameter, if stages of a pipeline or servers hold some each."""
         self.stretched: list[Any] = []
         self.changes: list[tuple[str, Any, Any]] = []
         """What is not as it was saved, and why no bits are promised from here on: name, from, to."""

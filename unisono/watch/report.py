@@ -151,9 +151,11 @@ def closing(
     if sum(phases.values()) > 0:
         steps = None if result.get("steps") is None else result["steps"] - result.get("resumed_at", 0)
         lines += where_the_time_went(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
-        if found := bottleneck(phases, workers=_workers(run_dir)):
+        served = result.get("servers", 0)  # processes, the first ones, whose time is spent waiting for the others
+        if found := bottleneck({**phases, "exchange": 0.0} if served else phases, workers=_workers(run_dir)):
             lines += _wrapped(found)
-        if result.get("ranks") != 1 and (slow := straggler(exchange_shares(run_dir))):
+        shares = {rank: share for rank, share in exchange_shares(run_dir).items() if rank >= served}
+        if result.get("ranks") != 1 and (slow := straggler(shares)):
             lines.append(
                 f"Rank {slow.rank} is the one they wait for: {slow.share:.0%} of its time in the exchange, "
                 f"the others {slow.others:.0%}."

@@ -54,8 +54,9 @@ def group(world: World) -> Iterator[Group]:
     _join(world, dist.get_default_backend_for_device(device))
     joined = build_group(world, device)
     yield joined
-    joined.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # some part before: train/serving.py
+        joined.barrier()
+        dist.destroy_process_group()
 
 
 def build_group(world: World, device: torch.device) -> Group:

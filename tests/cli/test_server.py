@@ -1,0 +1,128 @@
+"""Workers at their own pace that die, stand still or are left alone; a server that dies, and one that is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from itertools import pairwise
+from typing import Any
+
+from tests.cli.command import Command
+
+SCRIPT = """
+import torch
+
+def main(run):
+    model = run.place(lambda: torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    say(f"pid {os.getpid()}")
+    for step in run.steps(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
+        for a, b in step:
+            time.sleep(0.01)
+            step.backward((model(a) - b).pow(2).sum(), weight=len(a))
+        step.update(optimizer)
+        if run.is_main:
+            say(f"update {step.number} {time.time()}")
+    say("behind")
+
+if __name__ == "__main__":
+    unisono.main(main)
+"""
+
+FREE = ["--set", "exchange=server", "--set", "server.staleness=none", "--set", "virtual_ranks=2"]
+
+
+def start(command: Command, ranks: int, *more: str) -> Any:
+    command.script(SCRIPT)
+    return command.start("run", "script.py", "--ranks", str(ranks), "--run-dir", "out", *FREE, *more)
+
+
+def pid(command: Command, rank: int) -> int:
+    return next(int(w.split()[1]) for w in command.words if w.startswith("pid") and w.endswith(f" {rank}"))
+
+
+def updates(command: Command) -> list[tuple[int, float]]:
+    """(number, when) of every update that was told."""
+    told = [word.split() for word in command.words if word.startswith("update")]
+    return [(int(number), float(when)) for _, number, when, _ in told]
+
+
+def wait_for_update(command: Command, number: int) -> None:
+    while not any(n >= number for n, _ in updates(command)):
+        assert command._hear(), command.words
+
+
+def gap_after(command: Command, moment: float) -> float:
+    """The longest time without an update after that moment."""
+    times = [moment, *(when for _, when in updates(command) if when > moment)]
+    return max(b - a for a, b in pairwise(times))
+
+
+def result(command: Command) -> Any:
+    return json.loads((command.folder / "out" / "result.json").read_text())
+
+
+def test_the_others_go_on_when_a_worker_dies_or_stands_still(command: Command) -> None:
+    running = start(command, 4, "--set", "steps=150")
+    wait_for_update(command, 10)
+    killed = time.time()
+    os.kill(pid(command, 2), signal.SIGKILL)
+    wait_for_update(command, 50)
+    assert gap_after(command, killed) < 1.0
+    stopped = time.time()
+    os.kill(pid(command, 3), signal.SIGSTOP)
+    ended = command.end(running)
+    command.wait_until_gone()
+    assert ended.status == 0, ended.err
+    assert gap_after(command, stopped) < 2.0  # in the end its step is handed out again, after half a second or more
+    told = result(command)
+    assert told["lost_workers"] == [2]
+    assert [number for number, _ in updates(command)] == list(range(150))
+    assert "Rank 2 of 4 died of signal 9 (SIGKILL); the others go on without it. Its log is" in ended.err
+    assert "Worker 2 is gone." in ended.out
+    assert [word for word in command.words if word.startswith("behind")] == ["behind 0"]
+
+
+def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Command) -> None:
+    running = start(command, 3, "--set", "steps=1000")
+    wait_for_update(command, 5)
+    for rank in (1, 2):
+        os.kill(pid(command, rank), signal.SIGKILL)
+    ended = command.end(running)
+    assert ended.status == 1
+    assert "No worker is left (died: rank 1 and 2" in ended.err
+    assert ended.last == "  Next: look at their logs; then start the same command with --resume."
+    done = len(updates(command))
+    assert (command.folder / "out" / "checkpoints" / f"step-{done:08d}").is_dir()
+
+
+def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(command: Command) -> None:
+    running = start(command, 3, "--set", "steps=60", "--set", "checkpoint.every=10")
+    wait_for_update(command, 25)
+    os.kill(pid(command, 0), signal.SIGKILL)
+    killed = time.time()
+    ended = command.end(running)
+    assert ended.status == 1
+    assert ended.at - killed < 5.0
+    assert "Rank 0 of 3 died of signal 9 (SIGKILL)" in ended.err
+    resumed = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--resume")
+    assert resumed.status == 0, resumed.err
+    told = result(command)
+    assert told["resumed_at"] >= 20
+    assert told["steps"] == 60
+
+
+def test_a_stop_is_saved_and_everybody_leaves(command: Command) -> None:
+    running = start(command, 3, "--set", "steps=100000", "--set", "server.staleness=2")
+    wait_for_update(command, 5)
+    running.send_signal(signal.SIGINT)
+    ended = command.end(running)
+    assert ended.status == 0, ended.err
+    told = result(command)
+    assert told["stopped"]
+    assert told["lost_workers"] == []
+    assert (command.folder / "out" / "checkpoints" / f"step-{told['steps']:08d}").is_dir()

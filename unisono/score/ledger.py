@@ -1,0 +1,157 @@
+"""The ledger of asynchronous training: which worker has which step, and whose gradient is used next. Numbers only.
+
+Every step of the run is computed once and counts once, whoever asks for work first:
+
+    worker 1   [ step 0 ][ step 2        ][ step 5 ]
+    worker 2   [ step 1            ][ step 4  ] died: step 4 is handed out again
+    worker 3   [ step 3 ]...                      [ step 4 ]
+    updates             0  1   2      3
+
+A gradient is *late* by as many updates as were made between the parameters it was computed with and its own. With a
+bound none is later than that. Ho et al. ("More effective distributed ML via a stale synchronous parallel parameter
+server", NIPS 2013) let fast workers wait for slow ones, and count how many steps a worker is ahead; here it is the
+updates that are counted, since they are what a gradient misses. A gradient that is here waits while, were it used now,
+an older one could come too late:
+
+    let v1 <= v2 <= ... be the versions that the gradients under way have, and n the updates made. If they are used in
+    this order, number i is late by n + i - 1 - vi. That none exceeds the bound is true when one is handed out (at most
+    bound + 1 are under way), stays true when the oldest is used, and is looked at before a newer one is.
+
+A worker that holds up the others for much longer than a gradient takes is overtaken: its step is handed out again, and
+what it sends in the end is dropped. So one that stands still does not stop the run, neither under a bound nor when its
+step is the last one missing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+PATIENCE = 4.0
+"""So many times as long as a gradient usually takes a worker may hold up the others."""
+
+LEAST_SECONDS = 0.5
+"""It has at least this long."""
+
+
+@dataclass
+class Out:
+    """A step that a worker has."""
+
+    number: int
+    version: int  # updates that were in its parameters
+    since: float  # seconds, of any clock
+    here: bool = False  # its gradient has come
+
+
+class Ledger:
+    """Steps `first` to `last` - 1, when `first` updates were made.
+
+    version  updates made
+    late     by how much the gradients that were used were late, in all; `latest`, at most
+    again    steps that were handed out a second time; `dropped`: gradients that came after that
+    """
+
+    def __init__(self, first: int, last: int, bound: int | None) -> None:
+        self.first, self.last, self.bound = first, last, bound
+        self.version = first
+        self.late = self.latest = self.again = self.dropped = 0
+        self.out: dict[int, Out] = {}
+        self._done: set[int] = set()  # of those from `_begin` on
+        self._begin = self._next = first
+        self._back: list[int] = []
+        self._arrived: list[int] = []  # workers, in the order in which their gradients came
+        self._took: deque[float] = deque(maxlen=99)
+
+    @property
+    def is_over(self) -> bool:
+        return self.version >= self.last
+
+    # -- what workers do
+
+    def hand(self, worker: int, now: float) -> int | None:
+        """The next step for this worker; None: there is none for it now."""
+        assert worker not in self.out
+        if self._back:
+            number = heapq.heappop(self._back)
+        else:
+            while self._next in self._done:
+                self._next += 1
+            if self._next >= self.last:
+                return None
+            number, self._next = self._next, self._next + 1
+        self.out[worker] = Out(number, self.version, now)
+        return number
+
+    def arrive(self, worker: int, number: int, now: float) -> bool:
+        """A worker's gradient of a step is here; is it wanted?"""
+        out = self.out.get(worker)
+        if out is None or out.number != number:
+            self.dropped += 1
+            return False
+        out.here = True
+        self._arrived.append(worker)
+        self._took.append(now - out.since)
+        return True
+
+    def lose(self, worker: int) -> int | None:
+        """A worker is gone; returns the step that is handed out again, if it had not done it."""
+        out = self.out.get(worker)
+        if out is None or out.here:
+            return None
+        del self.out[worker]
+        heapq.heappush(self._back, out.number)
+        self.again += 1
+        return out.number
+
+    def overtake(self, now: float, *, idle: bool) -> list[int]:
+        """Workers that have held up the others for too long; their steps are handed out again. `idle`: does anybody
+        wait for a step?"""
+        if not (idle or self._arrived) or self.turn() is not None or not self._took:
+            return []
+        patience = max(LEAST_SECONDS, PATIENCE * median(self._took))
+        found = [worker for worker, out in self.out.items() if not out.here and now - out.since > patience]
+        for worker in found:
+            self.lose(worker)
+        return found
+
+    # -- what the server does
+
+    def turn(self) -> int | None:
+        """The worker whose gradient is used next: of those that are here and may be used, the one that came first."""
+        return next((worker for worker in self._arrived if self._may(self.out[worker])), None)
+
+    def _may(self, out: Out) -> bool:
+        """Could all older ones still come in time, if this one was used now?"""
+        if self.bound is None:
+            return True
+        older = sorted(other.version for other in self.out.values() if other.version < out.version)
+        return all(self.version + i - version <= self.bound for i, version in enumerate(older, 1))
+
+    def use(self, worker: int) -> None:
+        """An update was made with this worker's gradient."""
+        out = self.out.pop(worker)
+        self._arrived.remove(worker)
+        late = self.version - out.version
+        self.late, self.latest = self.late + late, max(self.latest, late)
+        self.version += 1
+        self._done.add(out.number)
+        while self._begin in self._done:
+            self._done.remove(self._begin)
+            self._begin += 1
+
+    # -- in a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which steps are done: all below `begin`, and those that are named."""
+        return {"updates": self.version, "begin": self._begin, "done": sorted(self._done)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; a state that another exchange has carried through other steps since means nothing."""
+        if state["updates"] == self.version:
+            self._begin = self._next = state["begin"]
+            self._done = set(state["done"])
