@@ -87,6 +87,7 @@ _files = {
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
+    "local": "unisono.exchange.local:Local",
 }
 
 

@@ -20,7 +20,7 @@ from unisono.settings import (
     shown,
 )
 from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
-from unisono.settings.meeting import problems_of_exchange
+from unisono.settings.meeting import problems_of_exchange, problems_of_sites
 from unisono.settings.values import Misfit, typed
 from unisono.settings.ways import problems_of_ways
 
@@ -68,6 +68,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
     axes, wrong = _mesh(values, size, line)
     problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, axes, line)
+    problems += [] if wrong else problems_of_sites(values, axes.size, line)
     if ranks is not None and not wrong and axes.data > ranks >= 1:
         size = axes.data
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, 'process', 'processes')}."

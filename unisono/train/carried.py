@@ -17,7 +17,12 @@ class Carried:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.exchanges: dict[str, Exchange] = {}
+        self.kept: dict[str, Any] = {}  # what belongs to none of them alone, and stays when they are closed
         self._waiting: dict[str, Any] = {}  # was saved, and its exchange is not built yet
+
+    def keep(self, key: str, thing: Any) -> None:
+        """Something with a state that belongs to all of them, known before anything is loaded."""
+        self.kept[key] = thing
 
     def know(self, key: str, exchange: Exchange) -> None:
         """An exchange was built: if something was saved for it, it goes on from there."""
@@ -32,8 +37,10 @@ class Carried:
 
     def state_dict(self) -> dict[str, Any]:
         """All processes must call this together; the main process's is the one that is saved."""
-        states = {key: exchange.state_dict() for key, exchange in self.exchanges.items()}
+        states = {key: exchange.state_dict() for key, exchange in (self.exchanges | self.kept).items()}
         return {"kind": self.kind, "of": {**self._waiting, **{key: state for key, state in states.items() if state}}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._waiting = dict(state["of"]) if state["kind"] == self.kind else {}
+        for key in self.kept.keys() & self._waiting.keys():
+            self.kept[key].load_state_dict(self._waiting.pop(key))

@@ -19,6 +19,7 @@ from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, place_evenly
+from unisono.settings.meeting import sites_of
 from unisono.train.buffers import versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.gradient import Gradient
@@ -58,6 +59,7 @@ class Engine:
     ) -> None:
         self.settings, self.mesh, self.seat, self.order = settings, mesh, seat, order
         self.group = mesh.world
+        self.block = (0, order.virtual_ranks)  # those whose steps are made together
         self.schedule, self.models, self.last = schedule, models, last
         self.table, self.generators, self.scale, self.carried = table, generators, scale, carried
         self.asked = {"stop": False, "leave": False}
@@ -141,7 +143,7 @@ class Engine:
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers, self.models.busy = self.models.buffers, True
         if self.order.virtual_ranks > 1:
-            buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
+            buffers.begin(next(v for v in range(*self.block) if self.order.micro_bounds(step, v)))
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
@@ -240,6 +242,11 @@ class Engine:
         """Let go of the data and of the parameters; closing twice changes nothing."""
         self.end()
         self._forget()
+
+    def part(self, mesh: Mesh, block: tuple[int, int]) -> None:
+        """From the next step on, the processes of `mesh` make their steps by themselves, over these virtual ranks."""
+        self._forget()
+        self.mesh, self.group, self.block = mesh, mesh.world, block
 
     def _forget(self) -> None:
         for gradient in self._gradients.values():
@@ -420,7 +427,8 @@ def build_engine(
     )
     by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
     seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
-    schedule = Schedule(place_evenly(settings.virtual_ranks, (mesh.replicate if by_layer else mesh.data).size))
+    size = (mesh.replicate if by_layer else mesh.data).size
+    schedule = Schedule(place_evenly(settings.virtual_ranks, size, sites_of(settings)))
     if by_layer and settings.micro_batch is not None:
         table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
     loader = Loader(
