@@ -7,8 +7,8 @@
               anchor   <- anchor - lr * (gradient + momentum * velocity)
 
 Then every site goes on from the anchor. A model may meet in fragments, one after the other, and a meeting's numbers
-may travel while the sites go on: what then arrives is where a site would be, had it waited, and not where it is. It goes
-on half way between the two (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
+may travel while the sites go on: what then arrives is where a site would be, had it waited, and not where it is. From
+half way between the two it goes on (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
 """
 
 from __future__ import annotations
