@@ -27,7 +27,7 @@ MIX = 0.5
 class Fragment:
     """Some parameters that meet in the same steps.
 
-    anchors, velocities  beside every parameter, in float32 at least
+    anchors, velocities  beside every parameter, in float32 at least; without momentum there are no velocities
     left                 what quantising has lost on this process's chunk, by row
     due                  the number of steps after which what is under way is used
     """
@@ -48,12 +48,14 @@ class Fragment:
         self.names.append(name)
         self.params.append(p)
         self.anchors.append(wide(anchor).to(p.device, copy=True))
-        self.velocities.append(torch.zeros_like(self.anchors[-1]) if velocity is None else wide(velocity).to(p.device))
+        if self.momentum:
+            was = torch.zeros_like(self.anchors[-1]) if velocity is None else velocity.to(p.device)
+            self.velocities.append(was)
         self.left.clear()  # the rows are longer now
 
     def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What there is of each parameter, by its name."""
-        return dict(zip(self.names, tensors, strict=True))
+        return dict(zip(self.names, tensors, strict=bool(tensors)))
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -77,10 +79,11 @@ class Fragment:
     def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
         """The outer step. `keep`: how much of this site's own weights stays."""
         with torch.no_grad():
-            for p, a, v, g in zip(self.params, self.anchors, self.velocities, cut(gradient, self.anchors), strict=True):
-                if self.momentum:
-                    v.mul_(self.momentum).add_(g)
-                    g = g.add(v, alpha=self.momentum)
+            ways = cut(gradient, self.anchors)
+            for v, g in zip(self.velocities, ways, strict=bool(self.velocities)):
+                v.mul_(self.momentum).add_(g)
+                g.add_(v, alpha=self.momentum)
+            for p, a, g in zip(self.params, self.anchors, ways, strict=True):
                 a.sub_(g, alpha=self.lr)
                 _numbers(p).lerp_(a.to(p.dtype.to_real()), 1.0 - keep) if keep else _numbers(p).copy_(a)
 
@@ -128,6 +131,6 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as real numbers."""
-    held = tensor.detach()
-    return torch.view_as_real(held) if held.is_complex() else held
+    """A tensor's memory as real numbers. (.data has a version of its own: what a meeting writes there is not taken for
+    the script's doing.)"""
+    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data

@@ -26,7 +26,7 @@ from unisono import phases
 from unisono.checkpoint.pack import Tensors, pack, unpack
 from unisono.errors import LoopError
 from unisono.exchange.between import Between, chunk_of
-from unisono.exchange.outer import MIX, Fragment, cut, fragments_of, lay, wide
+from unisono.exchange.outer import MIX, Fragment, cut, fragments_of, kinds, lay, wide
 from unisono.settings.words import plural
 from unisono.train.engine import bits_of
 from unisono.train.state import EXCHANGE, RANDOM
@@ -259,10 +259,9 @@ class Sites:
             yield
         finally:
             own, self._own = self._own, {}
-            with torch.no_grad():
-                for tensor in _tensors(models):
-                    if id(tensor) in own:
-                        tensor.copy_(own[id(tensor)])
+            for tensor in _tensors(models):
+                if id(tensor) in own:
+                    tensor.data.copy_(own[id(tensor)])
 
     def rest(self, step: Step | None) -> None:
         """No more steps will come: all sites are left with the mean of their weights, and know the loss of all."""
@@ -276,7 +275,8 @@ class Sites:
                 step._sums = {**step._sums, LOSS: (sum(total for total, _ in sums), sum(weight for _, weight in sums))}
 
     def _unite(self, models: Sequence[torch.nn.Module]) -> None:
-        """Tensors that differ between the sites become their mean; `_own` keeps what this site's were."""
+        """Tensors that differ between the sites become their mean; `_own` keeps what this site's were. (.data has a
+        version of its own: nobody takes this for the script's doing.)"""
         for fragment in self.fragments:
             self._settle(fragment)
         tensors = _tensors(models)
@@ -284,15 +284,14 @@ class Sites:
         unlike = [t for t, *others in zip(tensors, *marks, strict=True) if len(set(others)) > 1]
         self._own = {id(tensor): tensor.detach().clone() for tensor in unlike}
         numbers = [t for t in unlike if t.is_floating_point() or t.is_complex()]
-        self.across.share_([t for t in unlike if not (t.is_floating_point() or t.is_complex())])
+        self.across.share_([t.data for t in unlike if not (t.is_floating_point() or t.is_complex())])
         if not numbers:
             return
         parts = [wide(tensor) for tensor in numbers]
         letters = self.between.send([], lay(parts, self.mesh.world.device), 32)
-        means = letters.means(sorted({part.dtype for part in parts}, key=str))
-        with torch.no_grad():
-            for tensor, mean in zip(numbers, cut(means, parts), strict=True):
-                tensor.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
+        means = letters.means(kinds(parts))
+        for tensor, mean in zip(numbers, cut(means, parts), strict=True):
+            tensor.data.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
 
     # -- what a checkpoint holds of it
 
@@ -321,7 +320,8 @@ class Sites:
         weights: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in self.state.models.items():
             named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-            weights[name] = {key: self._own[id(t)] for key, t in named if id(t) in self._own}
+            saved = model.state_dict().keys()
+            weights[name] = {key: self._own[id(t)] for key, t in named if id(t) in self._own and key in saved}
         things = {
             name: thing.state_dict()
             for name, thing in self.state.tracked.items()
@@ -335,8 +335,8 @@ class Sites:
             return []
         tensors = Tensors()
         plain = pack(mine, "own", tensors)
-        kinds = [[name, list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()]
-        told = self.across.gather({"plain": plain, "kinds": kinds})
+        about = [[name, list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()]
+        told = self.across.gather({"plain": plain, "about": about})
         if self.number:
             sent = [t.to(self.across.device).reshape(-1).view(torch.uint8) for t in tensors.values()]
             wait_for(self.across.send_and_receive([Message(t, 0) for t in sent], []))
@@ -345,7 +345,7 @@ class Sites:
         for site, said in enumerate(told[1:], 1):
             theirs = {
                 name: torch.empty(shape, dtype=getattr(torch, dtype), device=self.across.device)
-                for name, shape, dtype in said["kinds"]
+                for name, shape, dtype in said["about"]
             }
             came = [Message(t.reshape(-1).view(torch.uint8), site) for t in theirs.values()]
             wait_for(self.across.send_and_receive([], came))
