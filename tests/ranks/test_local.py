@@ -17,11 +17,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.ranks.loops import attempt
 from unisono.env import World
+from unisono.exchange.between import Between, chunk_of
 from unisono.score.order import Order
 from unisono.settings import CheckpointSettings, LocalSettings, Settings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 from unisono.train.sites import Sites
+from unisono.world.mesh import build_sites
+from unisono.world.start import group as join
 
 At = Callable[[Run[Settings], Any, nn.Module], Any]
 
@@ -169,6 +172,29 @@ def test_the_processes_of_a_site_change_no_bit(tmp_path: Path) -> None:
         assert first == [first[0]] * 3
         assert last == [last[0]] * 3
         assert first[0][5] != last[0][5]  # each site has its own
+
+
+def sent_again_and_again(world: World, feedback: bool) -> list[float]:
+    """The same row twenty times, in 4 bits: how far the mean of what came is from the row, and half a scale."""
+    with join(world) as group:
+        number, mesh, across = build_sites(2, group)
+        rows = [torch.randn(1000, generator=torch.Generator().manual_seed(site)) for site in range(2)]
+        between = Between(mesh.world, across)
+        left = [torch.zeros_like(chunk_of(rows[number], mesh.world))] if feedback else []
+        came = torch.zeros(1000)
+        for _ in range(20):
+            came += between.send([], [rows[number]], 4, left).means([torch.float32])[0] / 20
+        off = (came - (rows[0] + rows[1]) / 2).abs().max().item()
+        return [off, max(row.abs().max().item() for row in rows) / 14, number, mesh.world.size]
+
+
+def test_what_quantising_loses_is_sent_the_next_time() -> None:
+    for off, half_a_scale, _, _ in run_ranks(sent_again_and_again, 4, True):
+        assert off < 1.2 * half_a_scale / 20
+    ranks = run_ranks(sent_again_and_again, 4, False)
+    assert [rank[2:] for rank in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+    for off, half_a_scale, _, _ in ranks:
+        assert half_a_scale / 4 < off < half_a_scale
 
 
 # -- checkpoints, stops and ends
