@@ -79,6 +79,33 @@ LINE = Line(("unisono", "run", "train.py"))
             {"parallel": ParallelSettings(tensor=2), "deal": DealSettings(claim=True)},
             "deal.claim = true and parallel.tensor = 2: .*deal.claim=false.*parallel.tensor=1",
         ),
+        (
+            {"exchange": "local", "virtual_ranks": 8, "local": LocalSettings(sites=3)},
+            "virtual_ranks = 8 and local.sites = 3: .*multiples of 3.*virtual_ranks=6.*virtual_ranks=9.*local.sites=2",
+        ),
+        (
+            {"exchange": "local", "virtual_ranks": 9, "local": LocalSettings(sites=3)},
+            "4 processes and local.sites = 3: .*multiples of 3.*--ranks 6.*--ranks 3.*local.sites=2",
+        ),
+        (
+            {"exchange": "local", "local": LocalSettings(every=4, fragments=5)},
+            "local.fragments = 5: .*every 4 steps.*local.fragments=4.*local.every=5",
+        ),
+        (
+            {"exchange": "local", "local": LocalSettings(every=4, overlap=4)},
+            "local.overlap = 4: .*4 steps later.*local.overlap=3.*local.every=5",
+        ),
+        ({"exchange": "local", "local": LocalSettings(lr=0.0)}, "local.lr = 0.0: .*above 0.*local.lr=0.7"),
+        ({"exchange": "local", "local": LocalSettings(momentum=1.0)}, "local.momentum = 1.0: .*below 1"),
+        (
+            {"exchange": "local", "local": LocalSettings(outer="average", momentum=0.5)},
+            "local.momentum = 0.5: .*mean of the sites.*local.outer=nesterov.*local.momentum=0.9",
+        ),
+        ({"exchange": "local", "local": LocalSettings(sites=1)}, "local.sites = 1: .*at least 2.*local.sites=2"),
+        (
+            {"exchange": "local", "parallel": ParallelSettings(shard=2)},
+            "exchange = local and parallel.shard = 2: .*whole models",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_what_to_type(asked: dict[str, Any], words: str) -> None:

@@ -93,6 +93,7 @@ _files = {
     "server": "unisono.exchange.server:Server",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
+    "local": "unisono.exchange.local:Local",
 }
 
 

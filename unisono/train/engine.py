@@ -20,6 +20,7 @@ from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, Spans, place_evenly
+from unisono.settings.sites import sites_of
 from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.dealing import WORDS, Dealing, build_dealing
@@ -60,6 +61,7 @@ class Engine:
     ) -> None:
         self.settings, self.mesh, self.seat, self.order = settings, mesh, seat, order
         self.group = mesh.world
+        self.block = (0, order.virtual_ranks)  # those whose steps are made together
         self.schedule, self.models, self.last = schedule, models, last
         self.table, self.generators, self.scale, self.carried = table, generators, scale, carried
         self.asked = {"stop": False, "leave": False}
@@ -81,7 +83,7 @@ class Engine:
     @staticmethod
     def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
         """What each of `size` processes computes of every batch, unless somebody deals anew."""
-        return place_evenly(settings.virtual_ranks, size)
+        return place_evenly(settings.virtual_ranks, size, sites_of(settings))
 
     # -- a step
 
@@ -153,7 +155,7 @@ class Engine:
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers, self.models.busy = self.models.buffers, True
         if self.order.virtual_ranks > 1:
-            buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
+            buffers.begin(next(v for v in range(*self.block) if self.order.micro_bounds(step, v)))
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
@@ -282,6 +284,11 @@ class Engine:
         """Let go of the data and of the parameters; closing twice changes nothing."""
         self.end()
         self._forget()
+
+    def part(self, mesh: Mesh, block: tuple[int, int]) -> None:
+        """From the next step on, the processes of `mesh` make their steps by themselves, over these virtual ranks."""
+        self._forget()
+        self.mesh, self.group, self.block = mesh, mesh.world, block
 
     def _forget(self) -> None:
         for gradient in self._gradients.values():

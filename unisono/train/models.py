@@ -59,6 +59,8 @@ class Models:
         """How each model is cut, where the axis tensor has several processes; None: as is found."""
         self.divided_loss = False
         """Do logits come out of a model divided by classes?"""
+        self.heard: list[Callable[[], None]] = []
+        """Who is to be told when something else trains than before."""
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
@@ -145,6 +147,8 @@ class Models:
             )
         self._signature = signature
         self.trained = [p for p in self.params if p.requires_grad]
+        for tell in self.heard:
+            tell()
         return True
 
     def _look_again(self) -> bool:

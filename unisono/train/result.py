@@ -57,6 +57,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
         "ranks": run.size,
         "virtual_ranks": run.settings.virtual_ranks,
+        **run._sites.told,
         "promise": promised_here,
         "reason": reason,
         "survival": survival(run.settings.parallel, run._mesh.axes),

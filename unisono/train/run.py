@@ -33,6 +33,7 @@ from unisono.train.models import Models
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
 from unisono.train.result import plain, promise, result
+from unisono.train.sites import sites
 from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
@@ -94,8 +95,9 @@ class Run(Generic[S]):
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
-        self._state.track(**{RANDOM: self._generators, SCALE: self._scale, EXCHANGE: self._carried})
         self._models = Models(self._mesh, settings.virtual_ranks)
+        self._sites = sites(settings, self._mesh, self._models, self._table, self._state, self._carried, self.print)
+        self._state.track(**{EXCHANGE: self._carried, RANDOM: self._generators, SCALE: self._scale})
         self._total_steps = settings.steps
         self._kind = engine
         self._engine: Engine | None = None
@@ -248,7 +250,7 @@ class Run(Generic[S]):
         self.changes += self._state.check_ties(self._identity["ties"])
         name = self._identity["own exchange"] = own.name if own is not None else "none"
         self.changes += self._state.check_exchange(name, self._accepted)
-        self._carried.kind += f" {name}"
+        self._carried.own = name
         self._engine = build_engine(
             self._kind,
             data,
@@ -278,6 +280,7 @@ class Run(Generic[S]):
         ]
         seen = engine.order.samples(self.steps_done)
         self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._state.resumed is not None)
+        self._sites.begin(engine, self.steps_done)
         self._began = time.perf_counter()
         checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every
@@ -297,17 +300,22 @@ class Run(Generic[S]):
             self._samples_here += step.samples
             self._done = step
             self._watcher.step(step)
-            if engine.agreed["leave"]:
+            met = self._sites.after(engine, step)
+            if met is None:
+                continue
+            if met.agreed["leave"]:
                 self._save()
+                self._sites.rest(step)
                 raise Stopped
-            if engine.agreed["stop"]:
+            if met.agreed["stop"]:
                 break
-            if every and self.steps_done % every == 0 and self.steps_done < engine.last:
+            if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
                 self._save()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
         if self._state.saved_after != self.steps_done:
             self._save()
+        self._sites.rest(self._done)
         self._ended = time.perf_counter()
         engine.end()
 
@@ -320,10 +328,12 @@ class Run(Generic[S]):
             if self._last_step.is_done:
                 self._done = self._last_step
                 self.steps_done = self._last_step.number + 1
+                self._sites.after(self._engine, self._last_step)
             if self._state.saved_after != self.steps_done:
                 touched = self._state.touched_since_break(one_stream=self.settings.virtual_ranks == 1)
                 now = {"step": self.steps_done, "field": "the state", "from": "the last step's", "to": touched}
                 self._save([now] if touched else [])
+            self._sites.rest(self._done)
         self._over = True
 
     @property
@@ -428,7 +438,8 @@ class Run(Generic[S]):
         abreast = self._models.abreast
         walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
-        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():
+        as_one = self._sites.as_one(models)
+        with phases.phase("evaluate"), peers(verb), as_one, at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
             hurry = lambda: self._leave and self._ended is not None  # noqa: E731
             yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
@@ -441,7 +452,8 @@ class Run(Generic[S]):
         self._table.together("a checkpoint")
         self._models.rest()
         about = {"identity": self._identity, "changes": [*self.changes, *more_changes]}
-        self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
+        with self._sites.as_one([*self._models.modules, *self._models.tracked]):
+            self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""

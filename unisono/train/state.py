@@ -43,6 +43,8 @@ class State:
         self.stages: Names | Parts | None = None
         """Who holds which parameter, if stages of a pipeline or servers hold some each."""
         self.stretched: list[Any] = []
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """What this process's site had of its own, by name (train/sites.py): it counts more than what all had."""
         self.changes: list[tuple[str, Any, Any]] = []
         """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
@@ -79,6 +81,8 @@ class State:
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         state = checkpoint.states[name]
+        if name in self.own:
+            state = {**state, **self.own[name]}
         try:
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
                 state = self._with_its_length(name, thing, state)
