@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -24,6 +25,10 @@ LINE = Line(("unisono", "run", "train.py"))
             {"exchange": "allreduce", "parallel": ParallelSettings(shard=2)},
             "exchange = allreduce and parallel.shard = 2: .*layer by layer.*exchange=tree.*parallel.gather=step",
         ),
+        (
+            {"exchange": "wide", "parallel": ParallelSettings(pipeline=2)},
+            "exchange = wide and parallel.pipeline = 2: .*different parameters.*exchange=tree",
+        ),
         ({"local": LocalSettings(every=10)}, "local.every = 10: .*for exchange=local.*exchange=local.*local.every=50"),
         ({"server": ServerSettings(staleness=None)}, "server.staleness = none: .*for exchange=server"),
         ({"exchange": "local", "local": LocalSettings(every=0)}, "local.every = 0: .*at least 1.*local.every=1"),
@@ -39,8 +44,14 @@ def test_what_does_not_go_together_is_refused_with_what_to_type(asked: dict[str,
     assert any(re.search(words, line) for line in told), told
 
 
-@pytest.mark.parametrize("exchange", ["tree", "allreduce", "wide", "ring"])
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize(
+    ("exchange", "axis"),
+    [
+        *itertools.product(["tree", "allreduce", "ring"], ["tensor", "context", "pipeline"]),
+        ("wide", "tensor"),
+        ("wide", "context"),
+    ],
+)
 def test_what_adds_up_parts_goes_with_parts(exchange: Any, axis: str) -> None:
     sizes: dict[str, Any] = {axis: 2}
     assert check(Settings(steps=1, exchange=exchange, parallel=ParallelSettings(**sizes)), 4, LINE) == []

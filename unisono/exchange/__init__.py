@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from unisono.world.collectives import Group, lies_apart
+
+if TYPE_CHECKING:
+    from unisono.settings import Settings
 
 Spans = Sequence[tuple[int, int]]
 Weights = Callable[[], torch.Tensor]
@@ -85,9 +88,15 @@ class Exchange(Protocol):
 _files = {
     "tree": "unisono.exchange.tree:Tree",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
+    "wide": "unisono.exchange.wide:Wide",
     "solo": "unisono.exchange.solo:Solo",
     "scatter": "unisono.exchange.scatter:Scatter",
 }
+
+_needs: dict[str, Callable[[Settings, Group], dict[str, Any]]] = {
+    "wide": lambda settings, world: {"world": world},
+}
+"""What some exchanges are given beside that: of the run's settings, and all its processes."""
 
 
 def _kind(name: str) -> Any:
@@ -95,11 +104,21 @@ def _kind(name: str) -> Any:
     return getattr(importlib.import_module(module), cls)
 
 
+def chosen(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
+) -> Exchange:
+    """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
+    name, ranks = settings.exchange, settings.virtual_ranks
+    more = _needs[name](settings, world or group) if name in _needs else {}
+    return build_exchange(name, params, ranks, group, **more)
+
+
 def build_exchange(
     name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
 ) -> Exchange:
     """The exchange called `name` over these parameters. One virtual rank on one process needs none: solo.py."""
-    name = "solo" if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)) else name
+    if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)):
+        name, more = "solo", {}
     exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)
     return exchange
 

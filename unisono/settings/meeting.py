@@ -18,13 +18,18 @@ DIVIDED = ("shard", "context", "tensor", "pipeline")
 CARRIES: dict[str, tuple[str, ...]] = {
     "tree": DIVIDED,
     "allreduce": DIVIDED,
-    "wide": DIVIDED,
+    "wide": ("shard", "context", "tensor"),
     "ring": DIVIDED,
     "ddp": (),
     "server": (),
     "local": (),
 }
 """Axes that an exchange goes with, beside replicas."""
+
+WHY_NOT = {
+    ("wide", "pipeline"): "The grids of its sums are agreed on by all processes, and these hold different parameters.",
+}
+"""Where that is not because it adds up gradients of whole models."""
 
 OWN = {"server": ServerSettings, "local": LocalSettings}
 """Settings that only the exchange of their name reads."""
@@ -45,7 +50,7 @@ def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Lin
             continue
         asked = f"exchange = {exchange} and parallel.{axis} = {size}"
         if axis not in CARRIES[exchange]:
-            true = "This exchange adds up gradients of whole models."
+            true = WHY_NOT.get((exchange, axis), "This exchange adds up gradients of whole models.")
             do = f"{line.setting('exchange=tree')}, or: {line.setting(f'parallel.{axis}=1')}"
             problems.append(Problem(asked, true, do))
         elif axis == "shard" and exchange != "tree" and values.get("parallel.gather") == "layer":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, build_exchange
+from unisono.exchange import Exchange, Spans, Weights, build_exchange, chosen
 from unisono.exchange.buckets import finite
 from unisono.exchange.several import Several
 from unisono.exchange.slices import Slices
@@ -54,10 +54,10 @@ class Gradient:
         if layers and by_layer:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
         elif pipeline is not None:
-            parts = [build_exchange(settings.exchange, of, ranks, mesh.data) for of in pipeline.parts_of(params)]
+            parts = [chosen(settings, of, mesh.data, mesh.world) for of in pipeline.parts_of(params)]
             self.exchange = Several(params, parts)
         else:
-            self.exchange = build_exchange(settings.exchange, self.leaves, ranks, mesh.data)
+            self.exchange = chosen(settings, self.leaves, mesh.data, mesh.world)
         if mesh.context.size > 1:
             self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not (layers and by_layer) else None
