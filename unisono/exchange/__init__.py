@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from unisono.errors import LoopError
 from unisono.world.collectives import Group, lies_apart
 
 if TYPE_CHECKING:
@@ -90,11 +91,17 @@ _files = {
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "wide": "unisono.exchange.wide:Wide",
     "solo": "unisono.exchange.solo:Solo",
+    "ddp": "unisono.exchange.ddp:Ddp",
+    "compressed tree": "unisono.exchange.compressed:CompressedTree",
+    "compressed allreduce": "unisono.exchange.compressed:CompressedAllReduce",
     "scatter": "unisono.exchange.scatter:Scatter",
 }
 
 _needs: dict[str, Callable[[Settings, Group], dict[str, Any]]] = {
     "wide": lambda settings, world: {"world": world},
+    "ddp": lambda settings, world: {"settings": settings.ddp},
+    "compressed tree": lambda settings, world: {"settings": settings.compress},
+    "compressed allreduce": lambda settings, world: {"settings": settings.compress},
 }
 """What some exchanges are given beside that: of the run's settings, and all its processes."""
 
@@ -104,11 +111,16 @@ def _kind(name: str) -> Any:
     return getattr(importlib.import_module(module), cls)
 
 
+def _name(settings: Settings) -> str:
+    """What the settings choose, as the tables above call it."""
+    return settings.exchange if settings.compress.kind == "none" else f"compressed {settings.exchange}"
+
+
 def chosen(
     settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
 ) -> Exchange:
     """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
-    name, ranks = settings.exchange, settings.virtual_ranks
+    name, ranks = _name(settings), settings.virtual_ranks
     more = _needs[name](settings, world or group) if name in _needs else {}
     return build_exchange(name, params, ranks, group, **more)
 
@@ -123,7 +135,18 @@ def build_exchange(
     return exchange
 
 
-def promise_of(name: str, virtual_ranks: int, size: int) -> tuple[str, str]:
-    """What the exchange called `name` promises of the result, and why."""
-    kind = _kind("solo" if virtual_ranks == size == 1 else name)
+def refuse_hook(name: str) -> None:
+    """Raise LoopError if the exchange called `name` takes no communication hook of the user's."""
+    if not hasattr(_kind(name), "register_comm_hook"):
+        takes = [other for other in _files if other != "solo" and hasattr(_kind(other), "register_comm_hook")]
+        raise LoopError(
+            "run.register_comm_hook was called.",
+            f"With exchange={name} no bucket goes through a hook of torch's.",
+            " or ".join(f"--set exchange={other}" for other in takes) + ", or leave the line out.",
+        )
+
+
+def promise_of(settings: Settings, size: int) -> tuple[str, str]:
+    """What the exchange that the settings choose promises of the result on `size` processes, and why."""
+    kind = _kind("solo" if settings.virtual_ranks == size == 1 else _name(settings))
     return kind.promise, kind.reason

@@ -86,6 +86,9 @@ class Wide(Exchange):
         self.result = Copy(self.layout)
         self.ready = Readiness(self.layout, self._launch, self._add)
         self.exponents = [UNKNOWN] * len(params)
+        # where a sum begins, as a row: in an addition a row's dtype counts, and a number's does not
+        self._starts = [part.new_zeros(1, dtype=torch.float64) for part in self.layout.parts]
+        self._known = [UNKNOWN - 1] * len(params)  # the exponents that these were made for
         self._leaf: Loose | None = None
         self._to_come = 0  # micro-batches that are still to come for the leaf
         self._works: list[Work] = []
@@ -99,7 +102,11 @@ class Wide(Exchange):
         self._added = [False] * count  # of the leaf, which is complete
         self._windows: dict[tuple[int, int], torch.Tensor] = {}  # {(parameter, how high): sum}
         # of each parameter: 2 to which power all its leaves are below, and which windows somebody has
-        self._seen = torch.full((count, WINDOWS), UNKNOWN, dtype=torch.int32)
+        self._seen = [[UNKNOWN] + [0] * (WINDOWS - 1) for _ in range(count)]
+        for number, exponent in enumerate(self.exponents):
+            if exponent != self._known[number]:
+                self._starts[number].fill_(1.5 * 2**52 * self._grid(number))
+                self._known[number] = exponent
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         if self._leaf is None:
@@ -118,7 +125,7 @@ class Wide(Exchange):
 
     def launch(self) -> None:
         self.ready.launch_rest()
-        told = self._seen.to(self.group.device)
+        told = torch.tensor(self._seen, dtype=torch.int32, device=self.group.device)
         if self.world.size > 1:
             self._works.append(self.world.all_reduce(told, largest=True))
         self._told = told
@@ -177,7 +184,7 @@ class Wide(Exchange):
             grad = torch.empty_like(like).copy_(grad)
         bucket = self.layout.bucket_of[number]
         total, leaf = self.sums[bucket][self.places[number]], _row(grad)
-        start = leaf.new_full((1,), 1.5 * 2**52 * self._grid(number), dtype=torch.float64)  # a row: it sets the dtype
+        start, seen = self._starts[number], self._seen[number]
         top = _largest(leaf)
         exponent = math.frexp(top)[1] if math.isfinite(top) else UNKNOWN
         if exponent > self.exponents[number] + ROOM and top > 0:
@@ -192,7 +199,7 @@ class Wide(Exchange):
                 torch.add(start, leaf[block], alpha=NUDGE, out=total[block])
         self._filled[number] = True
         if top > 0:
-            self._seen[number, 0] = max(int(self._seen[number, 0]), exponent)
+            seen[0] = max(seen[0], exponent)
 
     def _add_in_windows(self, number: int, leaf: torch.Tensor, total: torch.Tensor, exponent: int) -> None:
         """A leaf that is too large for its grid: what is whole on coarser grids goes there, the coarsest first."""
@@ -206,7 +213,7 @@ class Wide(Exchange):
                 continue
             held = self._windows.get((number, window))
             self._windows[number, window] = part if held is None else held.add_(part)
-            self._seen[number, window] = 1
+            self._seen[number][window] = 1
         total.add_(rest, alpha=NUDGE)
 
     # -- the sum
@@ -216,7 +223,7 @@ class Wide(Exchange):
         for number in self.layout.buckets[bucket].members:
             part = self.sums[bucket][self.places[number]]
             if self._filled[number]:
-                part.sub_(1.5 * 2**52 * self._grid(number))
+                part.sub_(self._starts[number])
             else:
                 part.zero_()
         if self.group.size > 1:
@@ -248,7 +255,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
 
 def _largest(row: torch.Tensor) -> float:
     """The largest absolute value; not a number, if one of them is none."""
-    least, most = torch.stack(torch.aminmax(row)).tolist()
+    least, most = map(float, torch.aminmax(row))
     return max(most, -least) if most == most else most
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.errors import Problem
 from unisono.settings.axes import Axes
-from unisono.settings.every import LocalSettings, ServerSettings
+from unisono.settings.every import DdpSettings, LocalSettings, ServerSettings
 from unisono.settings.line import Line
 from unisono.settings.values import shown
 
@@ -31,7 +31,7 @@ WHY_NOT = {
 }
 """Where that is not because it adds up gradients of whole models."""
 
-OWN = {"server": ServerSettings, "local": LocalSettings}
+OWN = {"ddp": DdpSettings, "server": ServerSettings, "local": LocalSettings}
 """Settings that only the exchange of their name reads."""
 
 

@@ -123,6 +123,8 @@ class Engine:
             self._gradients[key] = Gradient(
                 params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only
             )
+            if models.comm_hook is not None:
+                self._gradients[key].exchange.register_comm_hook(*models.comm_hook)  # type: ignore[attr-defined]
             self.carried.know(self._gradients[key].key, self._gradients[key].exchange)
         if optimizers is None:
             self._whole = self._gradients[key]

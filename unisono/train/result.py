@@ -21,7 +21,7 @@ def promise(run: Run[Any]) -> tuple[str, str]:
         return f"exact until step {first}", f"then other mathematics: {what}"
     if run.differences:
         return "tolerance", "; ".join(run.differences)
-    exchange = promise_of(run.settings.exchange, run.settings.virtual_ranks, run.size)
+    exchange = promise_of(run.settings, run.size)
     ties = run._models.ties
     if ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
