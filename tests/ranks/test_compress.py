@@ -126,7 +126,7 @@ def shown(world: World, kind: Any, steps: int, base: str = "tree", nodes: int | 
         return {"apart": apart / norm, "sent": exchange.sent}
 
 
-@pytest.mark.parametrize(("kind", "least", "most"), [("fp16", 1e-5, 5e-4), ("bf16", 1e-4, 4e-3), ("int8", 1e-4, 6e-3)])
+@pytest.mark.parametrize(("kind", "least", "most"), [("fp16", 1e-5, 5e-4), ("bf16", 1e-4, 4e-3), ("int8", 1e-4, 2e-2)])
 def test_forms_of_blocks_are_near_the_sum(kind: str, least: float, most: float) -> None:
     for found in run_ranks(shown, 2, kind, 1):
         assert least < found["apart"] < most
@@ -164,8 +164,8 @@ def lost(world: World, kind: Any) -> list[Any]:
         exchange = CompressedTree([p], 2, group, settings=CompressSettings(kind=kind, rank=1, keep=0.5))
         spans = place_evenly(2, group.size)
         out = []
+        mine = range(*spans[group.rank])
         for factor in (1.0, torch.inf, 1.0):
-            mine = range(*spans[group.rank])
             exchange.begin(spans, dict.fromkeys(mine, 1), lambda: torch.ones(len(mine), dtype=torch.float64))
             for v in mine:
                 exchange.enter(v, last=v == mine[-1])

@@ -76,6 +76,7 @@ class Saw:
 
 def watching(state: Saw, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     state.norms.append(float(bucket.buffer().norm()))
+    assert dist.group.WORLD is not None
     return fp16_compress_hook(dist.group.WORLD, bucket)
 
 

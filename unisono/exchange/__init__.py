@@ -19,6 +19,7 @@ be exchanged anew; what fails after is computed anew, from the step's first micr
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,7 +59,7 @@ class Exchange(Protocol):
     def finish(self, weight: float) -> bool: ...
 
     def commit(self) -> None:
-        pass
+        return
 
     def zero(self) -> None:
         for p in self.params:
@@ -73,6 +74,13 @@ class Exchange(Protocol):
         """Has the loop changed p.grad in this process's last micro-batch? (Earlier, `leave` raises LoopError.) Messages
         are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
 
+    @property
+    def sent(self) -> float:
+        """Bytes of this step's gradient that have left this process for others: as they would if each process were on
+        a host of its own, since what neighbours read in shared memory is what they would be sent. Of a library's
+        all-reduce it is what the best one sends, 2 (W - 1) / W of the gradient. Not a number: nobody counts them."""
+        return math.nan
+
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
         is exact. All processes call this together, between two steps; the main process's is saved. {}: nothing."""
@@ -84,6 +92,12 @@ class Exchange(Protocol):
 
     def close(self) -> None:
         pass
+
+
+def all_reduced(size: int, group: Group) -> float:
+    """Bytes that a process sends when `size` bytes are added up over a group, by an all-reduce that sends as few as can
+    be: each process adds up one chunk, and hands it to the others."""
+    return 2 * (group.size - 1) / group.size * size
 
 
 _files = {

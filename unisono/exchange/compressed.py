@@ -192,7 +192,7 @@ class CompressedTree(Exchange):
                     receives += [Message(flat, other) for flat in copy.flats]
         self.post.trade(sends, receives)
         for number, sums in self._halves.items():
-            self._take(number, fold(self.nodes[number], sums, _added))  # type: ignore[arg-type]
+            self._take(number, fold(self.nodes[number], sums, _added))
         self._halves = {}
 
     # -- what is left over

@@ -22,6 +22,7 @@ https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Exchange, Spans, Weights, all_reduced
 from unisono.exchange.buckets import finite, touched
 from unisono.settings import DdpSettings
 from unisono.world.collectives import Group
@@ -97,6 +98,12 @@ class Ddp(Exchange):
             if p.grad is not None and divisor != 1.0:
                 p.grad.div_(divisor)
         return all(finite(p.grad) for p in self.params if p.grad is not None)
+
+    @property
+    def sent(self) -> float:
+        """What a hook sends is its own affair."""
+        size = sum(p.grad.nbytes for p in self.params if p.grad is not None)
+        return all_reduced(size, self.group) if self._hook is None else math.nan
 
     @property
     def used(self) -> Sequence[bool]:

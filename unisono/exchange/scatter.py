@@ -134,7 +134,7 @@ class Scatter(Exchange):
         self.span = self.plan.spans[self.group.rank]
         self.pieces = pieces
         self.places = [(v, n) for v in range(*self.span) for n in range(pieces[v])]
-        self.round = -1
+        self.round, self._bytes = -1, 0
         for chunk in self.chunks:
             chunk.fold, chunk.leaf, chunk.rounds = Fold(self.virtual_ranks, _add, self.span[0]), None, 0
             chunk.layer.used[:] = [False] * len(chunk.layer.used)
@@ -168,6 +168,7 @@ class Scatter(Exchange):
         room = iter(rows.new_empty(present - (rank < present), chunk.length))
         ours = [rows[rank] if turn == rank else next(room) for turn in range(present)]
         sends = [Message(rows[other], other) for other in others if rank < present]
+        self._bytes += sum(message.tensor.nbytes for message in sends)
         receives = [Message(ours[turn], turn) for turn in range(present) if turn != rank]
         self._sent = Sent(chunk, ours, gradient, self.shard.send_and_receive(sends, receives))
 
@@ -213,6 +214,7 @@ class Scatter(Exchange):
         others = [(rank + i) % size for i in range(1, size)]
         parts = {holder: [like.new_empty(piece) for _ in self.plan.sends(holder)] for holder in others}
         sends = [Message(root[other], other) for other in others for root in ours]
+        self._bytes += sum(message.tensor.nbytes for message in sends)
         receives = [Message(part, holder) for holder in others for part in parts[holder]]
         wait_for(self.group.send_and_receive(sends, receives))
         parts[rank] = [root[rank] for root in ours]
@@ -222,6 +224,7 @@ class Scatter(Exchange):
         whole = like.new_empty(size, piece)
         whole[rank] = sums[0]
         sends = [Message(whole[rank], other) for other in others]
+        self._bytes += sum(message.tensor.nbytes for message in sends)
         wait_for(self.group.send_and_receive(sends, [Message(whole[other], other) for other in others]))
         return whole.flatten()[: chunk.length]
 
@@ -232,6 +235,10 @@ class Scatter(Exchange):
             id(p): was for chunk in self.chunks for p, was in zip(chunk.layer.params, chunk.layer.used, strict=True)
         }
         return [known[id(p)] for p in self.params]
+
+    @property
+    def sent(self) -> float:
+        return self._bytes
 
     @property
     def touched(self) -> bool:

@@ -33,6 +33,10 @@ class Solo(Exchange):
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Of torch's DistributedDataParallel: nothing travels, so there is nothing for it to do."""
 
+    @property
+    def sent(self) -> float:
+        return 0.0
+
     def finish(self, weight: float) -> bool:
         grads = []
         for p in self.params:

@@ -103,9 +103,7 @@ class Blocks(Way):
         self.feedback = kind in NEEDS_FEEDBACK
         self.forms: dict[int, list[torch.Tensor]] = {}
         # of the root, our chunk of each bucket
-        self.left = (
-            [torch.zeros(b.size // group.size, device=b.device) for b in layout.buckets] if self.feedback else []
-        )
+        self.left = [torch.zeros(b.size // group.size, device=b.device) for b in layout.buckets]
 
     def begin(self, deal: Deal, ratio: float) -> None:
         self.forms = {}
@@ -125,10 +123,8 @@ class Blocks(Way):
     def _meet(self, bucket: int, deal: Deal, post: Post) -> torch.Tensor:
         """The form of a bucket's sum."""
         mine = {number: forms[bucket].view(post.size, -1, self.code.width) for number, forms in self.forms.items()}
-        chunks = {
-            n: mine[n][post.rank] if n in mine else torch.empty_like(self._chunk(bucket))
-            for n in range(len(deal.nodes))
-        }
+        every = range(len(deal.nodes))
+        chunks = {n: mine[n][post.rank] if n in mine else self._chunk(bucket) for n in every}
         sends = [Message(mine[n][other], other) for other in post.others for n in mine]
         post.trade(sends, [Message(chunks[n], holder) for holder in post.others for n in deal.owned(holder)])
         fold: Fold[torch.Tensor] = Fold(deal.leaves, _add)

@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Exchange, Spans, Weights, all_reduced
 from unisono.exchange.buckets import Copy, Layout, Loose, Readiness, blocks, finite
 from unisono.world.collectives import Group, Work, wait_for
 
@@ -133,6 +133,7 @@ class Wide(Exchange):
     def finish(self, weight: float) -> bool:
         wait_for(self._works)
         self._works = []
+        self._bytes = 0
         told = self._told.tolist()
         whole = [self._divide(bucket, told, weight) for bucket in range(len(self.sums))]
         self.result.hand_over(self.params)
@@ -151,6 +152,10 @@ class Wide(Exchange):
 
     def commit(self) -> None:
         self._windows = {}
+
+    @property
+    def sent(self) -> float:
+        return all_reduced(self._bytes, self.group)
 
     def state_dict(self) -> dict[str, Any]:
         return {"exponents": list(self.exponents)}
@@ -232,6 +237,7 @@ class Wide(Exchange):
     def _divide(self, bucket: int, told: list[list[int]], weight: float) -> bool:
         """What is above the grid comes to the sum, and the sum over the weight to p.grad; is all of it finite?"""
         total, result = self.sums[bucket], self.result.flats[bucket]
+        self._bytes += total.nbytes
         for number in self.layout.buckets[bucket].members:
             part = total[self.places[number]]
             for window in range(1, WINDOWS):  # the sums are exact; here they are rounded, in one order everywhere
@@ -239,6 +245,7 @@ class Wide(Exchange):
                     continue
                 above = self._windows.get((number, window))
                 above = torch.zeros_like(part) if above is None else above
+                self._bytes += above.nbytes
                 if self.group.size > 1:
                     self.group.sum_(above)
                 part.add_(above)

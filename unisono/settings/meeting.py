@@ -9,6 +9,7 @@ from typing import Any
 from unisono.errors import Problem
 from unisono.settings.axes import Axes
 from unisono.settings.every import DdpSettings, LocalSettings, ServerSettings
+from unisono.settings.forms import problems_of_forms
 from unisono.settings.line import Line
 from unisono.settings.values import shown
 
@@ -38,7 +39,8 @@ OWN = {"ddp": DdpSettings, "server": ServerSettings, "local": LocalSettings}
 def problems_of_exchange(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
     """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form."""
     exchange = values.get("exchange", "tree")
-    return _not_carried(exchange, values, axes, line) + _not_read(exchange, values, line)
+    problems = _not_carried(exchange, values, axes, line) + _not_read(exchange, values, line)
+    return problems + problems_of_forms(exchange, values, axes, line)
 
 
 def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:

@@ -42,6 +42,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "samples": order.samples(run.steps_done) if order else 0,
         "seconds": round(seconds, 3),
         "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
+        **_sent(run),
         "ranks": run.size,
         "virtual_ranks": run.settings.virtual_ranks,
         "promise": promised_here,
@@ -55,3 +56,11 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
+
+
+def _sent(run: Run[Any]) -> dict[str, int]:
+    """Bytes of gradients that have left this process for others, a step; {}: nobody has counted them."""
+    steps = run.steps_done - (run._state.resumed.steps if run._state.resumed is not None else 0)
+    if run._engine is None or not steps or not isfinite(run._engine.sent):
+        return {}
+    return {"bytes_per_step": round(run._engine.sent / steps)}
