@@ -70,7 +70,9 @@ def test_what_was_left_over_goes_along_when_virtual_ranks_are_dealt_anew(tmp_pat
 
 def test_scaled_losses_and_micro_batches(tmp_path: Path) -> None:
     config = compressed("int8", precision="fp16", micro_batch=1)
-    same([run for size in (1, 3) for run in results(tmp_path, size, "mlp", config)])
+    runs = [run for size in (1, 3) for run in results(tmp_path, size, "mlp", config)]
+    assert len({run["state"] for run in runs}) == 1
+    assert runs[0]["result"]["skipped"] > 0  # its first scale is too high
 
 
 @pytest.mark.parametrize("kind", ["int8", "powersgd"])
@@ -83,7 +85,7 @@ def test_beside_all_reduce_it_is_a_node_for_each_process(tmp_path: Path, kind: s
     halves = str(tmp_path / "halves")
     run_ranks(partial(train, stop_after=3), 3, "mlp", config, halves)
     for run in run_ranks(partial(train, resume=True), 2, "mlp", config, halves):
-        assert run["losses"] == pytest.approx(alone["losses"][3:], rel=0.2)
+        assert run["losses"] == pytest.approx(alone["losses"][-len(run["losses"]) :], rel=0.2)
 
 
 # -- one exchange by itself

@@ -29,7 +29,8 @@ from unisono.exchange import Exchange, Spans, Weights
 from unisono.exchange.buckets import ALIGN, Copy, Layout, Loose, Pool, Readiness, finite
 from unisono.exchange.codes import BLOCK
 from unisono.exchange.nodes import Deal, moves, nodes_of
-from unisono.exchange.ways import Post, build_way, flatten, unflatten
+from unisono.exchange.post import Post
+from unisono.exchange.ways import build_way, flatten, unflatten
 from unisono.score.tree import Fold, Node, fold
 from unisono.settings import CompressSettings
 from unisono.world.collectives import Group, Message

@@ -47,7 +47,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
             for other in columns:
                 column = column - other * (other * column).sum()
         left = column.norm()
-        columns.append(torch.where(left > 1e-9 * size, column / left, torch.zeros_like(column)))
+        # of a float32 less than a millionth is its rounding
+        columns.append(torch.where(left > 1e-6 * size, column / left, torch.zeros_like(column)))
     return torch.stack(columns, 1).to(matrix.dtype)
 
 

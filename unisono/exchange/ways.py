@@ -18,44 +18,11 @@ import torch
 from unisono.exchange.buckets import Copy, Layout
 from unisono.exchange.codes import BLOCK, CODES, NEEDS_FEEDBACK, largest
 from unisono.exchange.nodes import Deal
+from unisono.exchange.post import Post
 from unisono.exchange.powersgd import first_q, following, orthogonal, shape_of
-from unisono.score.tree import Fold, Plan
+from unisono.score.tree import Fold
 from unisono.settings import CompressSettings
-from unisono.world.collectives import Group, Message, wait_for
-
-
-class Post:
-    """Messages between the processes of a group, and how many bytes of them have left this one."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
-        self.others = [(group.rank + i) % group.size for i in range(1, group.size)]
-        self.sent = 0
-
-    def trade(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send and receive these; returns when all has come."""
-        self.sent += sum(message.tensor.nbytes for message in sends)
-        wait_for(self.group.send_and_receive(sends, receives))
-
-    def add_up(self, plan: Plan, roots: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-        """The sum over all leaves of the plan, from our partial sums [length]: what exchange/tree.py draws."""
-        if self.size == 1:
-            return roots[0]
-        piece = -(-length // self.size)
-        ours = [torch.nn.functional.pad(root, (0, self.size * piece - length)).view(self.size, piece) for root in roots]
-        like = torch.empty(0, device=self.group.device)
-        parts = {holder: [like.new_empty(piece) for _ in plan.sends(holder)] for holder in self.others}
-        sends = [Message(root[other], other) for other in self.others for root in ours]
-        self.trade(sends, [Message(part, holder) for holder in self.others for part in parts[holder]])
-        parts[self.rank] = [root[self.rank].clone() for root in ours]
-        sums = [part for holder in range(self.size) for part in parts[holder]]
-        for i, j in plan.additions():
-            sums[i].add_(sums[j])
-        whole = like.new_empty(self.size, piece)
-        whole[self.rank] = sums[0]
-        sends = [Message(whole[self.rank], other) for other in self.others]
-        self.trade(sends, [Message(whole[other], other) for other in self.others])
-        return whole.flatten()[:length]
+from unisono.world.collectives import Group, Message
 
 
 class Way(Protocol):
@@ -255,8 +222,11 @@ class LowRank(Way):
 
     def _total(self, fold: Fold[torch.Tensor], shapes: Sequence[Sequence[int]], post: Post) -> list[torch.Tensor]:
         """The sum over all nodes, from what was folded of ours."""
-        total = post.add_up(self.deal.plan, [root for _, root in fold.held], sum(map(prod, shapes)))
-        return [part.view(*shape) for part, shape in zip(total.split(list(map(prod, shapes))), shapes, strict=True)]
+        room = torch.empty(sum(map(prod, shapes)), device=self.group.device)
+        total = post.add_up(self.deal.plan, [root for _, root in fold.held], room)
+        return [
+            part.view(tuple(shape)) for part, shape in zip(total.split(list(map(prod, shapes))), shapes, strict=True)
+        ]
 
     def _matrix(self, x: Copy, n: int) -> torch.Tensor:
         return x.views[n].reshape(self.shapes[n][:2])
