@@ -19,12 +19,17 @@ be exchanged anew; what fails after is computed anew, from the step's first micr
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from unisono.errors import LoopError
 from unisono.world.collectives import Group, lies_apart
+
+if TYPE_CHECKING:
+    from unisono.settings import Settings
 
 Spans = Sequence[tuple[int, int]]
 Weights = Callable[[], torch.Tensor]
@@ -72,6 +77,13 @@ class Exchange(Protocol):
         are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
         return False
 
+    @property
+    def sent(self) -> float:
+        """Bytes of this step's gradient that have left this process for others: as they would if each process were on
+        a host of its own, since what neighbours read in shared memory is what they would be sent. Of a library's
+        all-reduce it is what the best one sends, 2 (W - 1) / W of the gradient. Not a number: nobody counts them."""
+        return math.nan
+
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
         is exact. All processes call this together, between two steps; the main process's is saved. {}: nothing."""
@@ -85,16 +97,34 @@ class Exchange(Protocol):
         return
 
 
+def all_reduced(size: int, group: Group) -> float:
+    """Bytes that a process sends when `size` bytes are added up over a group, by an all-reduce that sends as few as can
+    be: each process adds up one chunk, and hands it to the others."""
+    return 2 * (group.size - 1) / group.size * size
+
+
 _files = {
     "tree": "unisono.exchange.tree:Tree",
     "claimed": "unisono.exchange.claimed:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "ring": "unisono.exchange.ring:Ring",
     "server": "unisono.exchange.server:Server",
+    "wide": "unisono.exchange.wide:Wide",
     "solo": "unisono.exchange.solo:Solo",
+    "ddp": "unisono.exchange.ddp:Ddp",
+    "compressed tree": "unisono.exchange.compressed:CompressedTree",
+    "compressed allreduce": "unisono.exchange.compressed:CompressedAllReduce",
     "scatter": "unisono.exchange.scatter:Scatter",
     "local": "unisono.exchange.local:Local",
 }
+
+_needs: dict[str, Callable[[Settings, Group], dict[str, Any]]] = {
+    "wide": lambda settings, world: {"world": world},
+    "ddp": lambda settings, world: {"settings": settings.ddp},
+    "compressed tree": lambda settings, world: {"settings": settings.compress},
+    "compressed allreduce": lambda settings, world: {"settings": settings.compress},
+}
+"""What some exchanges are given beside that: of the run's settings, and all its processes."""
 
 
 def _kind(name: str) -> Any:
@@ -102,16 +132,44 @@ def _kind(name: str) -> Any:
     return getattr(importlib.import_module(module), cls)
 
 
+def _name(settings: Settings) -> str:
+    """What the settings choose, as the tables above call it."""
+    if settings.deal.claim:
+        return "claimed"
+    return settings.exchange if settings.compress.kind == "none" else f"compressed {settings.exchange}"
+
+
+def chosen(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
+) -> Exchange:
+    """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
+    name, ranks = _name(settings), settings.virtual_ranks
+    more = _needs[name](settings, world or group) if name in _needs else {}
+    return build_exchange(name, params, ranks, group, **more)
+
+
 def build_exchange(
     name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
 ) -> Exchange:
     """The exchange called `name` over these parameters. One virtual rank on one process needs none: solo.py."""
-    name = "solo" if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)) else name
+    if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)):
+        name, more = "solo", {}
     exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)
     return exchange
 
 
-def promise_of(name: str, virtual_ranks: int, size: int) -> tuple[str, str]:
-    """What the exchange called `name` promises of the result, and why."""
-    kind = _kind("solo" if virtual_ranks == size == 1 else name)
+def refuse_hook(name: str) -> None:
+    """Raise LoopError if the exchange called `name` takes no communication hook of the user's."""
+    if not hasattr(_kind(name), "register_comm_hook"):
+        takes = [other for other in _files if other != "solo" and hasattr(_kind(other), "register_comm_hook")]
+        raise LoopError(
+            "run.register_comm_hook was called.",
+            f"With exchange={name} no bucket goes through a hook of torch's.",
+            " or ".join(f"--set exchange={other}" for other in takes) + ", or leave the line out.",
+        )
+
+
+def promise_of(settings: Settings, size: int) -> tuple[str, str]:
+    """What the exchange that the settings choose promises of the result on `size` processes, and why."""
+    kind = _kind("solo" if settings.virtual_ranks == size == 1 else _name(settings))
     return kind.promise, kind.reason

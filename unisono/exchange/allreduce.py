@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Exchange, Spans, Weights, all_reduced
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
 from unisono.world.collectives import Group, Work, wait_for
 
@@ -55,6 +55,10 @@ class AllReduce(Exchange):
     @property
     def touched(self) -> bool:
         return self.ready.touched
+
+    @property
+    def sent(self) -> float:
+        return all_reduced(self.layout.bytes_of_all, self.group)
 
     def close(self) -> None:
         self.ready.close()

@@ -74,6 +74,10 @@ class Several:
             self.parts[int(number)].load_state_dict(saved)
 
     @property
+    def sent(self) -> float:
+        return sum(part.sent for part in self.parts)
+
+    @property
     def touched(self) -> bool:
         return any(part.touched for part in self.parts)
 

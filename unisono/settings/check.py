@@ -203,6 +203,8 @@ LIMITS: dict[str, tuple[float, float]] = {
     "loader.prefetch": (1, float("inf")),
     "parallel.split": (1, float("inf")),
     "parallel.threads": (1, float("inf")),
+    "ddp.bucket_mb": (0.001, float("inf")),
+    "compress.nodes": (2, float("inf")),
     "compress.rank": (1, float("inf")),
     "server.count": (1, float("inf")),
     "server.staleness": (0, float("inf")),

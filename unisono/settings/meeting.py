@@ -8,7 +8,8 @@ from typing import Any
 
 from unisono.errors import Problem
 from unisono.settings.axes import Axes
-from unisono.settings.every import LocalSettings, ServerSettings
+from unisono.settings.every import DdpSettings, LocalSettings, ServerSettings
+from unisono.settings.forms import problems_of_forms
 from unisono.settings.line import Line
 from unisono.settings.roles import problems_of_roles
 from unisono.settings.sites import problems_of_sites
@@ -20,7 +21,7 @@ DIVIDED = ("shard", "context", "tensor", "pipeline")
 CARRIES: dict[str, tuple[str, ...]] = {
     "tree": DIVIDED,
     "allreduce": DIVIDED,
-    "wide": DIVIDED,
+    "wide": ("shard", "context", "tensor"),
     "ring": DIVIDED,
     "ddp": (),
     "server": (),
@@ -28,7 +29,12 @@ CARRIES: dict[str, tuple[str, ...]] = {
 }
 """Axes that an exchange goes with, beside replicas."""
 
-OWN = {"server": ServerSettings, "local": LocalSettings}
+WHY_NOT = {
+    ("wide", "pipeline"): "The grids of its sums are agreed on by all processes, and these hold different parameters.",
+}
+"""Where that is not because it adds up gradients of whole models."""
+
+OWN = {"ddp": DdpSettings, "server": ServerSettings, "local": LocalSettings}
 """Settings that only the exchange of their name reads."""
 
 
@@ -39,6 +45,7 @@ def problems_of_exchange(values: Mapping[str, Any], axes: Axes | None, line: Lin
     problems = _not_read(exchange, values, line)
     if axes is not None:
         problems += _not_carried(exchange, values, axes, line) + _not_claimed(exchange, values, axes, line)
+        problems += problems_of_forms(exchange, values, axes, line)
     return problems + (ALSO[exchange](values, axes, line) if exchange in ALSO else [])
 
 
@@ -70,7 +77,7 @@ def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Lin
             continue
         asked = f"exchange = {exchange} and parallel.{axis} = {size}"
         if axis not in CARRIES[exchange]:
-            true = "This exchange adds up gradients of whole models."
+            true = WHY_NOT.get((exchange, axis), "This exchange adds up gradients of whole models.")
             do = f"{line.setting('exchange=tree')}, or: {line.setting(f'parallel.{axis}=1')}"
             problems.append(Problem(asked, true, do))
         elif axis == "shard" and exchange != "tree" and values.get("parallel.gather") == "layer":

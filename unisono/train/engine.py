@@ -67,6 +67,7 @@ class Engine:
         self.asked = {"stop": False, "leave": False}
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
+        self.sent = 0.0  # bytes of gradients, since the run began here
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self._versions: list[int] = []  # of the parameters, when the pass began
         self._held_bits: list[int] = []  # what was in them, at a first pass
@@ -134,6 +135,8 @@ class Engine:
             self._gradients[key] = Gradient(
                 params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only, own=self.own
             )
+            if models.comm_hook is not None:
+                self._gradients[key].exchange.register_comm_hook(*models.comm_hook)  # type: ignore[attr-defined]
             self.carried.know(self._gradients[key].key, self._gradients[key].exchange)
         if optimizers is None:
             self._whole = self._gradients[key]
@@ -245,6 +248,7 @@ class Engine:
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
+        self.sent += exchange.sent
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:

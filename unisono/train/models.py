@@ -57,6 +57,8 @@ class Models:
         """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
         self.plans: list[Plan | Placement | None] = []
         """How each model is cut, where the axis tensor has several processes; None: as is found."""
+        self.comm_hook: tuple[Any, Any] | None = None
+        """The user's own, (state, hook), which goes to every exchange."""
         self.divided_loss = False
         """Do logits come out of a model divided by classes?"""
         self.heard: list[Callable[[], None]] = []

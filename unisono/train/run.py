@@ -17,6 +17,7 @@ from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
+from unisono.exchange import refuse_hook
 from unisono.exchange.own import Build, own_exchange
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
@@ -190,6 +191,11 @@ class Run(Generic[S]):
         """
         self._state.track(**things)
         self._models.track(self._state.models.values())
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """With exchange=ddp, before the loop: torch's DistributedDataParallel.register_comm_hook."""
+        refuse_hook(self.settings.exchange)
+        self._models.comm_hook = state, hook
 
     @contextmanager
     def first(self) -> Iterator[None]:

@@ -121,9 +121,10 @@ class Group:
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Begin to sum `tensor` over all processes, in place."""
-        work: Work = dist.all_reduce(tensor, group=self.handle, async_op=True)
+    def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> Work:
+        """Begin to sum `tensor` over all processes, in place; or to find the largest of each element."""
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work: Work = dist.all_reduce(tensor, op=op, group=self.handle, async_op=True)
         return work
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
