@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.data.loader import Collate, Loader, Schedule
+from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import Generators, seed_everything
-from unisono.data.streams import lies_in
 from unisono.errors import DataError, LoopError
 from unisono.exchange.buckets import touched
 from unisono.exchange.own import Own
@@ -23,7 +22,7 @@ from unisono.score.placement import Seat, Spans, place_evenly
 from unisono.settings.sites import sites_of
 from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
-from unisono.train.dealing import WORDS, Dealing, build_dealing
+from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
 from unisono.train.misfits import alone, check_optimizer, check_schedule
 from unisono.train.models import Models
@@ -408,56 +407,3 @@ class Engine:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def build_engine(
-    kind: type[Engine],
-    data: Any,
-    *,
-    settings: Settings,
-    mesh: Mesh,
-    models: Models,
-    table: Table,
-    generators: Generators,
-    scale: LossScale,
-    carried: Carried,
-    shuffle: bool,
-    collate: Collate | None,
-    first: int,
-    last: int,
-    note: Callable[[str], None],
-) -> Engine:
-    """The engine for steps `first` to `last` - 1 over this data, with its order, its placement and its loader."""
-    shards, window = lies_in(data)
-    order = Order(
-        length=len(data),
-        batch=settings.batch,
-        virtual_ranks=settings.virtual_ranks,
-        micro_batch=settings.micro_batch,
-        seed=settings.seed,
-        shuffle=shuffle,
-        shards=shards,
-        window=window,
-    )
-    by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
-    seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
-    schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
-    if by_layer and settings.micro_batch is not None:
-        table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
-    loader = Loader(
-        data,
-        order,
-        schedule,
-        seat=seat,
-        first=first,
-        last=last,
-        device=mesh.world.device,
-        collate=collate,
-        workers=settings.loader.workers,
-        prefetch=settings.loader.prefetch,
-        keyed=settings.virtual_ranks > 1,
-    )
-    engine = kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
-    engine.dealing = build_dealing(settings, mesh, schedule, first, note)
-    table.words = WORDS if engine.dealing is not None else 0
-    return engine

@@ -12,25 +12,25 @@ import torch
 
 from unisono import phases
 from unisono.checkpoint.load import Checkpoint
-from unisono.data.loader import Collate, Numbers, length_of, same_length
+from unisono.data.loader import Collate, length_of
 from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import refuse_hook
-from unisono.exchange.own import Build, own_exchange
+from unisono.exchange.own import Build
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
-from unisono.train.buddy import Buddy
 from unisono.train.buffers import refuse_sync
 from unisono.train.carried import Carried
-from unisono.train.engine import Engine, build_engine
+from unisono.train.engine import Engine
 from unisono.train.evaluate import Measure, evaluate
 from unisono.train.misfits import check_shapes
 from unisono.train.models import Models
+from unisono.train.opening import open_loop
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
 from unisono.train.result import plain, promise, result
@@ -235,47 +235,7 @@ class Run(Generic[S]):
                 "A run is one sequence of steps, numbered through.",
                 "give the number of epochs (--set epochs=3) instead of calling it once an epoch.",
             )
-        settings = self.settings
-        if data is None:
-            data, shuffle = Numbers(settings.batch), False
-            if settings.steps is None:
-                raise SettingsError(
-                    "run.steps was called without data.",
-                    f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
-                    "--set steps=100 --set epochs=none",
-                )
-        own = own_exchange(exchange, settings, self._mesh.axes)
-        self._table.together("run.steps")
-        self._settle(data)
-        length = length_of(data, "The training set")
-        same_length(self._group, length, "The training set")
-        last = self.count_steps(data)
-        self._identity["length"] = data.shape if isinstance(data, Stream) else length
-        self.changes += self._state.check_length(self._identity["length"], self._accepted)
-        self._identity["ties"] = self._models.ties or "none"
-        self.changes += self._state.check_ties(self._identity["ties"])
-        name = self._identity["own exchange"] = own.name if own is not None else "none"
-        self.changes += self._state.check_exchange(name, self._accepted)
-        self._carried.own = name
-        self._engine = build_engine(
-            self._kind,
-            data,
-            settings=settings,
-            mesh=self._mesh,
-            models=self._models,
-            table=self._table,
-            generators=self._generators,
-            scale=self._scale,
-            carried=self._carried,
-            shuffle=shuffle,
-            collate=collate_fn,
-            first=self.steps_done,
-            last=last,
-            note=self._watcher.note,
-        )
-        if settings.parallel.buddy:
-            self._engine.buddy = Buddy(self._state.tracked, self._mesh, self._models.rest)
-        self._engine.own = own
+        self._engine = open_loop(self, data, shuffle=shuffle, collate=collate_fn, exchange=exchange)
         self._models.listen()
         return self._steps(self._engine)
 
