@@ -119,4 +119,4 @@ def meet(world: World) -> list[int]:
 
 
 def test_workers_and_servers_find_each_other() -> None:
-    assert run_ranks(meet, 5) == [[2, 3, 4], [2, 3, 4], [0, 1], [0, 1], [0, 1]]
+    assert run_ranks(meet, 5) == [[1, 2, 3, 4], [0, 2, 3, 4], [0, 1], [0, 1], [0, 1]]

@@ -35,10 +35,6 @@ def problems_of_roles(values: Mapping[str, Any], axes: Axes | None, line: Line) 
     if values.get("virtual_ranks") == 1:
         true = "One virtual rank draws its random numbers from one stream, which the server would have to save."
         problems.append(Problem("exchange = server and virtual_ranks = 1", true, str(line.setting("virtual_ranks=2"))))
-    if bound != 0 and count > 1:
-        true = "Without steps in common one server decides about the order of updates."
-        do = f"{line.setting('server.count=1')}, or: {line.setting('server.staleness=0')}"
-        problems.append(Problem(f"server.count = {count} and server.staleness = {shown(bound)}", true, do))
     if bound is not None and 0 < bound < workers - 1:
         true = f"{workers} workers have {workers} gradients under way, so some are late by {workers - 1} updates."
         more = f"{line.setting(f'server.staleness={workers - 1}')}, or: {line.in_processes(bound + 1 + count)}"

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +34,22 @@ class Letter(NamedTuple):
 
 
 class Hub:
-    """links  to every worker, by rank"""
+    """links   to every worker, by rank
+    others  to other servers: what they say is no request, and goes to the inbox as it comes
+    """
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
-        self.links = links
+    def __init__(self, links: Mapping[int, Link], others: Mapping[int, Link] = MappingProxyType({})) -> None:
+        self.links, self.others = links, others
         self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()  # a signal may put something in
         self._outboxes: dict[int, queue.SimpleQueue[Letter | None]] = {rank: queue.SimpleQueue() for rank in links}
-        self._over = False
+        self.is_over = False
         self._threads = [
             threading.Thread(target=self._attend, args=(rank, link), name=f"worker {rank}", daemon=True)
             for rank, link in links.items()
+        ]
+        self._threads += [
+            threading.Thread(target=self._listen, args=(rank, link), name=f"server {rank}", daemon=True)
+            for rank, link in others.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -64,8 +71,8 @@ class Hub:
 
     def finish(self) -> None:
         """Tell all workers that it is over. The links stay: whoever computes still may hear of it later."""
-        if not self._over:
-            self._over = True
+        if not self.is_over:
+            self.is_over = True
             for rank, link in self.links.items():
                 link.tell({"over": True})
                 self._outboxes[rank].put(None)
@@ -74,8 +81,10 @@ class Hub:
         """Part, once all workers have, or after a moment."""
         self.finish()
         deadline = time.monotonic() + LINGER_SECONDS
-        for thread in self._threads:
+        for thread in self._threads[: len(self.links)]:
             thread.join(max(deadline - time.monotonic(), 0))
+        for link in self.others.values():
+            link.close()
         for rank, link in self.links.items():
             self._outboxes[rank].put(None)
             link.close()
@@ -89,4 +98,11 @@ class Hub:
                 answer = self._outboxes[rank].get() or Letter(rank, {"over": True})
                 link.send(answer.about, answer.tensors)
         except (OSError, ValueError):  # it is gone, or what it said was cut off
+            self._inbox.put(Letter(rank, {}))
+
+    def _listen(self, rank: int, link: Link) -> None:
+        try:
+            while True:
+                self._inbox.put(Letter(rank, *link.receive()))
+        except (OSError, ValueError):
             self._inbox.put(Letter(rank, {}))

@@ -8,7 +8,7 @@ process, on any number of servers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -54,18 +54,7 @@ class ServedRun(Run[Settings]):
         return placed
 
     def track(self, **things: Any) -> None:
-        for thing in things.values():
-            if (
-                hasattr(thing, "param_groups")
-                and not isinstance(thing, torch.optim.Optimizer)
-                and self.crew.servers > 1
-            ):
-                raise LoopError(
-                    f"run.track was given a {type(thing).__name__}.",
-                    f"It is no torch.optim.Optimizer, and with server.count={self.crew.servers} its state would lie on "
-                    "several servers, in a way that nobody can put together.",
-                    "let it inherit from torch.optim.Optimizer, or --set server.count=1.",
-                )
+        refuse_foreign(things.values(), self.crew.servers)
         super().track(**things)
 
     def result(self) -> dict[str, Any]:
@@ -110,8 +99,16 @@ class Parts:
         """On the main process: each parameter's state from the server that holds it."""
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
-        found = bring(self.crew, {str(i): state["state"][i] for i in self._ours(thing) if i in state["state"]})
-        return {**state, "state": {int(i): of for part in found for i, of in sorted(part.items(), key=_number)}}
+        return self.together(state, bring(self.crew, self.held(thing, state)))
+
+    def held(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
+        """What this process steps with, by the parameter's number, as a word."""
+        return {str(i): state["state"][i] for i in self._ours(optimizer) if i in state["state"]}
+
+    @staticmethod
+    def together(state: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
+        found = {int(number): of for part in parts for number, of in part.items()}
+        return {**state, "state": dict(sorted(found.items()))}
 
     def part(self, thing: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """What this process steps with."""
@@ -126,5 +123,13 @@ class Parts:
         return [i for i, p in enumerate(params) if self.crew.shares.of(p) == self.crew.rank]
 
 
-def _number(item: tuple[str, Any]) -> int:
-    return int(item[0])
+def refuse_foreign(things: Iterable[Any], servers: int) -> None:
+    """An optimizer that is none of torch's keeps its state in ways of its own."""
+    for thing in things:
+        if servers > 1 and hasattr(thing, "param_groups") and not isinstance(thing, torch.optim.Optimizer):
+            raise LoopError(
+                f"run.track was given a {type(thing).__name__}.",
+                f"It is no torch.optim.Optimizer, and with server.count={servers} its state would lie on several "
+                "servers, in a way that nobody can put together.",
+                "let it inherit from torch.optim.Optimizer, or --set server.count=1.",
+            )

@@ -134,7 +134,8 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def build_links(group: Group, servers: int) -> dict[int, Link]:
-    """{rank: link}: of a server with every worker, of a worker with every server. All of the group must call this.
+    """{rank: link}: of the first server with everybody, of another with the first and every worker, of a worker with
+    every server. All of the group must call this.
 
     Servers listen, on this host alone if everybody is here, and let in who knows a key that only the group was told.
     """
@@ -144,8 +145,9 @@ def build_links(group: Group, servers: int) -> dict[int, Link]:
         with socket.create_server(("127.0.0.1" if here else "", 0), backlog=group.size) as door:
             key = secrets.token_hex(32)
             addresses = ["127.0.0.1"] if here else _addresses()
-            group.gather({"addresses": addresses, "port": door.getsockname()[1], "key": key})
-            return _let_in(door, key, set(range(servers, group.size)))
+            doors = group.gather({"addresses": addresses, "port": door.getsockname()[1], "key": key})
+            first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank)}
+            return first | _let_in(door, key, set(range(1 if group.rank == 0 else servers, group.size)))
     doors = group.gather(None)[:servers]
     return {rank: _enter(rank, about, group.rank) for rank, about in enumerate(doors)}
 
@@ -168,7 +170,7 @@ def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, Link
             connection, _ = door.accept()
         except TimeoutError as error:
             raise WorldError(
-                f"A server waited for {len(expected)} workers.",
+                f"A server waited for {len(expected)} processes.",
                 f"Rank {min(expected)} has not come within {MEET_SECONDS:g} seconds.",
                 "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
             ) from error
