@@ -52,7 +52,8 @@ def ring_(group: Group, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> t
     arrived = [torch.empty_like(longest) for _ in range(ahead)]
     right, left = (rank + 1) % size, (rank - 1) % size
     adding, rounds = size - 1, 2 * (size - 1)
-    works: list[list[Work]] = [[] for _ in range(ahead)]
+    works: list[Work | None] = [None] * ahead  # what is received, or all of a turn where a library knows no parts of it
+    sent: list[Work] = []  # nobody writes to what is sent before its sum comes around, and then it has arrived
 
     def receives(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Our part of what comes in a turn, and where it comes to."""
@@ -63,18 +64,22 @@ def ring_(group: Group, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> t
     def begin(turn: int) -> None:
         """A send and a receive, together: a library that does one thing after the other (NCCL) does not hang then."""
         number, piece = divmod(turn, count)
-        sent = chunks[(rank - number) % size][piece]
-        works[turn % ahead] = group.send_and_receive([Message(sent, right)], [Message(receives(turn)[1], left)])
+        mine = chunks[(rank - number) % size][piece]
+        both = group.send_and_receive([Message(mine, right)], [Message(receives(turn)[1], left)])
+        works[turn % ahead] = both[0] if both else None
+        sent.extend(both[1:])
 
     for turn in range(ahead):
         begin(turn)
     for turn in range(rounds * count):
-        wait_for(works[turn % ahead])
+        if (work := works[turn % ahead]) is not None:
+            work.wait()
         ours, theirs = receives(turn)
         if turn < adding * count:
             ours.add_(theirs)
         if turn + ahead < rounds * count:
             begin(turn + ahead)
+    wait_for(sent)
     return flat
 
 
