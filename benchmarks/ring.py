@@ -6,7 +6,7 @@
 Three calls take turns in the same processes: gloo's all_reduce, ours (world/ring.py), and "bound": every process sends
 to its right and receives from its left 2 (n - 1) / n of the tensor's bytes, in one message, and adds nothing. Before a
 call all meet, and it lasts until the last one is done. The figures are medians over turns, with quartiles: gloo's time,
-and how much of gloo's and of the bound's bandwidth the ring has (1 is as much). "work" is the ring's processor time over
+and how much of gloo's and of the bound's bandwidth the ring has (1 is as much). "work" is its processor time over
 gloo's, of all processes and their threads: it counts nothing that others did on the machine. "apart" is how far the two
 sums are from each other, in parts of the largest number.
 """
