@@ -86,8 +86,8 @@ _rooms = threading.local()
 
 
 def _room(piece: torch.Tensor, count: int) -> torch.Tensor:
-    """Room [count, n] for pieces like this one. It is kept, for each thread: page faults of fresh memory cost a fifth of
-    the bandwidth."""
+    """Room [count, n] for pieces like this one. It is kept, for each thread: page faults of fresh memory cost a fifth
+    of the bandwidth."""
     kept: dict[Any, torch.Tensor] = _rooms.__dict__.setdefault("kept", {})
     found = kept.get((piece.dtype, piece.device))
     if found is None or found.numel() < count * len(piece):
