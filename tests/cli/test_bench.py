@@ -137,6 +137,15 @@ def test_wrong_requests_are_refused(ask: Ask, tmp_path: Path, arguments: list[st
     assert all(each in told for each in words), told
 
 
+def test_a_world_that_is_there_takes_no_number_of_processes(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (problem,) = ask("bench", "--ranks", "4")
+    assert problem.asked == "--ranks 4"
+    assert problem.true == "torchrun has started 2 already, and these are measured."
+    assert problem.do == "unisono bench --json"
+
+
 def test_all_that_is_wrong_is_told_at_once(ask: Ask) -> None:
     assert len(ask("bench", "--ranks", "0", "--only", "nothing", "--sizes", "")) == 3
 

@@ -161,7 +161,7 @@ def _checked(
             problems.append(Problem(f"--run-dir {run_dir}", true, do))
     if problems:
         raise SettingsError.of(problems)
-    return count, {"names": list(only) or names, "sizes": sorted({n for n in found if n is not None})}
+    return count, {"names": list(dict.fromkeys(only)) or names, "sizes": sorted({n for n in found if n is not None})}
 
 
 def _bytes_of(text: str) -> int | None:

@@ -254,8 +254,8 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _there_and_back(group: Group, there: int, count: int, first: bool) -> float:
-    """The time of a message's way, half of a round trip, that a quarter of them did not exceed: a link is looked at
-    here, and not what else a machine does. Called by both."""
+    """The time of a message's way, half of a round trip, that a quarter of them did not exceed: it is about a link,
+    not about what else a machine does. Called by both."""
     tensor = torch.ones(count, device=group.device)
     times = 50 if count == SMALL else LEAST
     taken = []

@@ -48,11 +48,11 @@ def ring_(group: Group, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> t
     count = -(-flat.nbytes // (size * piece_bytes))  # of pieces: the same in every chunk, on every process
     chunks = [chunk.tensor_split(count) for chunk in flat.tensor_split(size)]
     ahead = min(count, IN_FLIGHT)  # a piece leaves for its next round when the last one is over
-    longest = chunks[0][0]  # no piece is longer than the first
-    arrived = [torch.empty_like(longest) for _ in range(ahead)]
+    arrived = _room(chunks[0][0], ahead)  # no piece is longer than the first
     right, left = (rank + 1) % size, (rank - 1) % size
     adding, rounds = size - 1, 2 * (size - 1)
-    works: list[list[Work]] = [[] for _ in range(ahead)]
+    works: list[Work | None] = [None] * ahead  # what is received, or all of a turn where a library knows no parts of it
+    sent: list[Work] = []  # nobody writes to what is sent before its sum comes around, and then it has arrived
 
     def receives(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Our part of what comes in a turn, and where it comes to."""
@@ -63,19 +63,36 @@ def ring_(group: Group, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> t
     def begin(turn: int) -> None:
         """A send and a receive, together: a library that does one thing after the other (NCCL) does not hang then."""
         number, piece = divmod(turn, count)
-        sent = chunks[(rank - number) % size][piece]
-        works[turn % ahead] = group.send_and_receive([Message(sent, right)], [Message(receives(turn)[1], left)])
+        mine = chunks[(rank - number) % size][piece]
+        both = group.send_and_receive([Message(mine, right)], [Message(receives(turn)[1], left)])
+        works[turn % ahead] = both[0] if both else None
+        sent.extend(both[1:])
 
     for turn in range(ahead):
         begin(turn)
     for turn in range(rounds * count):
-        wait_for(works[turn % ahead])
+        if (work := works[turn % ahead]) is not None:
+            work.wait()
         ours, theirs = receives(turn)
         if turn < adding * count:
             ours.add_(theirs)
         if turn + ahead < rounds * count:
             begin(turn + ahead)
+    wait_for(sent)
     return flat
+
+
+_rooms = threading.local()
+
+
+def _room(piece: torch.Tensor, count: int) -> torch.Tensor:
+    """Room [count, n] for pieces like this one. It is kept, for each thread: page faults of fresh memory cost a fifth
+    of the bandwidth."""
+    kept: dict[Any, torch.Tensor] = _rooms.__dict__.setdefault("kept", {})
+    found = kept.get((piece.dtype, piece.device))
+    if found is None or found.numel() < count * len(piece):
+        found = kept[piece.dtype, piece.device] = piece.new_empty(count * len(piece))
+    return found[: count * len(piece)].view(count, len(piece))
 
 
 class Carried(NamedTuple):
