@@ -116,6 +116,17 @@ def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(command: Command) 
     assert told["steps"] == 60
 
 
+def test_another_server_that_dies_ends_the_run_too(command: Command) -> None:
+    running = start(command, 4, "--set", "steps=1000", "--set", "server.count=2")
+    wait_for_update(command, 5)
+    os.kill(pid(command, 1), signal.SIGKILL)
+    killed = time.time()
+    ended = command.end(running)
+    assert ended.status == 1
+    assert ended.at - killed < 5.0
+    assert "Rank 1 of 4 died of signal 9 (SIGKILL)" in ended.err
+
+
 def test_a_stop_is_saved_and_everybody_leaves(command: Command) -> None:
     running = start(command, 3, "--set", "steps=100000", "--set", "server.staleness=2")
     wait_for_update(command, 5)
