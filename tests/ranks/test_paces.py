@@ -203,3 +203,59 @@ def test_a_worker_may_stop_the_run(tmp_path: Path) -> None:
     steps, worker = run_ranks(stopped_by_a_worker, 2, tmp_path, paced(replace(SMALL, steps=1000)))
     assert 4 <= steps < 20
     assert worker == "over"
+
+
+# -- several servers
+
+
+def several(config: Settings, count: int, staleness: int | None = None) -> Settings:
+    return replace(config, exchange="server", server=ServerSettings(count=count, staleness=staleness))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+def test_several_servers_with_one_worker_are_the_loop_of_one_process(kind: str, tmp_path: Path) -> None:
+    (alone,) = run_ranks(whole_loop, 1, str(tmp_path / "a"), kind, TREE, None, False)
+    server, *others = run_ranks(whole_loop, 4, str(tmp_path / "b"), kind, several(TREE, 3), None, False)
+    assert others == ["over"] * 3
+    assert (server["losses"], server["norms"]) == (alone["losses"], alone["norms"])
+    assert server["result"]["weights_sha256"] == alone["result"]["weights_sha256"]
+
+
+def test_the_optimizers_of_several_servers_are_one_in_a_checkpoint(tmp_path: Path) -> None:
+    """With one worker it goes on as the run that was never interrupted, with other servers and in step."""
+    (alone,) = run_ranks(whole_loop, 1, str(tmp_path / "a"), "gpt", TREE, None, False)
+    folder = str(tmp_path / "b")
+    run_ranks(whole_loop, 3, folder, "gpt", several(TREE, 2), 5, False)
+    run_ranks(whole_loop, 4, folder, "gpt", several(TREE, 3), 9, True)
+    (last,) = run_ranks(whole_loop, 1, folder, "gpt", TREE, None, True)
+    assert last["result"]["weights_sha256"] == alone["result"]["weights_sha256"]
+
+
+def test_several_servers_and_workers_use_every_sample_once(tmp_path: Path) -> None:
+    config = replace(SMALL, steps=12)
+    (_, once), *_ = run_ranks(seen, 1, tmp_path / "a", config)
+    (late, _), (_, nothing), *workers = run_ranks(seen, 4, tmp_path / "b", several(config, 2, 1))
+    assert nothing == []
+    assert late <= 1
+    assert sorted(i for _, mine in workers for i in mine) == sorted(once)
+
+
+def test_the_first_of_several_servers_evaluates_the_whole_model(tmp_path: Path) -> None:
+    (alone,) = run_ranks(evaluated, 1, tmp_path / "a", SMALL)
+    assert run_ranks(evaluated, 3, tmp_path / "b", several(SMALL, 2)) == [alone, "over", "over"]
+
+
+def averaged(world: World, folder: Path, config: Settings) -> Any:
+    def tell(run: Run[Any]) -> Any:
+        model = run.place(linear)
+        optimizer = sgd(model)
+        run.track(model=model, average=torch.optim.swa_utils.AveragedModel(model), optimizer=optimizer)
+        for _ in run.steps(Numbers()):
+            raise AssertionError("refused before")
+
+    return attempt(world, folder, left(tell), config)
+
+
+def test_an_average_needs_all_parameters_after_every_update(tmp_path: Path) -> None:
+    for said in run_ranks(averaged, 3, tmp_path, several(SMALL, 2)):
+        assert "an average of them would be one of old ones" in said

@@ -36,6 +36,7 @@ class Settings(unisono.Settings):
     batch: int = 64  # windows of model.context bytes
     steps: int | None = 100
     lr: float = 7e-3  # the highest; it warms up to there and goes back to nearly nothing
+    momentum: float = 0.95  # Adam's; 0.1 less while the learning rate is highest. Gradients that are late want none
     weight_decay: float = 0.1
     clip: float | None = 1.0
     validate_bytes: int = 2**17  # of about 600,000; all of them with --set validate_bytes=1000000
@@ -79,7 +80,10 @@ def main(run: unisono.Run[Settings]) -> None:
         model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
     )
     total = run.count_steps(train_set)  # run.total_steps, known also with --set epochs=1
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=total)
+    least = max(round(settings.momentum - 0.1, 9), 0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, settings.lr, total_steps=total, base_momentum=least, max_momentum=settings.momentum
+    )
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):

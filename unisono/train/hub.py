@@ -94,7 +94,10 @@ class Hub:
     def _attend(self, rank: int, link: Link) -> None:
         try:
             while True:
-                self._inbox.put(Letter(rank, *link.receive()))
+                letter = Letter(rank, *link.receive())
+                self._inbox.put(letter)
+                if "bye" in letter.about:
+                    return
                 answer = self._outboxes[rank].get() or Letter(rank, {"over": True})
                 link.send(answer.about, answer.tensors)
         except (OSError, ValueError):  # it is gone, or what it said was cut off

@@ -1,6 +1,6 @@
 """A run in which each worker goes at its own pace (exchange=server, server.staleness above 0, or none).
 
-One process serves, the others work, and no two ever wait for a step in common:
+One process serves (or several: server.py), the others work, and no two ever wait for a step in common:
 
     worker 1                      server                                        worker 2
     hello ----------------------> ledger: step 0 <-------------------------------- hello
