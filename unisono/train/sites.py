@@ -168,13 +168,13 @@ class Sites:
     def _join(self) -> None:
         """What trains now meets as well. Its anchor is what it was until now, which is the same in all sites."""
         known = {id(p) for fragment in self.fragments for p in fragment.params}
-        trained = set(map(id, self.models.trained))
-        named = [
-            (f"{i}.{name}", p)
-            for i, module in enumerate(self.models.modules)
-            for name, p in module.named_parameters()
-            if id(p) in trained - known
-        ]
+        fresh = set(map(id, self.models.trained)) - known
+        named = []
+        for i, module in enumerate(self.models.modules):
+            for name, p in module.named_parameters():
+                if id(p) in fresh:  # once, if several models have it
+                    fresh.remove(id(p))
+                    named.append((f"{i}.{name}", p))
         if not self.parted or not named:
             return
         count = len(self.fragments)
