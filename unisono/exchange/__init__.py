@@ -81,6 +81,11 @@ class Exchange(Protocol):
         all-reduce it is what the best one sends, 2 (W - 1) / W of the gradient. Not a number: nobody counts them."""
         return math.nan
 
+    @property
+    def plain(self) -> float:
+        """The same, if gradients were not compressed."""
+        return self.sent
+
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
         is exact. All processes call this together, between two steps; the main process's is saved. {}: nothing."""
