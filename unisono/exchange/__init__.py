@@ -113,6 +113,7 @@ _files = {
     "ddp": "unisono.exchange.ddp:Ddp",
     "compressed tree": "unisono.exchange.compressed:CompressedTree",
     "compressed allreduce": "unisono.exchange.compressed:CompressedAllReduce",
+    "later": "unisono.exchange.later:Later",
     "scatter": "unisono.exchange.scatter:Scatter",
 }
 
@@ -140,8 +141,17 @@ def chosen(
 ) -> Exchange:
     """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
     name, ranks = _name(settings), settings.virtual_ranks
-    more = _needs[name](settings, world or group) if name in _needs else {}
-    return build_exchange(name, params, ranks, group, **more)
+
+    def build(name: str) -> Exchange:
+        more = _needs[name](settings, world or group) if name in _needs else {}
+        return build_exchange(name, params, ranks, group, **more)
+
+    if name == settings.exchange or not settings.compress.begin:
+        return build(name)
+    later: Exchange = _kind("later")(
+        params, build(settings.exchange), _kind(name), lambda: build(name), settings.compress.begin
+    )
+    return later
 
 
 def build_exchange(
