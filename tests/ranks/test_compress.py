@@ -26,7 +26,12 @@ KINDS: list[Any] = ["fp16", "bf16", "int8", "topk", "powersgd"]
 
 
 def compressed(kind: Any, **changes: Any) -> Settings:
-    about = {"nodes": changes.pop("nodes", None), "keep": changes.pop("keep", 0.05), "rank": changes.pop("rank", 1)}
+    about = {
+        "begin": changes.pop("begin", 0),
+        "nodes": changes.pop("nodes", None),
+        "keep": changes.pop("keep", 0.05),
+        "rank": changes.pop("rank", 1),
+    }
     return settings(compress=CompressSettings(kind=kind, **about), **changes)
 
 
@@ -59,6 +64,21 @@ def test_a_resume_elsewhere_goes_on_with_what_was_left_over(tmp_path: Path, kind
     run_ranks(partial(train, stop_after=3), 2, "mlp", config, halves)
     resumed = run_ranks(partial(train, resume=True), 3, "mlp", config, halves)
     assert {run["state"] for run in resumed} == {whole["state"]}
+
+
+@pytest.mark.parametrize("begin", [2, 3, 6])
+def test_it_may_begin_later(tmp_path: Path, begin: int) -> None:
+    """Before, at and after the step where the run is stopped and goes on elsewhere."""
+    config = compressed("powersgd", begin=begin)
+    whole = results(tmp_path, 1, "mlp", config)[0]
+    halves = str(tmp_path / "halves")
+    run_ranks(partial(train, stop_after=2), 2, "mlp", config, halves)
+    resumed = run_ranks(partial(train, resume=True), 3, "mlp", config, halves)
+    assert {run["state"] for run in resumed} == {whole["state"]}
+    plain = results(tmp_path, 1, "mlp", settings())[0]
+    same_until = [a == b for a, b in zip(whole["losses"], plain["losses"], strict=True)]
+    assert all(same_until[: begin + 1])  # the first step that is compressed shows in the loss of the next one
+    assert not any(same_until[begin + 1 :])
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])

@@ -84,6 +84,11 @@ class Exchange(Protocol):
         all-reduce it is what the best one sends, 2 (W - 1) / W of the gradient. Not a number: nobody counts them."""
         return math.nan
 
+    @property
+    def plain(self) -> float:
+        """The same, if gradients were not compressed."""
+        return self.sent
+
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
         is exact. All processes call this together, between two steps; the main process's is saved. {}: nothing."""
@@ -114,6 +119,7 @@ _files = {
     "ddp": "unisono.exchange.ddp:Ddp",
     "compressed tree": "unisono.exchange.compressed:CompressedTree",
     "compressed allreduce": "unisono.exchange.compressed:CompressedAllReduce",
+    "later": "unisono.exchange.later:Later",
     "scatter": "unisono.exchange.scatter:Scatter",
     "local": "unisono.exchange.local:Local",
 }
@@ -144,8 +150,17 @@ def chosen(
 ) -> Exchange:
     """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
     name, ranks = _name(settings), settings.virtual_ranks
-    more = _needs[name](settings, world or group) if name in _needs else {}
-    return build_exchange(name, params, ranks, group, **more)
+
+    def build(name: str) -> Exchange:
+        more = _needs[name](settings, world or group) if name in _needs else {}
+        return build_exchange(name, params, ranks, group, **more)
+
+    if name == settings.exchange or not settings.compress.begin:
+        return build(name)
+    later: Exchange = _kind("later")(
+        params, build(settings.exchange), _kind(name), lambda: build(name), settings.compress.begin
+    )
+    return later
 
 
 def build_exchange(

@@ -31,7 +31,7 @@ from unisono.exchange.codes import BLOCK
 from unisono.exchange.nodes import Deal, moves, nodes_of
 from unisono.exchange.post import Post
 from unisono.exchange.ways import build_way, flatten, unflatten
-from unisono.score.tree import Fold, Node, fold
+from unisono.score.tree import Fold, Node, Plan, fold
 from unisono.settings import CompressSettings
 from unisono.world.collectives import Group, Message
 
@@ -122,6 +122,12 @@ class CompressedTree(Exchange):
     @property
     def sent(self) -> float:
         return self.post.sent
+
+    @property
+    def plain(self) -> float:
+        """Of the tree over the same leaves."""
+        assert self._deal is not None
+        return Plan(self.leaves, self._deal.spans).traffic(self.group.rank) * self.layout.bytes_of_all
 
     def close(self) -> None:
         self.ready.close()

@@ -78,6 +78,10 @@ class Several:
         return sum(part.sent for part in self.parts)
 
     @property
+    def plain(self) -> float:
+        return sum(part.plain for part in self.parts)
+
+    @property
     def touched(self) -> bool:
         return any(part.touched for part in self.parts)
 

@@ -107,6 +107,10 @@ class Slices:
         return self.inner.sent + all_reduced(self._bytes, self.slices)
 
     @property
+    def plain(self) -> float:
+        return self.sent
+
+    @property
     def touched(self) -> bool:
         return self.inner.touched
 

@@ -204,6 +204,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "parallel.split": (1, float("inf")),
     "parallel.threads": (1, float("inf")),
     "ddp.bucket_mb": (0.001, float("inf")),
+    "compress.begin": (0, float("inf")),
     "compress.nodes": (2, float("inf")),
     "compress.rank": (1, float("inf")),
     "server.count": (1, float("inf")),

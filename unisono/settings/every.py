@@ -64,6 +64,7 @@ class CompressSettings:
     """In which form gradients travel."""
 
     kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
+    begin: int = 0
     nodes: int | None = None
     rank: int = 4
     keep: float = 0.01
@@ -171,6 +172,7 @@ ABOUT = {
     "ddp.static_graph": About("every step uses the same parameters in the same way", False),
     "ddp.bucket_mb": About("megabytes of gradient that travel together", False),
     "compress.kind": About("the form in which gradients travel", True),
+    "compress.begin": About("steps whose gradients travel as they are, before that", True),
     "compress.nodes": About("partial sums that are compressed, of the virtual ranks'; none: one for each", True),
     "compress.rank": About("columns that powersgd sends of each matrix", True),
     "compress.keep": About("the part of a gradient that topk sends", True),

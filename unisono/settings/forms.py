@@ -14,7 +14,7 @@ from unisono.settings.values import shown
 COMPRESSES = ("tree", "allreduce")
 """Exchanges whose sums can be compressed."""
 
-READ_BY = {"nodes": None, "rank": "powersgd", "keep": "topk"}
+READ_BY = {"begin": None, "nodes": None, "rank": "powersgd", "keep": "topk"}
 """Which kind reads a setting of `compress`; None: every one."""
 
 

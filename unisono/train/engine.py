@@ -66,7 +66,7 @@ class Engine:
         self.asked = {"stop": False, "leave": False}
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
-        self.sent = 0.0  # bytes of gradients, since the run began here
+        self.sent = self.plain = 0.0  # bytes of gradients, since the run began here; without compressing
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self._versions: list[int] = []  # of the parameters, when the pass began
         self._held_bits: list[int] = []  # what was in them, at a first pass
@@ -247,7 +247,7 @@ class Engine:
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
-        self.sent += exchange.sent
+        self.sent, self.plain = self.sent + exchange.sent, self.plain + exchange.plain
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:

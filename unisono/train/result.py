@@ -85,4 +85,5 @@ def _sent(run: Run[Any]) -> dict[str, int]:
     steps = run.steps_done - (run._state.resumed.steps if run._state.resumed is not None else 0)
     if run._engine is None or not steps or not isfinite(run._engine.sent):
         return {}
-    return {"bytes_per_step": round(run._engine.sent / steps)}
+    sent, plain = round(run._engine.sent / steps), round(run._engine.plain / steps)
+    return {"bytes_per_step": sent, **({"bytes_uncompressed": plain} if plain != sent else {})}

@@ -167,7 +167,11 @@ def closing(
         speed = result.get("samples_per_second")
         facts["result"] = _steps(steps) + loss + (f", {speed:,.0f} samples/s" if speed else "") + _who(result)
     if sent := result.get("bytes_per_step"):
-        facts["sent"] = f"{_bytes(sent)} of gradients a step, by each process"
+        plain = result.get("bytes_uncompressed")
+        beside = f", {sent / plain:.1%} of what it would be uncompressed" if plain else ""
+        facts["sent"] = f"{_bytes(sent)} of gradients a step, by each process{beside}"
+        if plain and sent > plain:
+            facts["sent"] += ": fewer nodes send less (compress.nodes)"
     if promise := result.get("promise"):
         facts["promise"] = f"{promise}: {result['reason']}" if result.get("reason") else str(promise)
     if result.get("weights_sha256"):
