@@ -2,8 +2,8 @@
 
     python -m benchmarks.deaths                     one server, three workers, ten runs
 
-Of each run, from the last update before the kill on: the median time from one update to the next before it, the time to the next
-update, and the longest time without one within a second.
+Of each run, from the last update before the kill on: the median time from one update to the next before it, the time to
+the next update, and the longest time without one within a second.
 """
 
 from __future__ import annotations
