@@ -1,0 +1,103 @@
+"""The text recipe with compressed gradients: validation loss after as many samples, and bytes a step.
+
+    python -m benchmarks.compress                                 the recipe as it is, on two processes: a minute a row
+    python -m benchmarks.compress --small                         a model of 0.1 million parameters, on one process
+    python -m benchmarks.compress --bytes                         two steps of a wide model: bytes alone
+    python -m benchmarks.compress --only powersgd                 rows with this word
+
+Validation losses depend on no machine's speed (under the tree they are the same to the last bit on any number of
+processes of one kind); so this may run on a busy one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import parser, show
+from unisono.env import inherited
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ROWS: list[tuple[str, ...]] = [
+    (),
+    ("exchange=wide",),
+    ("exchange=ddp",),
+    *((f"compress.kind={kind}", "compress.nodes=2") for kind in ("fp16", "bf16", "int8")),
+    ("compress.kind=int8",),
+    ("compress.kind=topk",),
+    ("compress.kind=topk", "compress.keep=0.25"),
+    ("compress.kind=topk", "compress.keep=0.25", "compress.begin=50"),
+    ("compress.kind=powersgd",),
+    ("compress.kind=powersgd", "compress.rank=16"),
+    ("compress.kind=powersgd", "compress.rank=16", "compress.begin=30"),
+]
+SMALL = ["model.width=64", "model.depth=2", "model.heads=2", "model.context=64", "batch=32", "validate_bytes=32768"]
+WIDE = ["model.width=512", "batch=8", "model.context=16", "steps=2", "validate_bytes=500"]
+QUICK = [
+    "model.width=16",
+    "model.depth=1",
+    "model.heads=2",
+    "model.context=16",
+    "batch=8",
+    "steps=2",
+    "validate_bytes=500",
+]
+
+
+def run(sets: Sequence[str], ranks: int) -> dict[str, Any]:
+    """What result.json says."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["run", "text", "--ranks", str(ranks), "--run-dir", f"{folder}/run"]
+        words += [word for each in (*sets, "sample_bytes=0") for word in ("--set", each)]
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono.cli.main", *words],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=inherited({"PYTHONPATH": str(ROOT)}),
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{done.stdout}\n{done.stderr}")
+        result: dict[str, Any] = json.loads((Path(folder) / "run" / "result.json").read_text(encoding="utf-8"))
+        return result
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Each beside the first, which is the tree."""
+    first = rows[0]
+    head = ("", "bits a byte", "over the tree's", "bytes a step", "of the tree's", "promise")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        loss = f"{row['bits_per_byte']:.4f} | {row['bits_per_byte'] / first['bits_per_byte'] - 1:+.2%}"
+        share = row["bytes_per_step"] / first["bytes_per_step"] if first["bytes_per_step"] else None
+        sent = f"{row['bytes_per_step']:,} | {share:.1%}" if share is not None else "one process |"
+        lines.append(f"| `{' '.join(row['sets']) or 'exchange=tree'}` | {loss} | {sent} | {row['promise']} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--small", action="store_true", help="a small model, on one process")
+    flags.add_argument("--bytes", action="store_true", help="two steps of a wide model, on two")
+    flags.add_argument("--only", default="", help="rows with this word, beside the tree's")
+    asked = flags.parse_args()
+    model = QUICK if asked.quick else SMALL if asked.small else WIDE if asked.bytes else []
+    rows = []
+    for sets in ROWS:
+        if sets and asked.only not in " ".join(sets):
+            continue
+        found = run([*model, *sets], ranks=1 if asked.small else 2)
+        rows.append({"sets": sets, **{k: found[k] for k in ("bits_per_byte", "bytes_per_step", "promise")}})
+        print(table([*rows[:1], *rows[1:][-1:]]).splitlines()[-1], file=sys.stderr, flush=True)
+    show("compress", {"rows": rows}, lambda: table(rows), as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()
