@@ -4,8 +4,8 @@
     python -m benchmarks.validation --only tree local     these alone, to the screen
 
 The same small GPT, data, batches and learning rates for all, and nothing tuned for any of them, but that late gradients
-have a lower learning rate and no momentum. Whose validation loss
-is more than 2 % above the tree's after as many samples is given more, until it is not; the table says how many it took.
+have a lower learning rate and no momentum. Whose validation loss is more than 2 % above the tree's after as many
+samples is given more, until it is not; the table says how many it took.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ HEAD = f"""# What each exchange has learned
 The text recipe, small (`{" ".join(f"--set {each}" for each in SMALL)}`), with the same data, batches and
 learning rates under every exchange ([exchanges.md](exchanges.md) says what they are) but where it is said, {STEPS}
 steps. **Validation** is in bits a byte, on text that none of them has seen; **beside the tree** is what it is of the
-tree's. Where that is more than {CLOSE:.2f}, **samples needed** says after how many times the samples it was not; {", ".join(map(str, MORE))}
-times were tried. **kB a step** is what a process sends, where the exchange counts it.
+tree's. Where that is more than {CLOSE:.2f}, **samples needed** says after how many times the samples it was not;
+{", ".join(map(str, MORE))} times were tried. **kB a step** is what a process sends, where the exchange counts it.
 
 | | processes | validation | beside the tree | samples needed | kB a step | promise |
 |---|---|---|---|---|---|---|
