@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from unisono import phases
 from unisono.score.dealing import Dealer
-from unisono.settings.sites import sites_of
 from unisono.train.claims import Claims
 from unisono.world.crew import Crew
 from unisono.world.tickets import Tickets
@@ -108,14 +107,15 @@ class Dealing:
 
 
 def build_dealing(
-    settings: Settings, mesh: Mesh, schedule: Schedule, first: int, note: Callable[[str], None]
+    settings: Settings, mesh: Mesh, schedule: Schedule, first: int, promise: str, note: Callable[[str], None]
 ) -> Dealing | None:
     """Who deals by speed, from step `first` on; None, where nothing can be dealt: on one process, with one virtual
-    rank, and where processes wait for each other in the midst of a model, so that none can be told to be slow."""
+    rank, where processes wait for each other in the midst of a model, so that none can be told to be slow, and under an
+    exchange that is not exact: there it would change the result whether a machine was slow."""
     deal, ranks = settings.deal, settings.virtual_ranks
     if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.claim):
         return None
-    if sites_of(settings) > 1:  # a site's virtual ranks are part of the mathematics
+    if promise != "exact":
         return None
     servers = mesh.world.servers if isinstance(mesh.world, Crew) else 0
     dealer = Dealer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None

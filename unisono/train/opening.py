@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
 from unisono.data.streams import Stream, lies_in
 from unisono.errors import SettingsError
+from unisono.exchange import promise_of
 from unisono.exchange.own import Build, own_exchange
 from unisono.score.order import Order
 from unisono.score.placement import Seat
@@ -43,6 +44,9 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run.changes += state.check_exchange(identity["own exchange"], run._accepted)
     engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)
     engine.own = own
+    promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
+    engine.dealing = build_dealing(settings, run._mesh, engine.schedule, run.steps_done, promise, run._watcher.note)
+    run._table.words = WORDS if engine.dealing is not None else 0
     if settings.parallel.buddy:
         engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
     return engine
@@ -81,7 +85,4 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
         keyed=settings.virtual_ranks > 1,
     )
     of_run = (run._models, last, run._table, run._generators, run._scale, run._carried)
-    engine = kind(settings, mesh, seat, order, loader, schedule, *of_run)
-    engine.dealing = build_dealing(settings, mesh, schedule, run.steps_done, run._watcher.note)
-    run._table.words = WORDS if engine.dealing is not None else 0
-    return engine
+    return kind(settings, mesh, seat, order, loader, schedule, *of_run)
