@@ -39,15 +39,7 @@ ROWS: list[tuple[str, ...]] = [
 ]
 SMALL = ["model.width=64", "model.depth=2", "model.heads=2", "model.context=64", "batch=32", "validate_bytes=32768"]
 WIDE = ["model.width=512", "batch=8", "model.context=16", "steps=2", "validate_bytes=500"]
-QUICK = [
-    "model.width=16",
-    "model.depth=1",
-    "model.heads=2",
-    "model.context=16",
-    "batch=8",
-    "steps=2",
-    "validate_bytes=500",
-]
+QUICK = ["model.width=16", "model.depth=1", "model.heads=2", "model.context=16", *WIDE[1:2], *WIDE[3:]]
 
 
 def run(sets: Sequence[str], ranks: int) -> dict[str, Any]:
