@@ -31,9 +31,11 @@ ROWS: list[tuple[str, ...]] = [
     *((f"compress.kind={kind}", "compress.nodes=2") for kind in ("fp16", "bf16", "int8")),
     ("compress.kind=int8",),
     ("compress.kind=topk",),
+    ("compress.kind=topk", "compress.keep=0.1"),
     ("compress.kind=topk", "compress.keep=0.25"),
     ("compress.kind=topk", "compress.keep=0.25", "compress.begin=50"),
     ("compress.kind=powersgd",),
+    ("compress.kind=powersgd", "compress.begin=50"),
     ("compress.kind=powersgd", "compress.rank=16"),
     ("compress.kind=powersgd", "compress.rank=16", "compress.begin=30"),
 ]
