@@ -95,7 +95,8 @@ HEAD = f"""# What each exchange has learned
 The text recipe, small (`{" ".join(f"--set {each}" for each in SMALL)}`), with the same data, batches and
 learning rates under every exchange ([exchanges.md](exchanges.md) says what they are) but where it is said, {STEPS}
 steps. **Validation** is in bits a byte, on text that none of them has seen; **beside the tree** is what it is of the
-tree's. Where that is more than {CLOSE:.2f}, **samples needed** says after how many times the samples it was not; {", ".join(map(str, MORE))}
+tree's. Where that is more
+than {CLOSE:.2f}, **samples needed** says after how many times the samples it was not; {", ".join(map(str, MORE))}
 times were tried. **kB a step** is what a process sends, where the exchange counts it.
 
 | | processes | validation | beside the tree | samples needed | kB a step | promise |

@@ -23,6 +23,8 @@ _door = {
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streams",
     "Placement": "unisono.parallel.placement",
+    "Exchange": "unisono.exchange",
+    "Collectives": "unisono.world.verbs",
     "World": "unisono.env",
     "UnisonoError": "unisono.errors",
     "SettingsError": "unisono.errors",
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from unisono.errors import SettingsError as SettingsError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
+    from unisono.exchange import Exchange as Exchange
     from unisono.parallel.placement import Placement as Placement
     from unisono.parallel.sequence import Sequence as Sequence
     from unisono.settings import CheckpointSettings as CheckpointSettings
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from unisono.settings import Settings as Settings
     from unisono.train.run import Run as Run
     from unisono.train.step import Step as Step
+    from unisono.world.verbs import Collectives as Collectives
 
 
 def __dir__() -> list[str]:

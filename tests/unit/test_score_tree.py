@@ -194,6 +194,15 @@ def covers(spans: placement.Spans, leaves: int, size: int) -> bool:
     return at == leaves and len(spans) == size
 
 
+@pytest.mark.parametrize(("size", "sites"), [(2, 2), (4, 2), (6, 3), (9, 3), (6, 2)])
+def test_every_site_has_a_block_of_its_own_dealt_as_if_it_were_alone(size: int, sites: int) -> None:
+    spans, share, each = place_evenly(18, size, sites), 18 // sites, size // sites
+    assert covers(spans, 18, size)
+    for site in range(sites):
+        alone = [(lo - site * share, hi - site * share) for lo, hi in spans[site * each : (site + 1) * each]]
+        assert tuple(alone) == place_evenly(share, each)
+
+
 @quick
 @given(virtual_ranks, sizes)
 @example(1, 1024)

@@ -184,3 +184,22 @@ def test_settings_that_say_nothing_of_workers(tmp_path: Path, settings: str) -> 
     assert "Waiting for data took 100% of the time. Next: --set loader.workers=2" in closing(
         {"phases": {"data": 4.0}}, tmp_path
     )
+
+
+def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
+    told = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
+    text = " ".join(" ".join(closing(told, tmp_path)).split())
+    assert "sent 555 kB of gradients a step, by each process, 1.1% of what it would be uncompressed promise" in text
+    more = " ".join(" ".join(closing({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
+    assert "117.9% of what it would be uncompressed: fewer nodes send less (compress.nodes)" in more
+    assert "sent 812 B of gradients a step, by each process promise" in " ".join(
+        " ".join(closing({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
+    )
+    assert "of gradients" not in "".join(closing({**RESULT, "bytes_per_step": 0}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("count", "told"), [(999, "999 B"), (1000, "1 kB"), (42_700_000, "42.7 MB"), (3.2e12, "3.2e+03 GB")]
+)
+def test_sizes_are_told_in_three_digits(count: float, told: str) -> None:
+    assert report._bytes(count) == told

@@ -15,6 +15,7 @@ from pathlib import Path
 from cyclopts import App, Group, Parameter
 
 import unisono
+from unisono.cli.bench import bench
 from unisono.cli.check import check
 from unisono.cli.copy import copy
 from unisono.cli.doctor import doctor
@@ -37,6 +38,7 @@ Examples:
   unisono check train.py                  is it placement-proof?
   unisono prove train.py                  do shards and the like compute the same?
   unisono doctor                          is this machine ready?
+  unisono bench --ranks 4                 how fast do processes talk to each other?
 """
 RUN_EXAMPLES = """\
 Examples:
@@ -73,6 +75,12 @@ Examples:
   unisono export runs/mine model.safetensors
   unisono export runs/mine/checkpoints/step-00000040 average.safetensors --model average
 """
+BENCH_EXAMPLES = """\
+Examples:
+  unisono bench --ranks 4                 every collective and pair, on this machine
+  unisono bench --only all_reduce --only ring --sizes 1MB,16MB
+  torchrun --nnodes 2 --nproc-per-node 4 ... --no-python unisono bench    between hosts
+"""
 DOCTOR_EXAMPLES = """\
 Examples:
   unisono doctor
@@ -101,6 +109,7 @@ def build_app(words: Sequence[str] = ()) -> App:
     app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
     app.command(export, group=LOOK, help_epilogue=EXPORT_EXAMPLES)
     app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
+    app.command(bench, group=LOOK, help_epilogue=BENCH_EXAMPLES)
     return app
 
 

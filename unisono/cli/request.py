@@ -249,7 +249,10 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
     return SettingsError(asked, f"There is no flag --{name}.", shlex.join([*words, *verb, "--help"]))
 
 
-FLAGS = ("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks", "--state", "--help")
+FLAGS = (
+    *("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks"),
+    *("--state", "--only", "--sizes", "--help"),
+)
 
 
 def table_of(settings: type) -> str:

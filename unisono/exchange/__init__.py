@@ -19,12 +19,17 @@ be exchanged anew; what fails after is computed anew, from the step's first micr
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from unisono.errors import LoopError
 from unisono.world.collectives import Group, lies_apart
+
+if TYPE_CHECKING:
+    from unisono.settings import Settings
 
 Spans = Sequence[tuple[int, int]]
 Weights = Callable[[], torch.Tensor]
@@ -33,28 +38,29 @@ Weights = Callable[[], torch.Tensor]
 
 class Exchange(Protocol):
     """What the step asks of an exchange. `promise` and `reason` go into result.json. Whoever inherits from it writes
-    what it does, and leaves out where it does nothing."""
+    what it does, and leaves out where it does nothing: then autograd adds up micro-batches in p.grad, and the rest is
+    `finish`. (docs/exchanges.md has one of a script's own.)"""
 
     promise: str
     reason: str
     params: Sequence[torch.nn.Parameter]
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
-        pass
+        return
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        pass
+        return
 
     def leave(self) -> None:
-        pass
+        return
 
     def launch(self) -> None:
-        pass
+        return
 
     def finish(self, weight: float) -> bool: ...
 
     def commit(self) -> None:
-        pass
+        return
 
     def zero(self) -> None:
         for p in self.params:
@@ -63,11 +69,25 @@ class Exchange(Protocol):
     @property
     def used(self) -> Sequence[bool]:
         """Which parameters took part in a backward of this step, on this process."""
+        return [p.grad is not None for p in self.params]
 
     @property
     def touched(self) -> bool:
         """Has the loop changed p.grad in this process's last micro-batch? (Earlier, `leave` raises LoopError.) Messages
         are under way then: who ends now shows the others a peer that is gone, instead of the reason."""
+        return False
+
+    @property
+    def sent(self) -> float:
+        """Bytes of this step's gradient that have left this process for others: as they would if each process were on
+        a host of its own, since what neighbours read in shared memory is what they would be sent. Of a library's
+        all-reduce it is what the best one sends, 2 (W - 1) / W of the gradient. Not a number: nobody counts them."""
+        return math.nan
+
+    @property
+    def plain(self) -> float:
+        """The same, if gradients were not compressed."""
+        return self.sent
 
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
@@ -79,17 +99,38 @@ class Exchange(Protocol):
         return
 
     def close(self) -> None:
-        pass
+        return
+
+
+def all_reduced(size: int, group: Group) -> float:
+    """Bytes that a process sends when `size` bytes are added up over a group, by an all-reduce that sends as few as can
+    be: each process adds up one chunk, and hands it to the others."""
+    return 2 * (group.size - 1) / group.size * size
 
 
 _files = {
     "tree": "unisono.exchange.tree:Tree",
     "claimed": "unisono.exchange.claimed:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
+    "ring": "unisono.exchange.ring:Ring",
     "server": "unisono.exchange.server:Server",
+    "wide": "unisono.exchange.wide:Wide",
     "solo": "unisono.exchange.solo:Solo",
+    "ddp": "unisono.exchange.ddp:Ddp",
+    "compressed tree": "unisono.exchange.compressed:CompressedTree",
+    "compressed allreduce": "unisono.exchange.compressed:CompressedAllReduce",
+    "later": "unisono.exchange.later:Later",
     "scatter": "unisono.exchange.scatter:Scatter",
+    "local": "unisono.exchange.local:Local",
 }
+
+_needs: dict[str, Callable[[Settings, Group], dict[str, Any]]] = {
+    "wide": lambda settings, world: {"world": world},
+    "ddp": lambda settings, world: {"settings": settings.ddp},
+    "compressed tree": lambda settings, world: {"settings": settings.compress},
+    "compressed allreduce": lambda settings, world: {"settings": settings.compress},
+}
+"""What some exchanges are given beside that: of the run's settings, and all its processes."""
 
 
 def _kind(name: str) -> Any:
@@ -97,16 +138,53 @@ def _kind(name: str) -> Any:
     return getattr(importlib.import_module(module), cls)
 
 
+def _name(settings: Settings) -> str:
+    """What the settings choose, as the tables above call it."""
+    if settings.deal.claim:
+        return "claimed"
+    return settings.exchange if settings.compress.kind == "none" else f"compressed {settings.exchange}"
+
+
+def chosen(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
+) -> Exchange:
+    """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
+    name, ranks = _name(settings), settings.virtual_ranks
+
+    def build(name: str) -> Exchange:
+        more = _needs[name](settings, world or group) if name in _needs else {}
+        return build_exchange(name, params, ranks, group, **more)
+
+    if name == settings.exchange or not settings.compress.begin:
+        return build(name)
+    later: Exchange = _kind("later")(
+        params, build(settings.exchange), _kind(name), lambda: build(name), settings.compress.begin
+    )
+    return later
+
+
 def build_exchange(
     name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
 ) -> Exchange:
     """The exchange called `name` over these parameters. One virtual rank on one process needs none: solo.py."""
-    name = "solo" if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)) else name
+    if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)):
+        name, more = "solo", {}
     exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)
     return exchange
 
 
-def promise_of(name: str, virtual_ranks: int, size: int) -> tuple[str, str]:
-    """What the exchange called `name` promises of the result, and why."""
-    kind = _kind("solo" if virtual_ranks == size == 1 else name)
+def refuse_hook(name: str) -> None:
+    """Raise LoopError if the exchange called `name` takes no communication hook of the user's."""
+    if not hasattr(_kind(name), "register_comm_hook"):
+        takes = [other for other in _files if other != "solo" and hasattr(_kind(other), "register_comm_hook")]
+        raise LoopError(
+            "run.register_comm_hook was called.",
+            f"With exchange={name} no bucket goes through a hook of torch's.",
+            " or ".join(f"--set exchange={other}" for other in takes) + ", or leave the line out.",
+        )
+
+
+def promise_of(settings: Settings, size: int) -> tuple[str, str]:
+    """What the exchange that the settings choose promises of the result on `size` processes, and why."""
+    kind = _kind("solo" if settings.virtual_ranks == size == 1 else _name(settings))
     return kind.promise, kind.reason

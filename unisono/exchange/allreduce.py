@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Exchange, Spans, Weights, all_reduced
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
 from unisono.world.collectives import Group, Work, wait_for
 
@@ -56,10 +56,18 @@ class AllReduce(Exchange):
     def touched(self) -> bool:
         return self.ready.touched
 
+    @property
+    def sent(self) -> float:
+        return all_reduced(self.layout.bytes_of_all, self.group)
+
     def close(self) -> None:
         self.ready.close()
         self.zero()
 
     def _launch(self, bucket: int) -> None:
         if self.group.size > 1:
-            self._works.append(self.group.all_reduce(self.sum.flats[bucket]))
+            self._works.append(self._begin(self.sum.flats[bucket]))
+
+    def _begin(self, flat: torch.Tensor) -> Work:
+        """Begin to sum a bucket over all processes, in place."""
+        return self.group.all_reduce(flat)

@@ -85,6 +85,11 @@ class Layout:
         """What `cut` takes."""
         return self._ends[-1]
 
+    @property
+    def bytes_of_all(self) -> int:
+        """What one gradient takes when it travels."""
+        return sum(b.size * b.dtype.itemsize for b in self.buckets)
+
     def cut(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """A flat buffer for each bucket out of one piece of memory, `bytes` long."""
         return [  # .data: each counts its own versions

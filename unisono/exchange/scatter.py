@@ -26,6 +26,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights
 from unisono.exchange.buckets import divide_
+from unisono.exchange.post import Post
 from unisono.score.tree import Fold, Node, Plan
 from unisono.world.collectives import Group, Message, Work, like, local, wait_for
 
@@ -134,7 +135,7 @@ class Scatter(Exchange):
         self.span = self.plan.spans[self.group.rank]
         self.pieces = pieces
         self.places = [(v, n) for v in range(*self.span) for n in range(pieces[v])]
-        self.round = -1
+        self.round, self._bytes, self.post = -1, 0, Post(self.group)
         for chunk in self.chunks:
             chunk.fold, chunk.leaf, chunk.rounds = Fold(self.virtual_ranks, _add, self.span[0]), None, 0
             chunk.layer.used[:] = [False] * len(chunk.layer.used)
@@ -168,6 +169,7 @@ class Scatter(Exchange):
         room = iter(rows.new_empty(present - (rank < present), chunk.length))
         ours = [rows[rank] if turn == rank else next(room) for turn in range(present)]
         sends = [Message(rows[other], other) for other in others if rank < present]
+        self._bytes += sum(message.tensor.nbytes for message in sends)
         receives = [Message(ours[turn], turn) for turn in range(present) if turn != rank]
         self._sent = Sent(chunk, ours, gradient, self.shard.send_and_receive(sends, receives))
 
@@ -205,25 +207,7 @@ class Scatter(Exchange):
         like = torch.empty(0, dtype=chunk.params[0].dtype, device=self.shard.device)
         roots = [like.new_zeros(chunk.length) if held is None else held for _, held in chunk.fold.held]
         chunk.fold.held = []
-        if self.group.size == 1:
-            return roots[0]
-        size, rank = self.group.size, self.group.rank
-        piece = -(-chunk.length // size)
-        ours = [torch.nn.functional.pad(root, (0, size * piece - chunk.length)).view(size, piece) for root in roots]
-        others = [(rank + i) % size for i in range(1, size)]
-        parts = {holder: [like.new_empty(piece) for _ in self.plan.sends(holder)] for holder in others}
-        sends = [Message(root[other], other) for other in others for root in ours]
-        receives = [Message(part, holder) for holder in others for part in parts[holder]]
-        wait_for(self.group.send_and_receive(sends, receives))
-        parts[rank] = [root[rank] for root in ours]
-        sums = [part for holder in range(size) for part in parts[holder]]
-        for i, j in self.plan.additions():
-            sums[i].add_(sums[j])
-        whole = like.new_empty(size, piece)
-        whole[rank] = sums[0]
-        sends = [Message(whole[rank], other) for other in others]
-        wait_for(self.group.send_and_receive(sends, [Message(whole[other], other) for other in others]))
-        return whole.flatten()[: chunk.length]
+        return self.post.add_up(self.plan, roots, like.new_empty(chunk.length))
 
     @property
     def used(self) -> Sequence[bool]:
@@ -232,6 +216,10 @@ class Scatter(Exchange):
             id(p): was for chunk in self.chunks for p, was in zip(chunk.layer.params, chunk.layer.used, strict=True)
         }
         return [known[id(p)] for p in self.params]
+
+    @property
+    def sent(self) -> float:
+        return self._bytes + self.post.sent
 
     @property
     def touched(self) -> bool:

@@ -74,6 +74,14 @@ class Several:
             self.parts[int(number)].load_state_dict(saved)
 
     @property
+    def sent(self) -> float:
+        return sum(part.sent for part in self.parts)
+
+    @property
+    def plain(self) -> float:
+        return sum(part.plain for part in self.parts)
+
+    @property
     def touched(self) -> bool:
         return any(part.touched for part in self.parts)
 

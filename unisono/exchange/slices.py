@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Exchange, Spans, Weights, all_reduced
 from unisono.exchange.buckets import BUCKET_BYTES, divide_
 from unisono.world.collectives import Group, local
 
@@ -60,8 +60,9 @@ class Slices:
         for p, used in zip(self.params, self.used, strict=True):
             if used and p.grad is None:  # another slice has used it
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-        whole = True
+        whole, self._bytes = True, 0
         for some in self._some():
+            self._bytes += sum(grad.nbytes for grad in some)
             flat = self.slices.add_up(torch.cat([grad.reshape(-1) for grad in some]))
             whole &= divide_(flat, weight)
             for grad, mean in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
@@ -99,6 +100,15 @@ class Slices:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(state)
+
+    @property
+    def sent(self) -> float:
+        """To other slices, a chunk of our sum to each, and the sum of ours: what an all-reduce sends."""
+        return self.inner.sent + all_reduced(self._bytes, self.slices)
+
+    @property
+    def plain(self) -> float:
+        return self.sent
 
     @property
     def touched(self) -> bool:

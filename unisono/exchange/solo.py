@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,13 @@ class Solo(Exchange):
         self._fast = {(p.dtype, p.device) for p in params} == {(torch.float32, p.device) for p in params[:1]}
         self._found = torch.zeros((), device=params[0].device)
         self._factors: dict[float, torch.Tensor] = {}
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Of torch's DistributedDataParallel: nothing travels, so there is nothing for it to do."""
+
+    @property
+    def sent(self) -> float:
+        return 0.0
 
     def finish(self, weight: float) -> bool:
         grads = []

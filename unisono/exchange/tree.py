@@ -141,6 +141,10 @@ class Tree(Exchange):
     def touched(self) -> bool:
         return self.ready.touched
 
+    @property
+    def sent(self) -> float:
+        return self.wire.plan.traffic(self.group.rank) * self.layout.bytes_of_all if self.wire is not None else 0.0
+
     def close(self) -> None:
         self.ready.close()
         self.zero()

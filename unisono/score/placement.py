@@ -26,9 +26,15 @@ def place(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
     return _place(virtual_ranks, tuple(seconds))
 
 
-def place_evenly(virtual_ranks: int, size: int) -> Spans:
-    """Spans for `size` processes that are equally fast."""
-    return _place(virtual_ranks, (1.0,) * size)
+def place_evenly(virtual_ranks: int, size: int, sites: int = 1) -> Spans:
+    """Spans for `size` processes that are equally fast.
+
+    sites  that train by themselves (exchange=local): each has as many neighbouring virtual ranks as the others, and as
+           many processes, which share its own only
+    """
+    share = virtual_ranks // sites
+    one = _place(share, (1.0,) * (size // sites))
+    return tuple((site * share + lo, site * share + hi) for site in range(sites) for lo, hi in one)
 
 
 @lru_cache(maxsize=64)

@@ -32,6 +32,7 @@ from unisono.settings.every import (
     About,
     CheckpointSettings,
     CompressSettings,
+    DdpSettings,
     DealSettings,
     LoaderSettings,
     LocalSettings,
@@ -48,6 +49,7 @@ from unisono.settings.words import nearest_name, plural
 __all__ = [
     "CheckpointSettings",
     "CompressSettings",
+    "DdpSettings",
     "DealSettings",
     "LoaderSettings",
     "LocalSettings",

@@ -20,7 +20,8 @@ from unisono.settings import (
     shown,
 )
 from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
-from unisono.settings.meeting import computing, problems_of_exchange
+from unisono.settings.meeting import problems_of_exchange
+from unisono.settings.roles import computing
 from unisono.settings.values import Misfit, typed
 from unisono.settings.ways import problems_of_buddy, problems_of_ways
 
@@ -67,7 +68,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         do = f"{line.setting(f'virtual_ranks={batch}')}, or: {line.setting(f'batch={ranks}')}"
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
     axes, wrong = _mesh(values, size, line)
-    problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, axes, line)
+    problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, None if wrong else axes, line)
     problems += problems_of_buddy(values, axes, line) if not wrong else []
     if ranks is not None and not wrong and (size := computing(values, axes)) > ranks >= 1:
         beside, who = axes.data - size, ("process", "processes") if size == axes.data else ("worker", "workers")
@@ -202,6 +203,9 @@ LIMITS: dict[str, tuple[float, float]] = {
     "loader.prefetch": (1, float("inf")),
     "parallel.split": (1, float("inf")),
     "parallel.threads": (1, float("inf")),
+    "ddp.bucket_mb": (0.001, float("inf")),
+    "compress.begin": (0, float("inf")),
+    "compress.nodes": (2, float("inf")),
     "compress.rank": (1, float("inf")),
     "server.count": (1, float("inf")),
     "server.staleness": (0, float("inf")),

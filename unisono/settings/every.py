@@ -52,10 +52,20 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DdpSettings:
+    """What torch's DistributedDataParallel is told, under exchange=ddp."""
+
+    static_graph: bool = False
+    bucket_mb: float = 25.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompressSettings:
     """In which form gradients travel."""
 
     kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
+    begin: int = 0
+    nodes: int | None = None
     rank: int = 4
     keep: float = 0.01
 
@@ -108,6 +118,7 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    ddp: DdpSettings = field(default_factory=DdpSettings)
     compress: CompressSettings = field(default_factory=CompressSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     local: LocalSettings = field(default_factory=LocalSettings)
@@ -158,7 +169,11 @@ ABOUT = {
     "parallel.schedule": About("in which order a pipeline's stages compute what; torch's schedules", False),
     "parallel.stages": About("modules with which the second and further stages begin; none: balanced", False),
     "parallel.loops": About("stages of each process, under the schedules that have several", False),
+    "ddp.static_graph": About("every step uses the same parameters in the same way", False),
+    "ddp.bucket_mb": About("megabytes of gradient that travel together", False),
     "compress.kind": About("the form in which gradients travel", True),
+    "compress.begin": About("steps whose gradients travel as they are, before that", True),
+    "compress.nodes": About("partial sums that are compressed, of the virtual ranks'; none: one for each", True),
     "compress.rank": About("columns that powersgd sends of each matrix", True),
     "compress.keep": About("the part of a gradient that topk sends", True),
     "server.count": About("processes that are parameter servers, the first ones", False),
@@ -181,6 +196,7 @@ OURS = (
     CheckpointSettings,
     LoaderSettings,
     ParallelSettings,
+    DdpSettings,
     CompressSettings,
     ServerSettings,
     LocalSettings,

@@ -6,7 +6,10 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-VALUED = ("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--steps", "--parallel", "--tolerance")
+VALUED = (
+    *("--set", "--settings", "--accept-change", "--run-dir", "--ranks"),
+    *("--steps", "--parallel", "--tolerance", "--only", "--sizes"),
+)
 """Flags that a value follows, as a word of its own."""
 
 

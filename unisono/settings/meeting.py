@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from unisono.errors import Problem
-from unisono.settings.axes import FILL, Axes
-from unisono.settings.every import LocalSettings, ServerSettings
+from unisono.settings.axes import Axes
+from unisono.settings.every import DdpSettings, LocalSettings, ServerSettings
+from unisono.settings.forms import problems_of_forms
 from unisono.settings.line import Line
+from unisono.settings.roles import problems_of_roles
+from unisono.settings.sites import problems_of_sites
 from unisono.settings.values import shown
-from unisono.settings.words import plural
 
 DIVIDED = ("shard", "context", "tensor", "pipeline")
 """Axes along which a model, or what it computes, is divided."""
@@ -19,7 +21,7 @@ DIVIDED = ("shard", "context", "tensor", "pipeline")
 CARRIES: dict[str, tuple[str, ...]] = {
     "tree": DIVIDED,
     "allreduce": DIVIDED,
-    "wide": DIVIDED,
+    "wide": ("shard", "context", "tensor"),
     "ring": DIVIDED,
     "ddp": (),
     "server": (),
@@ -27,51 +29,24 @@ CARRIES: dict[str, tuple[str, ...]] = {
 }
 """Axes that an exchange goes with, beside replicas."""
 
-OWN = {"server": ServerSettings, "local": LocalSettings}
+WHY_NOT = {
+    ("wide", "pipeline"): "The grids of its sums are agreed on by all processes, and these hold different parameters.",
+}
+"""Where that is not because it adds up gradients of whole models."""
+
+OWN = {"ddp": DdpSettings, "server": ServerSettings, "local": LocalSettings}
 """Settings that only the exchange of their name reads."""
 
 
-def problems_of_exchange(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
-    """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form."""
+def problems_of_exchange(values: Mapping[str, Any], axes: Axes | None, line: Line) -> list[Problem]:
+    """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form; None: they
+    form none."""
     exchange = values.get("exchange", "tree")
-    problems = _not_carried(exchange, values, axes, line) + _not_read(exchange, values, line)
-    problems += _not_claimed(exchange, values, axes, line)
-    return problems + (_roles(values, axes, line) if exchange == "server" else [])
-
-
-def computing(values: Mapping[str, Any], axes: Axes) -> int:
-    """How many processes share the virtual ranks of a step: not those who serve, and where each worker has steps of its
-    own, it has all of them."""
-    if values.get("exchange") != "server":
-        return axes.data
-    return max(axes.data - values.get("server.count", 1), 1) if values.get("server.staleness", 0) == 0 else 1
-
-
-def _roles(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
-    """What does not go together with parameter servers."""
-    problems, count = [], values.get("server.count", 1)
-    workers, bound = axes.data - count, values.get("server.staleness", 0)
-    if workers < 1:
-        asked = f"exchange = server on {plural(axes.data, 'process', 'processes')}"
-        true = f"{plural(count, 'server')} and at least 1 worker make {count + 1}."
-        problems.append(Problem(asked, true, str(line.in_processes(count + 1))))
-    if (replicas := values.get("parallel.replicate", FILL)) != FILL:
-        true = "Its processes are servers and workers; there is one of each model."
-        do = f"{line.setting('parallel.replicate=-1')}, or: {line.setting('exchange=tree')}"
-        problems.append(Problem(f"exchange = server and parallel.replicate = {replicas}", true, do))
-    if values.get("virtual_ranks") == 1:
-        true = "One virtual rank draws its random numbers from one stream, which the server would have to save."
-        problems.append(Problem("exchange = server and virtual_ranks = 1", true, str(line.setting("virtual_ranks=2"))))
-    if bound is not None and 0 < bound < workers - 1:
-        true = f"{workers} workers have {workers} gradients under way, so some are late by {workers - 1} updates."
-        more = f"{line.setting(f'server.staleness={workers - 1}')}, or: {line.in_processes(bound + 1 + count)}"
-        problems.append(Problem(f"server.staleness = {bound} with {workers} workers", true, more))
-    if bound != 0 and (loaders := values.get("loader.workers", 0)) > 0:
-        true = "A worker learns which step is its next one when it has done the last, so nothing can be fetched ahead."
-        do = f"{line.setting('loader.workers=0')}, or: {line.setting('server.staleness=0')}"
-        asked = f"server.staleness = {shown(bound)} and loader.workers = {loaders}"
-        problems.append(Problem(asked, true, do))
-    return problems
+    problems = _not_read(exchange, values, line)
+    if axes is not None:
+        problems += _not_carried(exchange, values, axes, line) + _not_claimed(exchange, values, axes, line)
+        problems += problems_of_forms(exchange, values, axes, line)
+    return problems + (ALSO[exchange](values, axes, line) if exchange in ALSO else [])
 
 
 def _not_claimed(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
@@ -102,7 +77,7 @@ def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Lin
             continue
         asked = f"exchange = {exchange} and parallel.{axis} = {size}"
         if axis not in CARRIES[exchange]:
-            true = "This exchange adds up gradients of whole models."
+            true = WHY_NOT.get((exchange, axis), "This exchange adds up gradients of whole models.")
             do = f"{line.setting('exchange=tree')}, or: {line.setting(f'parallel.{axis}=1')}"
             problems.append(Problem(asked, true, do))
         elif axis == "shard" and exchange != "tree" and values.get("parallel.gather") == "layer":
@@ -123,3 +98,10 @@ def _not_read(exchange: str, values: Mapping[str, Any], line: Line) -> list[Prob
                 do = f"{line.setting(f'exchange={other}')}, or: {line.setting(f'{name}={shown(field.default)}')}"
                 problems.append(Problem(f"{name} = {shown(value)}", true, do))
     return problems
+
+
+ALSO: dict[str, Callable[[Mapping[str, Any], Axes | None, Line], list[Problem]]] = {
+    "server": problems_of_roles,
+    "local": problems_of_sites,
+}
+"""What else may be wrong with the settings of an exchange."""

@@ -12,17 +12,24 @@ class Carried:
     """The exchanges of a run, each under a key that says whose gradient it makes whole.
 
     kind  which exchange it is, in words: what another one has carried means nothing to it, and is dropped
+    own   the name of a script's own, which is known when its loop begins
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.own = self._saved_own = "none"
         self.exchanges: dict[str, Exchange] = {}
+        self.kept: dict[str, Any] = {}  # what belongs to none of them alone, and stays when they are closed
         self._waiting: dict[str, Any] = {}  # was saved, and its exchange is not built yet
+
+    def keep(self, key: str, thing: Any) -> None:
+        """Something with a state that belongs to all of them, known before anything is loaded."""
+        self.kept[key] = thing
 
     def know(self, key: str, exchange: Exchange) -> None:
         """An exchange was built: if something was saved for it, it goes on from there."""
         self.exchanges[key] = exchange
-        saved = self._waiting.pop(key, None)
+        saved = self._ours().pop(key, None)
         if saved is not None:
             exchange.load_state_dict(saved)
 
@@ -32,8 +39,16 @@ class Carried:
 
     def state_dict(self) -> dict[str, Any]:
         """All processes must call this together; the main process's is the one that is saved."""
-        states = {key: exchange.state_dict() for key, exchange in self.exchanges.items()}
-        return {"kind": self.kind, "of": {**self._waiting, **{key: state for key, state in states.items() if state}}}
+        states = {key: exchange.state_dict() for key, exchange in (self.exchanges | self.kept).items()}
+        of = {**self._ours(), **{key: state for key, state in states.items() if state}}
+        return {"kind": self.kind, "own": self.own, "of": of}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._waiting = dict(state["of"]) if state["kind"] == self.kind else {}
+        self._saved_own = state["own"]
+        for key in self.kept.keys() & self._waiting.keys():
+            self.kept[key].load_state_dict(self._waiting.pop(key))
+
+    def _ours(self) -> dict[str, Any]:
+        """What waits, if it is of this very exchange."""
+        return self._waiting if self._saved_own == self.own else {}

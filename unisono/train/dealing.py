@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from unisono import phases
 from unisono.score.dealing import Dealer
+from unisono.settings.sites import sites_of
 from unisono.train.claims import Claims
 from unisono.world.crew import Crew
 from unisono.world.tickets import Tickets
@@ -113,6 +114,8 @@ def build_dealing(
     rank, and where processes wait for each other in the midst of a model, so that none can be told to be slow."""
     deal, ranks = settings.deal, settings.virtual_ranks
     if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.claim):
+        return None
+    if sites_of(settings) > 1:  # a site's virtual ranks are part of the mathematics
         return None
     servers = mesh.world.servers if isinstance(mesh.world, Crew) else 0
     dealer = Dealer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None

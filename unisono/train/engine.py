@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.data.loader import Collate, Loader, Schedule
+from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import Generators, seed_everything
-from unisono.data.streams import lies_in
 from unisono.errors import DataError, LoopError
 from unisono.exchange.buckets import touched
+from unisono.exchange.own import Own
 from unisono.parallel.precision import LossScale
 from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, Spans, place_evenly
+from unisono.settings.sites import sites_of
 from unisono.train.buffers import bits_of, versions, watch_samples
 from unisono.train.carried import Carried
-from unisono.train.dealing import WORDS, Dealing, build_dealing
+from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
 from unisono.train.misfits import alone, check_optimizer, check_schedule
 from unisono.train.models import Models
@@ -40,6 +41,8 @@ class Engine:
 
     buddy: Buddy | None = None
 
+    own: Own | None = None  # the script's own exchange
+
     def __init__(
         self,
         settings: Settings,
@@ -57,11 +60,13 @@ class Engine:
     ) -> None:
         self.settings, self.mesh, self.seat, self.order = settings, mesh, seat, order
         self.group = mesh.world
+        self.block = (0, order.virtual_ranks)  # those whose steps are made together
         self.schedule, self.models, self.last = schedule, models, last
         self.table, self.generators, self.scale, self.carried = table, generators, scale, carried
         self.asked = {"stop": False, "leave": False}
         self.agreed: Mapping[str, int] = self.asked
         self.steppers: list[Any] = []
+        self.sent = self.plain = 0.0  # bytes of gradients, since the run began here; without compressing
         self._held: dict[int, int] = {}  # how many parameters each optimizer had when we looked
         self._versions: list[int] = []  # of the parameters, when the pass began
         self._held_bits: list[int] = []  # what was in them, at a first pass
@@ -78,7 +83,7 @@ class Engine:
     @staticmethod
     def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
         """What each of `size` processes computes of every batch, unless somebody deals anew."""
-        return place_evenly(settings.virtual_ranks, size)
+        return place_evenly(settings.virtual_ranks, size, sites_of(settings))
 
     # -- a step
 
@@ -127,8 +132,10 @@ class Engine:
             only = optimizers is not None
             models = self.models
             self._gradients[key] = Gradient(
-                params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only
+                params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only, own=self.own
             )
+            if models.comm_hook is not None:
+                self._gradients[key].exchange.register_comm_hook(*models.comm_hook)  # type: ignore[attr-defined]
             self.carried.know(self._gradients[key].key, self._gradients[key].exchange)
         if optimizers is None:
             self._whole = self._gradients[key]
@@ -150,7 +157,7 @@ class Engine:
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
         buffers, self.models.busy = self.models.buffers, True
         if self.order.virtual_ranks > 1:
-            buffers.begin(next(v for v in range(self.order.virtual_ranks) if self.order.micro_bounds(step, v)))
+            buffers.begin(next(v for v in range(*self.block) if self.order.micro_bounds(step, v)))
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
@@ -240,6 +247,7 @@ class Engine:
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
+        self.sent, self.plain = self.sent + exchange.sent, self.plain + exchange.plain
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:
@@ -279,6 +287,11 @@ class Engine:
         """Let go of the data and of the parameters; closing twice changes nothing."""
         self.end()
         self._forget()
+
+    def part(self, mesh: Mesh, block: tuple[int, int]) -> None:
+        """From the next step on, the processes of `mesh` make their steps by themselves, over these virtual ranks."""
+        self._forget()
+        self.mesh, self.group, self.block = mesh, mesh.world, block
 
     def _forget(self) -> None:
         for gradient in self._gradients.values():
@@ -394,56 +407,3 @@ class Engine:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def build_engine(
-    kind: type[Engine],
-    data: Any,
-    *,
-    settings: Settings,
-    mesh: Mesh,
-    models: Models,
-    table: Table,
-    generators: Generators,
-    scale: LossScale,
-    carried: Carried,
-    shuffle: bool,
-    collate: Collate | None,
-    first: int,
-    last: int,
-    note: Callable[[str], None],
-) -> Engine:
-    """The engine for steps `first` to `last` - 1 over this data, with its order, its placement and its loader."""
-    shards, window = lies_in(data)
-    order = Order(
-        length=len(data),
-        batch=settings.batch,
-        virtual_ranks=settings.virtual_ranks,
-        micro_batch=settings.micro_batch,
-        seed=settings.seed,
-        shuffle=shuffle,
-        shards=shards,
-        window=window,
-    )
-    by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
-    seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
-    schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
-    if by_layer and settings.micro_batch is not None:
-        table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
-    loader = Loader(
-        data,
-        order,
-        schedule,
-        seat=seat,
-        first=first,
-        last=last,
-        device=mesh.world.device,
-        collate=collate,
-        workers=settings.loader.workers,
-        prefetch=settings.loader.prefetch,
-        keyed=settings.virtual_ranks > 1,
-    )
-    engine = kind(settings, mesh, seat, order, loader, schedule, models, last, table, generators, scale, carried)
-    engine.dealing = build_dealing(settings, mesh, schedule, first, note)
-    table.words = WORDS if engine.dealing is not None else 0
-    return engine

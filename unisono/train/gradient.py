@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, build_exchange
+from unisono.exchange import Exchange, Spans, Weights, build_exchange, chosen
 from unisono.exchange.buckets import finite
+from unisono.exchange.own import Own
 from unisono.exchange.several import Several
 from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
@@ -46,19 +47,21 @@ class Gradient:
         pipeline: Pipeline | None = None,
         *,
         only: bool = False,
+        own: Own | None = None,
     ) -> None:
         self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
-        exchange = "claimed" if settings.deal.claim else settings.exchange
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
         if layers and by_layer:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
         elif pipeline is not None:
-            parts = [build_exchange(settings.exchange, of, ranks, mesh.data) for of in pipeline.parts_of(params)]
+            parts = [chosen(settings, of, mesh.data, mesh.world) for of in pipeline.parts_of(params)]
             self.exchange = Several(params, parts)
+        elif own is not None:
+            self.exchange = own(self.leaves, ranks, mesh.data)
         else:
-            self.exchange = build_exchange(exchange, self.leaves, ranks, mesh.data)
+            self.exchange = chosen(settings, self.leaves, mesh.data, mesh.world)
         if mesh.context.size > 1:
             self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not (layers and by_layer) else None

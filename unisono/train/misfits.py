@@ -1,4 +1,4 @@
-"""What a loop may hand over that cannot work: a loss, an optimizer, a schedule. Looked at when it first comes."""
+"""What a script may hand over that cannot work: a model, a loss, an optimizer, a schedule. Looked at when it comes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ import torch
 
 from unisono.errors import LoopError
 from unisono.score.order import Order
+
+
+def check_shapes(model: torch.nn.Module) -> None:
+    """Have all parameters a shape, so that they can be shared?"""
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
+    if lazy:
+        raise LoopError(
+            f"run.place was given a {type(model).__name__}.",
+            f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}): there is nothing to share.",
+            "say in_features, or let a batch through it before: run.place(lambda: warmed_up(Net())).",
+        )
 
 
 def check_loss(loss: Any, mean: bool) -> None:

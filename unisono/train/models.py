@@ -57,8 +57,12 @@ class Models:
         """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
         self.plans: list[Plan | Placement | None] = []
         """How each model is cut, where the axis tensor has several processes; None: as is found."""
+        self.comm_hook: tuple[Any, Any] | None = None
+        """The user's own, (state, hook), which goes to every exchange."""
         self.divided_loss = False
         """Do logits come out of a model divided by classes?"""
+        self.heard: list[Callable[[], None]] = []
+        """Who is to be told when something else trains than before."""
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
@@ -145,6 +149,8 @@ class Models:
             )
         self._signature = signature
         self.trained = [p for p in self.params if p.requires_grad]
+        for tell in self.heard:
+            tell()
         return True
 
     def _look_again(self) -> bool:

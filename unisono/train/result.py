@@ -6,12 +6,21 @@ import time
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from unisono.exchange import promise_of
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
+
+
+def plain(value: Any) -> Any:
+    """What a loop logs: a number of torch's or numpy's as Python's own."""
+    number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if number else value
 
 
 def promise(run: Run[Any]) -> tuple[str, str]:
@@ -22,7 +31,10 @@ def promise(run: Run[Any]) -> tuple[str, str]:
         return f"exact until step {first}", f"then other mathematics: {what}"
     if run.differences:
         return "tolerance", "; ".join(run.differences)
-    exchange = promise_of(run.settings.exchange, run.settings.virtual_ranks, run.size)
+    exchange = promise_of(run.settings, run.size)
+    own = run._engine.own if run._engine is not None else None
+    if own is not None:
+        exchange = own.promise, own.reason
     ties = run._models.ties
     if ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
@@ -43,8 +55,10 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "samples": order.samples(run.steps_done) if order else 0,
         "seconds": round(seconds, 3),
         "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
+        **_sent(run),
         "ranks": run.size,
         "virtual_ranks": run.settings.virtual_ranks,
+        **run._sites.told,
         "promise": promised_here,
         "reason": reason,
         "survival": survival(run.settings.parallel, run._mesh.axes),
@@ -64,3 +78,12 @@ def _deals(run: Run[Any]) -> list[dict[str, Any]]:
     """When virtual ranks were dealt anew because of how fast the processes are."""
     dealing = run._engine.dealing if run._engine is not None else None
     return [{"step": first, "virtual_ranks": counts} for first, counts in (dealing.deals if dealing else ())]
+
+
+def _sent(run: Run[Any]) -> dict[str, int]:
+    """Bytes of gradients that have left this process for others, a step; {}: nobody has counted them."""
+    steps = run.steps_done - (run._state.resumed.steps if run._state.resumed is not None else 0)
+    if run._engine is None or not steps or not isfinite(run._engine.sent):
+        return {}
+    sent, plain = round(run._engine.sent / steps), round(run._engine.plain / steps)
+    return {"bytes_per_step": sent, **({"bytes_uncompressed": plain} if plain != sent else {})}

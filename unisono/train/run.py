@@ -8,30 +8,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
-import numpy as np
 import torch
 
 from unisono import phases
 from unisono.checkpoint.load import Checkpoint
-from unisono.data.loader import Collate, Numbers, length_of, same_length
+from unisono.data.loader import Collate, length_of
 from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
 from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
+from unisono.exchange import refuse_hook
+from unisono.exchange.own import Build
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
 from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
-from unisono.train.buddy import Buddy
 from unisono.train.buffers import refuse_sync
 from unisono.train.carried import Carried
-from unisono.train.engine import Engine, build_engine
+from unisono.train.engine import Engine
 from unisono.train.evaluate import Measure, evaluate
+from unisono.train.misfits import check_shapes
 from unisono.train.models import Models
+from unisono.train.opening import open_loop
 from unisono.train.outputs import Forward, Outputs, at_rest
 from unisono.train.predict import predict
-from unisono.train.result import promise, result
+from unisono.train.result import plain, promise, result
+from unisono.train.sites import sites
 from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.table import Table
@@ -39,6 +42,7 @@ from unisono.train.timed import Example
 from unisono.watch.watcher import Watcher
 from unisono.world.collectives import peers
 from unisono.world.mesh import build_mesh
+from unisono.world.verbs import Collectives
 
 if TYPE_CHECKING:
     from unisono.env import World
@@ -92,8 +96,9 @@ class Run(Generic[S]):
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
-        self._state.track(**{RANDOM: self._generators, SCALE: self._scale, EXCHANGE: self._carried})
         self._models = Models(self._mesh, settings.virtual_ranks)
+        self._sites = sites(settings, self._mesh, self._models, self._table, self._state, self._carried, self.print)
+        self._state.track(**{EXCHANGE: self._carried, RANDOM: self._generators, SCALE: self._scale})
         self._total_steps = settings.steps
         self._kind = engine
         self._engine: Engine | None = None
@@ -161,13 +166,7 @@ class Run(Generic[S]):
                 None if self.device.type == "cpu" else self.device,
             )
             model = model()
-        lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
-        if lazy:
-            raise LoopError(
-                f"run.place was given a {type(model).__name__}.",
-                f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}): there is nothing to share.",
-                "say in_features, or let a batch through it before: run.place(lambda: warmed_up(Net())).",
-            )
+        check_shapes(model)
         if self.settings.virtual_ranks > 1:
             refuse_sync(model)
         placed: Module = model  # type: ignore[assignment]
@@ -193,6 +192,11 @@ class Run(Generic[S]):
         self._state.track(**things)
         self._models.track(self._state.models.values())
 
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """With exchange=ddp, before the loop: torch's DistributedDataParallel.register_comm_hook."""
+        refuse_hook(self.settings.exchange)
+        self._models.comm_hook = state, hook
+
     @contextmanager
     def first(self) -> Iterator[None]:
         """A block that one process on each host enters before the others, for what is made or fetched once."""
@@ -205,7 +209,14 @@ class Run(Generic[S]):
 
     # -- the loop
 
-    def steps(self, data: Any = None, *, shuffle: bool = True, collate_fn: Collate | None = None) -> Iterator[Step]:
+    def steps(
+        self,
+        data: Any = None,
+        *,
+        shuffle: bool = True,
+        collate_fn: Collate | None = None,
+        exchange: Build | None = None,
+    ) -> Iterator[Step]:
         """The steps of the run over a map-style data set or a Stream, from where it stands to its end.
 
         data        has __len__ and __getitem__ (or __getitems__); samples are collated by torch's default_collate.
@@ -213,6 +224,7 @@ class Run(Generic[S]):
                     loop makes itself (rollouts, synthetic data)
         shuffle     False: every epoch walks the data in its own order
         collate_fn  a list of samples -> a batch
+        exchange    one of the script's own (docs/exchanges.md): (params, virtual_ranks, group) -> unisono.Exchange
 
         Between two steps checkpoints are written and signals are heard. Raises DataError for an empty data set, and
         LoopError where the contract of the loop is broken (see Step).
@@ -223,42 +235,7 @@ class Run(Generic[S]):
                 "A run is one sequence of steps, numbered through.",
                 "give the number of epochs (--set epochs=3) instead of calling it once an epoch.",
             )
-        settings = self.settings
-        if data is None:
-            data, shuffle = Numbers(settings.batch), False
-            if settings.steps is None:
-                raise SettingsError(
-                    "run.steps was called without data.",
-                    f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
-                    "--set steps=100 --set epochs=none",
-                )
-        self._table.together("run.steps")
-        self._settle(data)
-        length = length_of(data, "The training set")
-        same_length(self._group, length, "The training set")
-        last = self.count_steps(data)
-        self._identity["length"] = data.shape if isinstance(data, Stream) else length
-        self.changes += self._state.check_length(self._identity["length"], self._accepted)
-        self._identity["ties"] = self._models.ties or "none"
-        self.changes += self._state.check_ties(self._identity["ties"])
-        self._engine = build_engine(
-            self._kind,
-            data,
-            settings=settings,
-            mesh=self._mesh,
-            models=self._models,
-            table=self._table,
-            generators=self._generators,
-            scale=self._scale,
-            carried=self._carried,
-            shuffle=shuffle,
-            collate=collate_fn,
-            first=self.steps_done,
-            last=last,
-            note=self._watcher.note,
-        )
-        if settings.parallel.buddy:
-            self._engine.buddy = Buddy(self._state.tracked, self._mesh, self._models.rest)
+        self._engine = open_loop(self, data, shuffle=shuffle, collate=collate_fn, exchange=exchange)
         self._models.listen()
         return self._steps(self._engine)
 
@@ -269,6 +246,7 @@ class Run(Generic[S]):
         ]
         seen = engine.order.samples(self.steps_done)
         self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._state.resumed is not None)
+        self._sites.begin(engine, self.steps_done)
         self._began = time.perf_counter()
         checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every
@@ -288,17 +266,22 @@ class Run(Generic[S]):
             self._samples_here += step.samples
             self._done = step
             self._watcher.step(step)
-            if engine.agreed["leave"]:
+            met = self._sites.after(engine, step)
+            if met is None:
+                continue
+            if met.agreed["leave"]:
                 self._save()
+                self._sites.rest(step)
                 raise Stopped
-            if engine.agreed["stop"]:
+            if met.agreed["stop"]:
                 break
-            if every and self.steps_done % every == 0 and self.steps_done < engine.last:
+            if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
                 self._save()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
         if self._state.saved_after != self.steps_done:
             self._save()
+        self._sites.rest(self._done)
         self._ended = time.perf_counter()
         engine.end()
 
@@ -311,10 +294,12 @@ class Run(Generic[S]):
             if self._last_step.is_done:
                 self._done = self._last_step
                 self.steps_done = self._last_step.number + 1
+                self._sites.after(self._engine, self._last_step)
             if self._state.saved_after != self.steps_done:
                 touched = self._state.touched_since_break(one_stream=self.settings.virtual_ranks == 1)
                 now = {"step": self.steps_done, "field": "the state", "from": "the last step's", "to": touched}
                 self._save([now] if touched else [])
+            self._sites.rest(self._done)
         self._over = True
 
     @property
@@ -352,14 +337,18 @@ class Run(Generic[S]):
         self._engine.dealing = None  # what somebody has dealt by hand stays
         return first
 
+    @property
+    def collectives(self) -> Collectives:
+        """What all processes do together with tensors of the script's own (docs/exchanges.md), outside of rounds."""
+        if self._last_step is not None:
+            self._last_step.refuse_within("run.collectives")
+        return Collectives(self._group)
+
     # -- what comes out
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Record values of this step: they go into the timeline, the progress line and, the last ones, result.json."""
-        told = {}
-        for name, value in {**(values or {}), **named}.items():
-            number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-            told[name] = value.item() if number else value
+        told = {name: plain(value) for name, value in {**(values or {}), **named}.items()}
         self._watcher.log(told)
         self.results.update(told)
 
@@ -415,7 +404,8 @@ class Run(Generic[S]):
         abreast = self._models.abreast
         walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
         models = [model, *self._models.modules, *self._models.tracked]
-        with phases.phase("evaluate"), peers(verb), at_rest(models, self.device), self._models.around_loss():
+        as_one = self._sites.as_one(models)
+        with phases.phase("evaluate"), peers(verb), as_one, at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
             hurry = lambda: self._leave and self._ended is not None  # noqa: E731
             yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
@@ -428,7 +418,8 @@ class Run(Generic[S]):
         self._table.together("a checkpoint")
         self._models.rest()
         about = {"identity": self._identity, "changes": [*self.changes, *more_changes]}
-        self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
+        with self._sites.as_one([*self._models.modules, *self._models.tracked]):
+            self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""

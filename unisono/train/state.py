@@ -43,6 +43,8 @@ class State:
         self.stages: Names | Parts | None = None
         """Who holds which parameter, if stages of a pipeline or servers hold some each."""
         self.stretched: list[Any] = []
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """What this process's site had of its own, by name (train/sites.py): it counts more than what all had."""
         self.changes: list[tuple[str, Any, Any]] = []
         """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
@@ -79,6 +81,8 @@ class State:
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         state = checkpoint.states[name]
+        if name in self.own:
+            state = {**state, **self.own[name]}
         try:
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
                 state = self._with_its_length(name, thing, state)
@@ -153,6 +157,19 @@ class State:
                 "resume with the same data set, or add --accept-change length.",
             )
         return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
+
+    def check_exchange(self, name: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
+        """The script's own exchange is called `name` ("none": it has none): what changes if it was another one."""
+        before = self.resumed.about["identity"].get("own exchange", "none") if self.resumed else name
+        if before == name:
+            return []
+        if "exchange" not in accepted:
+            raise SettingsError(
+                f"The run was to be resumed with exchange={name} in run.steps.",
+                f"It was begun with {before}, and the result depends on how gradients meet.",
+                "resume with the same exchange, or add --accept-change exchange.",
+            )
+        return [{"step": self.saved_after or 0, "field": "exchange", "from": before, "to": name}]
 
     def check_ties(self, ties: str) -> list[dict[str, Any]]:
         """What stages of a pipeline share now: as with another layout, it is another way to the same, to rounding."""

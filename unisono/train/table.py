@@ -10,7 +10,7 @@ only some call is then an error everywhere, instead of a wait that never ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,8 @@ class Table:
 
     pieces = 1
     words = 0
+    also: Callable[[str], None] | None = None
+    """Who else is to be asked whether they are about to do the same: the other sites, if there are any."""
 
     def __init__(self, virtual_ranks: int, group: Group, *, speaks: bool = True, slices: Group | None = None) -> None:
         """`speaks`: of the processes that see the same samples, is this the one whose rows count?"""
@@ -163,6 +165,8 @@ class Table:
             with peers(verb):
                 _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + self._of_us())
             self._check_together(verb, counts)
+        if self.also is not None:
+            self.also(verb)
 
     def _check_together(self, verb: str, counts: list[float]) -> None:
         doing = {other: int(n) for other, n in zip(VERBS, counts[len(FLAGS) : KNOWN], strict=True) if n}

@@ -166,6 +166,12 @@ def closing(
         loss = f", loss {result['loss']:.4f}" if isinstance(result.get("loss"), float) else ""
         speed = result.get("samples_per_second")
         facts["result"] = _steps(steps) + loss + (f", {speed:,.0f} samples/s" if speed else "") + _who(result)
+    if sent := result.get("bytes_per_step"):
+        plain = result.get("bytes_uncompressed")
+        beside = f", {sent / plain:.1%} of what it would be uncompressed" if plain else ""
+        facts["sent"] = f"{_bytes(sent)} of gradients a step, by each process{beside}"
+        if plain and sent > plain:
+            facts["sent"] += ": fewer nodes send less (compress.nodes)"
     if promise := result.get("promise"):
         facts["promise"] = f"{promise}: {result['reason']}" if result.get("reason") else str(promise)
     if result.get("weights_sha256"):
@@ -248,6 +254,15 @@ def _who(result: Mapping[str, Any]) -> str:
     if not ranks or not virtual:
         return ""
     return f", {ranks} rank{'s' * (ranks != 1)} ({virtual} virtual)"
+
+
+def _bytes(count: float) -> str:
+    """812 B, 3.2 kB, 42.7 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
 
 
 def _wrapped(found: Bottleneck) -> Sequence[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,31 @@ def build_mesh(axes: Axes, world: Group) -> Mesh:
             mesh_dim_names=tuple(long),
         ),
     )
+
+
+class Sites(NamedTuple):
+    """The processes of a run in sites, as many in each (exchange=local). Ranks count through one site after the other:
+
+        site 0      rank 0 --- rank 1          mesh     of this process's own site: its world is the site
+                      |          |
+        site 1      rank 2 --- rank 3          across   those at the same place in every site, in the order of sites
+
+    number  of this process's site
+    """
+
+    number: int
+    mesh: Mesh
+    across: Group
+
+
+def build_sites(count: int, world: Group) -> Sites:
+    """All processes in `count` sites. Every one of them must call this."""
+    size = world.size // count
+    axes = Axes(pipeline=count, replicate=size)  # any two axes, the outer one for sites: only to count through them
+    site = replace(_line(axes, world, "replicate"), members=next(m for m in axes.lines("replicate") if world.rank in m))
+    alone = Group(device=world.device)
+    mesh = Mesh(Axes(replicate=size), site, site, site, alone, alone, alone, alone)
+    return Sites(world.rank // size, mesh, _line(axes, world, "pipeline"))
 
 
 def _line(axes: Axes, world: Group, *names: str) -> Group:

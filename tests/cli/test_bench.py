@@ -1,0 +1,219 @@
+"""`unisono bench`: what it measures, what it writes, which links it calls slow, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.asking import Ask
+from tests.cli.command import Command
+from unisono import env
+from unisono.cli.bench import KINDS, collected
+from unisono.cli.links import Link, findings
+from unisono.cli.measure import rounds
+from unisono.cli.page import page
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+class Elements(HTMLParser):
+    """Every element is closed that must be; what it would load from elsewhere."""
+
+    EMPTY = ("meta", "input", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_everything_is_measured_and_written(command: Command) -> None:
+    ended = command.run("bench", "--ranks", "3", "--sizes", "64kB,1 kB", "--json", "--run-dir", "out")
+    assert ended.status == 0, ended.err
+    told = json.loads(ended.out)
+    assert told["dir"] == "out"
+    assert told["about"]["ranks"] == len(told["about"]["hosts"]) == 3
+    assert told["about"]["back_end"] == "gloo"
+    rows = {(row["collective"], row["bytes"]): row for row in told["collectives"]}
+    kinds = [name for name in KINDS if name != "tree_messages" or told["about"]["neighbours"]]
+    assert list(rows) == [(name, size) for name in kinds for size in (1024, 65536)]
+    for (name, size), row in rows.items():
+        about = -(-size // 12) * 12  # a whole number of floats for each of three processes
+        assert row["times"] >= 5
+        assert row["algorithm_bytes_per_second"] == pytest.approx(about / row["seconds"])
+        factor = row["bus_bytes_per_second"] / row["algorithm_bytes_per_second"]
+        assert factor == pytest.approx({"broadcast": 1, "send_receive": 1, "ring": 4 / 3}.get(name, KINDS[name].bus(3)))
+    assert [pair["ranks"] for pair in told["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+    assert json.loads((command.folder / "out" / "bench.json").read_text()) == {k: told[k] for k in told if k != "dir"}
+    assert not (command.folder / "out" / "measured.jsonl").exists()
+    text = (command.folder / "out" / "bench.html").read_text()
+    found = Elements(text)
+    assert not found.open
+    assert not found.loads
+    assert not re.search(r"https?://|@import|url\(|<script", text)  # it opens without a network
+    assert found.count["circle"] == 2 * len(rows)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_the_screen_tells_it_in_a_table(command: Command) -> None:
+    ended = command.run("bench", "--only", "ring", "--only", "pairs", "--sizes", "4kB,1MB")
+    assert ended.status == 0, ended.err
+    assert re.search(r"2 processes on 1 host, cpu, gloo", ended.out)
+    assert re.search(r"^ring +\d.* (us|ms) +\d+$", ended.out, re.M)
+    assert re.search(r"^ranks +0 and +1 .* (us|ms) .*B/s$", ended.out, re.M)
+    (page_,) = (command.folder / "runs").glob("bench-*/bench.html")
+    assert f"All figures and plots are in {page_.relative_to(command.folder)}" in ended.out
+
+
+def test_in_a_world_that_torchrun_has_started(command: Command) -> None:
+    arguments = [*TORCHRUN, "-m", "unisono.cli.main", "bench", "--only", "broadcast", "--sizes", "1kB", "--json"]
+    ended = command.end(command.start_python(*arguments))
+    assert ended.status == 0, ended.err
+    (told,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    assert told["about"]["ranks"] == 2
+    assert len(told["collectives"]) == 1
+    assert (command.folder / told["dir"] / "bench.html").is_file()
+
+
+def test_ctrl_c_keeps_what_was_measured(command: Command) -> None:
+    running = command.start("bench", "--sizes", "16MB", "--run-dir", "out")
+    assert running.stdout is not None
+    assert any(line.startswith("all_reduce") for line in iter(running.stdout.readline, ""))
+    running.send_signal(signal.SIGINT)
+    ended = command.end(running)
+    assert ended.status == 0
+    assert "Traceback" not in ended.out + ended.err
+    assert "Stopped. What was measured until then is in out/bench.html" in ended.out
+    told = json.loads((command.folder / "out" / "bench.json").read_text())
+    assert told["stopped"]
+    assert told["collectives"][0]["collective"] == "all_reduce"
+
+
+# -- requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ranks", "1"], ["1 process", "It takes two to talk.", "Next: unisono bench --ranks 2"]),
+        (["--ranks", "two"], ["--ranks takes a whole number", "unisono bench --ranks 2"]),
+        (["--only", "allreduce"], ["no collective allreduce; the nearest is all_reduce", "--only all_reduce"]),
+        (["--sizes", "1kB,big"], ["'big' is not a size", "--sizes 1kB,1MB,64MB"]),
+        (["--sizes", "1TB"], ["'1TB' is not a size"]),
+        (["--sizes", "100GB"], ["'100GB' is not a size: 4 bytes to 4 GB"]),
+        (["--size", "1kB"], ["There is no flag --size; the nearest is --sizes", "unisono bench --sizes 1kB"]),
+        (["--run-dir", "there"], ["--run-dir there", "It is a file."]),
+        (["--run-dir", "full"], ["It holds a bench.json already.", "--run-dir full-2"]),
+        (["text"], ["There is no place for `text`."]),
+    ],
+)
+def test_wrong_requests_are_refused(ask: Ask, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    (tmp_path / "there").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "bench.json").touch()
+    told = "\n".join(map(str, ask("bench", *arguments)))
+    assert all(each in told for each in words), told
+
+
+def test_a_world_that_is_there_takes_no_number_of_processes(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (problem,) = ask("bench", "--ranks", "4")
+    assert problem.asked == "--ranks 4"
+    assert problem.true == "torchrun has started 2 already, and these are measured."
+    assert problem.do == "unisono bench --json"
+
+
+def test_all_that_is_wrong_is_told_at_once(ask: Ask) -> None:
+    assert len(ask("bench", "--ranks", "0", "--only", "nothing", "--sizes", "")) == 3
+
+
+def test_the_help_loads_no_torch() -> None:
+    code = "import sys\nfrom unisono.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
+    code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env.inherited({})
+    )
+    assert "--sizes" in done.stdout
+    assert done.stdout.endswith("False False\n")
+
+
+# -- links
+
+
+def links(size: int, slow: dict[tuple[int, int], tuple[float, float]]) -> list[Link]:
+    """Every pair at 100 us and 1 GB/s, but for some."""
+    pairs = [(one, other) for one in range(size) for other in range(one + 1, size)]
+    return [Link(pair, *slow.get(pair, (100e-6, 1e9))) for pair in pairs]
+
+
+def test_a_slow_link_is_named_with_numbers_and_what_to_look_at() -> None:
+    (told,) = map(str, findings(links(4, {(1, 2): (100e-6, 2e8)}), ["a", "b", "c", "d"]))
+    assert "between ranks 1 and 2 is slow" in told
+    assert "200 MB/s, where 1 GB/s is the median of 6 links" in told
+    assert "iperf3 -s on b, iperf3 -c b on c" in told
+    (told,) = map(str, findings(links(4, {(0, 1): (900e-6, 1e9)}), ["a"] * 4))
+    assert "900 us for a small message, where 100 us is the median" in told
+    assert "what else runs on a" in told
+
+
+@pytest.mark.parametrize("size", [3, 4, 9])
+def test_a_process_that_is_slow_to_everybody_is_named_once(size: int) -> None:
+    """Of three links two are slow then, and the median with them."""
+    far = {(rank, size - 1): (100e-6, 1e8) for rank in range(size - 1)}
+    (told,) = map(str, findings(links(size, far), [*"abcdefgh"[: size - 1], "z"]))
+    assert f"Rank {size - 1} is slow to everybody" in told
+    assert f"100 MB/s, where 1 GB/s is the median of the {size} processes" in told
+    assert "iperf3 -s on z, iperf3 -c z on a" in told
+
+
+def test_links_that_are_alike_are_not_slow() -> None:
+    assert findings(links(4, {(0, 1): (150e-6, 7e8)}), ["a"] * 4) == []
+    assert findings(links(2, {}), ["a"] * 2) == []
+    near = {(0, 1): (10e-6, 1e10), (2, 3): (10e-6, 1e10)}  # within a host it is another thing
+    assert findings(links(4, near), ["a", "a", "b", "b"]) == []
+
+
+@pytest.mark.parametrize("size", [2, 3, 16, 17, 18])
+def test_every_pair_is_measured_once(size: int) -> None:
+    turns = list(rounds(size))
+    assert sorted(pair for turn in turns for pair in turn) == [(a, b) for a in range(size) for b in range(a + 1, size)]
+    for turn in turns:
+        ranks = [rank for pair in turn for rank in pair]
+        assert len(ranks) == len(set(ranks))
+        assert len(turn) == 1 or size > 16
+
+
+def test_a_page_of_half_a_measurement_is_whole(tmp_path: Path) -> None:
+    """The last line was cut off, and there are no pairs."""
+    row = {"collective": "ring<", "bytes": 1024, "seconds": 1e-4, "times": 5}
+    row |= {"algorithm_bytes_per_second": 1e7, "bus_bytes_per_second": 1e7}
+    about = {"ranks": 2, "hosts": ["a", "a"], "device": "cpu", "back_end": "gloo", "torch": "2", "time": "now"}
+    lines = [json.dumps({"about": about}), json.dumps(row), json.dumps(row)[:20]]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    text = page(collected(tmp_path / "lines", stopped=True))
+    assert "stopped before its end" in text
+    assert "ring&lt;" in text
+    assert not Elements(text).open

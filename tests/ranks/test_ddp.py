@@ -1,0 +1,191 @@
+"""torch's DistributedDataParallel as the exchange, under the loop's own contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks.test_passes import CONFIG, alternating
+from tests.ranks.test_same_bits import results
+from tests.ranks.training import MLP, Points, settings
+from unisono.env import World
+from unisono.errors import LoopError
+from unisono.settings import DdpSettings
+from unisono.testing import build_run, run_ranks
+from unisono.train.run import Run
+from unisono.world.start import group as join
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+def test_it_agrees_with_the_tree_and_promises_no_more(tmp_path: Path, kind: str, static: bool) -> None:
+    """53 samples of 16 a step: in the last step of an epoch some processes compute nothing. The gpt has parameters that
+    are tied, frozen and unused."""
+    tree = results(tmp_path, 1, kind, settings(), length=53)[0]
+    config = settings(exchange="ddp", ddp=DdpSettings(static_graph=static, bucket_mb=0.01))
+    for size in (1, 2, 8):
+        for run in results(tmp_path, size, kind, config, length=53):
+            assert run["losses"] == pytest.approx(tree["losses"], rel=1e-4)
+            assert run["norms"] == pytest.approx(tree["norms"], rel=1e-3)
+            assert run["unused"] is None
+            assert run["result"]["promise"] == "tolerance"
+            assert "exchange=ddp" in run["result"]["reason"]
+
+
+def test_micro_batches_and_scaled_losses(tmp_path: Path) -> None:
+    for changes in ({"micro_batch": 1}, {"precision": "fp16"}):
+        tree = results(tmp_path, 1, "mlp", settings(**changes))[0]
+        for run in results(tmp_path, 2, "mlp", settings(exchange="ddp", **changes)):
+            assert run["losses"] == pytest.approx(tree["losses"], rel=1e-3)
+
+
+def passes(world: World, config: Any, folder: str) -> Any:
+    with join(world) as group:
+        run = build_run(config, world, group, Path(folder) / f"{config.exchange}-{world.size}")
+        told = alternating(run)
+        run.close()
+        return told[:-1]  # losses, norms and sums, without the fingerprint
+
+
+def test_several_passes_and_optimizers(tmp_path: Path) -> None:
+    config = replace(CONFIG, virtual_ranks=3)
+    (tree,) = run_ranks(passes, 1, config, str(tmp_path))
+    for found in run_ranks(passes, 2, replace(config, exchange="ddp"), str(tmp_path)):
+        assert found == pytest.approx(tree, rel=1e-3, abs=1e-4)
+
+
+# -- hooks of the user's
+
+
+class Saw:
+    """A hook's state that notes what went through it."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+
+def watching(state: Saw, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    state.norms.append(float(bucket.buffer().norm()))
+    assert dist.group.WORLD is not None
+    return fp16_compress_hook(dist.group.WORLD, bucket)
+
+
+def hooked(world: World, config: Any, folder: str, kind: str) -> Any:
+    with join(world) as group:
+        run: Run[Any] = build_run(config, world, group, Path(folder) / f"{kind}-{world.size}")
+        model = run.place(MLP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        saw = Saw()
+        match kind:
+            case "fp16":
+                run.register_comm_hook(saw, watching)
+            case "powersgd":
+                state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=0)
+                run.register_comm_hook(state, powerSGD_hook)
+        losses = []
+        for step in run.steps(Points(96)):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            if kind == "fp16" and world.size > 1:
+                # what it saw is a mean: not a sum over the batch
+                assert step.grad_norm is not None
+                assert 0.3 < saw.norms[-1] / step.grad_norm < 3
+            step.update(optimizer)
+            losses.append(step.loss)
+        run.close()
+        return losses
+
+
+@pytest.mark.parametrize(("kind", "off"), [("fp16", 1e-3), ("powersgd", 0.15)])
+def test_torchs_own_hooks(tmp_path: Path, kind: str, off: float) -> None:
+    config = settings(exchange="ddp")
+    (tree,) = run_ranks(hooked, 1, settings(), str(tmp_path), "none")
+    for losses in run_ranks(hooked, 2, config, str(tmp_path), kind):
+        assert losses == pytest.approx(tree, rel=off)
+        assert losses != tree
+
+
+def test_a_hook_that_nobody_would_call_is_refused(tmp_path: Path) -> None:
+    def ask(world: World) -> str:
+        with join(world) as group, pytest.raises(LoopError) as told:
+            build_run(settings(), world, group, tmp_path).register_comm_hook(None, fp16_compress_hook)
+        return str(told.value)
+
+    told = ask(World())
+    assert "exchange=tree" in told
+    assert "--set exchange=ddp" in told
+
+
+# -- beside the loop that one writes by hand
+
+
+def by_hand(world: World, config: Any) -> list[float]:
+    """DistributedDataParallel as its documentation advises; equal micro-batches, so means may be averaged."""
+    with join(world):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Linear(12, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        points = Points(config.batch * config.steps)
+        half = config.batch // 2
+        for step in range(config.steps):
+            rows = slice(step * config.batch + world.rank * half, step * config.batch + (world.rank + 1) * half)
+            F.cross_entropy(model(points.x[rows]), points.y[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [float(x) for p in model.parameters() for x in p.flatten()]
+
+
+def with_ours(world: World, config: Any, folder: str) -> list[float]:
+    with join(world) as group:
+        run: Run[Any] = build_run(config, world, group, Path(folder))
+        torch.manual_seed(1)
+        model = run.place(nn.Linear(12, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        points = Points(config.batch * config.steps)
+        for step in run.steps(torch.utils.data.TensorDataset(points.x, points.y), shuffle=False):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            step.update(optimizer)
+        run.close()
+        return [float(x) for p in model.parameters() for x in p.flatten()]
+
+
+def test_it_is_the_loop_by_hand(tmp_path: Path) -> None:
+    config = settings(exchange="ddp", virtual_ranks=2, steps=5)
+    theirs = run_ranks(by_hand, 2, config)[0]
+    for ours in run_ranks(with_ours, 2, config, str(tmp_path)):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def touching(world: World, config: Any, folder: str) -> str:
+    with join(world) as group:
+        run: Run[Any] = build_run(config, world, group, Path(folder))
+        model = run.place(MLP)
+        run.track(model=model)
+        for step in run.steps(Points(16)):
+            try:
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+                    for p in model.parameters():
+                        assert p.grad is not None
+                        p.grad.clamp_(-1, 1)
+            except LoopError as error:
+                return str(error)
+        return "nothing was said"
+
+
+def test_a_gradient_that_is_changed_between_two_micro_batches_is_refused(tmp_path: Path) -> None:
+    for told in run_ranks(touching, 2, settings(exchange="ddp", steps=1), str(tmp_path)):
+        assert "changed between two micro-batches" in told

@@ -1,0 +1,87 @@
+"""A loop is opened: what `run.steps` finds out before the first step, and the engine that it makes of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
+from unisono.data.streams import Stream, lies_in
+from unisono.errors import SettingsError
+from unisono.exchange.own import Build, own_exchange
+from unisono.score.order import Order
+from unisono.score.placement import Seat
+from unisono.train.buddy import Buddy
+from unisono.train.dealing import WORDS, build_dealing
+from unisono.train.engine import Engine
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+
+
+def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | None, exchange: Build | None) -> Engine:
+    """The engine of a run over this data, from where the run stands to its end. Every process must call this."""
+    settings, state, identity = run.settings, run._state, run._identity
+    if data is None:
+        data, shuffle = Numbers(settings.batch), False
+        if settings.steps is None:
+            raise SettingsError(
+                "run.steps was called without data.",
+                f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
+                "--set steps=100 --set epochs=none",
+            )
+    own = own_exchange(exchange, settings, run._mesh.axes)
+    run._table.together("run.steps")
+    run._settle(data)
+    length = length_of(data, "The training set")
+    same_length(run._group, length, "The training set")
+    last = run.count_steps(data)
+    identity["length"] = data.shape if isinstance(data, Stream) else length
+    identity["ties"] = run._models.ties or "none"
+    identity["own exchange"] = run._carried.own = own.name if own is not None else "none"
+    run.changes += state.check_length(identity["length"], run._accepted)
+    run.changes += state.check_ties(identity["ties"])
+    run.changes += state.check_exchange(identity["own exchange"], run._accepted)
+    engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)
+    engine.own = own
+    if settings.parallel.buddy:
+        engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
+    return engine
+
+
+def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate: Collate | None) -> Engine:
+    """The engine for all steps up to `last` - 1, with its order, its placement and its loader."""
+    settings, mesh, kind = run.settings, run._mesh, run._kind
+    shards, window = lies_in(data)
+    order = Order(
+        length=len(data),
+        batch=settings.batch,
+        virtual_ranks=settings.virtual_ranks,
+        micro_batch=settings.micro_batch,
+        seed=settings.seed,
+        shuffle=shuffle,
+        shards=shards,
+        window=window,
+    )
+    by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
+    seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
+    schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
+    if by_layer and settings.micro_batch is not None:
+        run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
+    loader = Loader(
+        data,
+        order,
+        schedule,
+        seat=seat,
+        first=run.steps_done,
+        last=last,
+        device=mesh.world.device,
+        collate=collate,
+        workers=settings.loader.workers,
+        prefetch=settings.loader.prefetch,
+        keyed=settings.virtual_ranks > 1,
+    )
+    of_run = (run._models, last, run._table, run._generators, run._scale, run._carried)
+    engine = kind(settings, mesh, seat, order, loader, schedule, *of_run)
+    engine.dealing = build_dealing(settings, mesh, schedule, run.steps_done, run._watcher.note)
+    run._table.words = WORDS if engine.dealing is not None else 0
+    return engine
