@@ -39,10 +39,15 @@ class Arm(NamedTuple):
 
 
 def arms() -> list[Arm]:
-    compressed = [
-        Arm(f"tree, {kind}", 2, (f"compress.kind={kind}",)) for kind in ("fp16", "bf16", "int8", "topk", "powersgd")
+    compressed = [Arm(f"tree, {kind}", 2, (f"compress.kind={kind}",)) for kind in ("fp16", "bf16", "int8")]
+    late_forms = ("compress.begin=100",)  # what is left out of early gradients comes too late to be of use
+    compressed += [
+        Arm("tree, topk", 2, ("compress.kind=topk", "compress.keep=0.25", *late_forms)),
+        Arm("tree, powersgd of rank 4", 2, ("compress.kind=powersgd", *late_forms)),
+        Arm("tree, powersgd of rank 16", 2, ("compress.kind=powersgd", "compress.rank=16", *late_forms)),
     ]
-    sites = ("exchange=local", "local.every=20")
+    sites = ("exchange=local", "local.every=20", "local.momentum=0.5")  # 0.9 is for runs with hundreds of meetings
+    mean = ("exchange=local", "local.every=20", "local.outer=average")
     late = ("momentum=0.0", "lr=2e-3")  # what steps in common bear is too much for gradients that are late
     return [
         Arm("tree", 2, ()),
@@ -51,12 +56,12 @@ def arms() -> list[Arm]:
         Arm("ring", 2, ("exchange=ring",)),
         Arm("ddp", 2, ("exchange=ddp",)),
         *compressed,
-        Arm("allreduce, powersgd", 2, ("exchange=allreduce", "compress.kind=powersgd")),
+        Arm("allreduce, int8", 2, ("exchange=allreduce", "compress.kind=int8")),
         Arm("server, synchronous", 3, ("exchange=server",)),
         Arm("server, at most 2 updates late", 4, ("exchange=server", "server.staleness=2", *late)),
         Arm("server, asynchronous", 4, ("exchange=server", "server.staleness=none", *late)),
-        Arm("local SGD, every 20 steps", 2, (*sites, "local.outer=average")),
-        Arm("post-local SGD, from step 100 on", 2, (*sites, "local.outer=average", "local.begin=100")),
+        Arm("local SGD, every 20 steps", 2, mean),
+        Arm("post-local SGD, from step 100 on", 2, (*mean, "local.begin=100")),
         Arm("DiLoCo, every 20 steps", 2, sites),
         Arm("DiLoCo, 8 bits", 2, (*sites, "local.bits=8")),
         Arm("DiLoCo, 4 bits", 2, (*sites, "local.bits=4")),
