@@ -229,8 +229,8 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
     ]
 
 
-KNOWN_LATER = ("length", "ties")
-"""Parts of a run's identity that follow from its data and its model: the run compares them."""
+KNOWN_LATER = ("length", "ties", "own exchange")
+"""Parts of a run's identity that follow from its data, its model and its script: the run compares them."""
 
 TOLD = ("layout", "ties")
 """Parts that need not be accepted when they change: the promise tells of it."""
