@@ -143,7 +143,9 @@ def by_hand(world: World, config: Any) -> list[float]:
             F.cross_entropy(model(points.x[rows]), points.y[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [float(x) for p in model.parameters() for x in p.flatten()]
+        weights = [x for p in model.parameters() for x in p.detach().flatten().tolist()]
+        del model, optimizer  # before its process group
+        return weights
 
 
 def with_ours(world: World, config: Any, folder: str) -> list[float]:
@@ -159,7 +161,7 @@ def with_ours(world: World, config: Any, folder: str) -> list[float]:
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             step.update(optimizer)
         run.close()
-        return [float(x) for p in model.parameters() for x in p.flatten()]
+        return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
 
 
 def test_it_is_the_loop_by_hand(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class Ddp(Exchange):
         self._torchs: DistributedDataParallel | None = None
         self._handles = [p.register_post_accumulate_grad_hook(self._seen(n)) for n, p in enumerate(params)]
         self._inside = self._last = False
+        self._end: torch.Tensor | None = None  # what the Reducer's backward ends in
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Before the first step."""
@@ -87,6 +89,7 @@ class Ddp(Exchange):
         if not self._last:  # nothing was computed here
             self._listen()
         silent = [p for p, fired in zip(self.params, self._fired, strict=True) if not fired]
+        assert self._end is not None
         ends = [self._end, *(p.view_as(p) for p in silent)]
         torch.autograd.backward(ends, [torch.zeros_like(end) for end in ends])
         self._last = False
@@ -116,8 +119,13 @@ class Ddp(Exchange):
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._torchs = None
         self.zero()
+        if self._torchs is not None:
+            # It holds the process group, which must not end with it: gloo's threads are joined then, while Python is
+            # locked, and may be waiting for that lock (seen in a loop by hand that did so). The first forward of the
+            # first one in a process leaves it in a cycle.
+            self._torchs = self._end = None
+            gc.collect()
 
     # -- torch's
 
