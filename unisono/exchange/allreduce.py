@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights, all_reduced
+from unisono.exchange import Spans, Weights, all_reduced
+from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
 from unisono.world.collectives import Group, Work, wait_for
 
 
-class AllReduce(Exchange):
+class AllReduce(Bucketed):
     promise = "tolerance"
     reason = "exchange=allreduce adds in an order that depends on the number of processes; exchange=tree does not"
 
@@ -49,20 +50,8 @@ class AllReduce(Exchange):
         return all(finite)
 
     @property
-    def used(self) -> Sequence[bool]:
-        return self.ready.used
-
-    @property
-    def touched(self) -> bool:
-        return self.ready.touched
-
-    @property
     def sent(self) -> float:
         return all_reduced(self.layout.bytes_of_all, self.group)
-
-    def close(self) -> None:
-        self.ready.close()
-        self.zero()
 
     def _launch(self, bucket: int) -> None:
         if self.group.size > 1:

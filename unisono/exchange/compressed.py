@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Spans, Weights
+from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import ALIGN, Copy, Layout, Loose, Pool, Readiness, finite
 from unisono.exchange.codes import BLOCK
 from unisono.exchange.nodes import Deal, moves, nodes_of
@@ -36,7 +37,7 @@ from unisono.settings import CompressSettings
 from unisono.world.collectives import Group, Message
 
 
-class CompressedTree(Exchange):
+class CompressedTree(Bucketed):
     promise = "exact"
     reason = "gradients are compressed at fixed nodes of one tree, which adds them up, wherever they were computed"
 
@@ -112,14 +113,6 @@ class CompressedTree(Exchange):
         return not any(bad) and all(map(finite, self.result.flats))
 
     @property
-    def used(self) -> Sequence[bool]:
-        return self.ready.used
-
-    @property
-    def touched(self) -> bool:
-        return self.ready.touched
-
-    @property
     def sent(self) -> float:
         return self.post.sent
 
@@ -130,8 +123,7 @@ class CompressedTree(Exchange):
         return Plan(self.leaves, self._deal.spans).traffic(self.group.rank) * self.layout.bytes_of_all
 
     def close(self) -> None:
-        self.ready.close()
-        self.zero()
+        super().close()
         self._leaf = None
         self.left, self._halves = {}, {}
         self.pool.free.clear()

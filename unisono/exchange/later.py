@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange.around import Around
 
 
-class Later(Exchange):
+class Later(Around):
     """`build`: makes the second one, when its first step comes; `kind`: its class, whose promise is that of the run."""
 
     def __init__(
@@ -31,63 +32,26 @@ class Later(Exchange):
         begin: int,
     ) -> None:
         self.params, self.promise, self.reason = params, kind.promise, kind.reason
-        self.now, self._build, self._begin = first, build, begin
+        self.inner, self._build, self._begin = first, build, begin
         self.steps = 0
         self._later = False
 
     def _change(self) -> None:
         self._later = True
-        self.now.close()
-        self.now = self._build()
+        self.inner.close()
+        self.inner = self._build()
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         if self.steps >= self._begin and not self._later:
             self._change()
         self.steps += 1
-        self.now.begin(spans, pieces, weights)
-
-    def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self.now.enter(virtual_rank, last=last)
-
-    def leave(self) -> None:
-        self.now.leave()
-
-    def launch(self) -> None:
-        self.now.launch()
-
-    def finish(self, weight: float) -> bool:
-        return self.now.finish(weight)
-
-    def commit(self) -> None:
-        self.now.commit()
-
-    def zero(self) -> None:
-        self.now.zero()
-
-    @property
-    def used(self) -> Sequence[bool]:
-        return self.now.used
-
-    @property
-    def touched(self) -> bool:
-        return self.now.touched
-
-    @property
-    def sent(self) -> float:
-        return self.now.sent
-
-    @property
-    def plain(self) -> float:
-        return self.now.plain
+        self.inner.begin(spans, pieces, weights)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "now": self.now.state_dict()}
+        return {"steps": self.steps, "now": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["steps"])
         if self.steps > self._begin:  # the one that was saved is the second
             self._change()
-        self.now.load_state_dict(state["now"])
-
-    def close(self) -> None:
-        self.now.close()
+        self.inner.load_state_dict(state["now"])

@@ -15,16 +15,18 @@ Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Spans, Weights
+from unisono.exchange.around import Around
 from unisono.exchange.tree import Tree
 from unisono.world.collectives import Group
 
 
-class Local(Exchange):
+class Local(Around):
     """`group`: the processes that make a step together, a site or all of them."""
 
     promise = "sites are part of the mathematics"
@@ -54,36 +56,16 @@ class Local(Exchange):
         self.tree.begin([(a - first, b - first) for a, b in ours], {v - first: n for v, n in pieces.items()}, weights)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self._tree.enter(virtual_rank - self.first, last=last)
+        self.inner.enter(virtual_rank - self.first, last=last)
 
-    def leave(self) -> None:
-        self._tree.leave()
-
-    def launch(self) -> None:
-        self._tree.launch()
-
-    def finish(self, weight: float) -> bool:
-        return self._tree.finish(weight)
-
-    def commit(self) -> None:
-        self._tree.commit()
-
-    def zero(self) -> None:
-        self._tree.zero()
-
-    @property
-    def used(self) -> Sequence[bool]:
-        return self._tree.used
-
-    @property
-    def touched(self) -> bool:
-        return self._tree.touched
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # what sites carry from meeting to meeting is not one exchange's (train/sites.py)
 
     def close(self) -> None:
         if self.tree is not None:
             self.tree.close()
 
     @property
-    def _tree(self) -> Tree:
+    def inner(self) -> Tree:  # type: ignore[override]  # it is made when a step begins
         assert self.tree is not None, "a step begins with `begin`"
         return self.tree

@@ -15,22 +15,22 @@ bits; but two half sequences are not added up as a whole one is, so beside one p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from unisono.exchange import Exchange, Spans, Weights, all_reduced
+from unisono.exchange.around import Around
 from unisono.exchange.buckets import BUCKET_BYTES, divide_
 from unisono.world.collectives import Group, local
 
 
-class Slices:
+class Slices(Around):
     """`inner` exchanges along the axes of data, where our span is number `place`; `slices` is the axis of context."""
 
     def __init__(self, inner: Exchange, params: Sequence[torch.nn.Parameter], slices: Group, place: int) -> None:
         self.inner, self.params, self.slices, self.place = inner, params, slices, place
         self.promise, self.reason = inner.promise, inner.reason
-        self.used: Sequence[bool] = ()
+        self._used: Sequence[bool] = ()
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """The weights of a slice are not all there is to divide by: the sum of them that the exchange gets is 1."""
@@ -43,17 +43,15 @@ class Slices:
 
         self.inner.begin(spans, pieces, one)
 
-    def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self.inner.enter(virtual_rank, last=last)
-
-    def leave(self) -> None:
-        self.inner.leave()
-
     def launch(self) -> None:
         self.inner.launch()
         used = self.inner.used or [p.grad is not None for p in self.params]
         told = torch.tensor(used, dtype=torch.uint8, device=self.slices.device)
-        self.used = list(map(bool, self.slices.max_(told).tolist()))
+        self._used = list(map(bool, self.slices.max_(told).tolist()))
+
+    @property
+    def used(self) -> Sequence[bool]:
+        return self._used
 
     def finish(self, weight: float) -> bool:
         self.inner.finish(1.0)
@@ -89,18 +87,6 @@ class Slices:
     def _full(some: Sequence[torch.Tensor]) -> bool:
         return sum(grad.nbytes for grad in some) >= BUCKET_BYTES
 
-    def commit(self) -> None:
-        self.inner.commit()
-
-    def zero(self) -> None:
-        self.inner.zero()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(state)
-
     @property
     def sent(self) -> float:
         """To other slices, a chunk of our sum to each, and the sum of ours: what an all-reduce sends."""
@@ -109,10 +95,3 @@ class Slices:
     @property
     def plain(self) -> float:
         return self.sent
-
-    @property
-    def touched(self) -> bool:
-        return self.inner.touched
-
-    def close(self) -> None:
-        self.inner.close()

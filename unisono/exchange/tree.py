@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange import Spans, Weights
+from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import Copy, Layout, Loose, Pool, Readiness, divide_
 from unisono.exchange.wire import Wire
 from unisono.score.tree import Fold, Node, Plan, parent
 from unisono.world.collectives import Group
 
 
-class Tree(Exchange):
+class Tree(Bucketed):
     promise = "exact"
     reason = "one fixed tree adds the gradients of the virtual ranks, wherever they were computed"
 
@@ -134,20 +135,11 @@ class Tree(Exchange):
             self._result = None
 
     @property
-    def used(self) -> Sequence[bool]:
-        return self.ready.used
-
-    @property
-    def touched(self) -> bool:
-        return self.ready.touched
-
-    @property
     def sent(self) -> float:
         return self.wire.plan.traffic(self.group.rank) * self.layout.bytes_of_all if self.wire is not None else 0.0
 
     def close(self) -> None:
-        self.ready.close()
-        self.zero()
+        super().close()
         # a gradient's memory goes now, and not when the garbage collector comes by
         self._fold.held.clear()
         self._merges, self._roots, self.wire = [], None, None

@@ -41,7 +41,8 @@ from typing import Any
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, all_reduced
+from unisono.exchange import Spans, Weights, all_reduced
+from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import Copy, Layout, Loose, Readiness, blocks, finite
 from unisono.world.collectives import Group, Work, wait_for
 
@@ -61,7 +62,7 @@ WINDOWS = 10
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Wide(Exchange):
+class Wide(Bucketed):
     """`world`: all processes that train, who agree on grids. Where parts of a model lie beside each other (tensor,
     context), that is more than the group that adds up."""
 
@@ -141,14 +142,6 @@ class Wide(Exchange):
             if seen > UNKNOWN:
                 self.exponents[number] = max(seen, self.exponents[number] - 1)
         return all(whole)
-
-    @property
-    def used(self) -> Sequence[bool]:
-        return self.ready.used
-
-    @property
-    def touched(self) -> bool:
-        return self.ready.touched
 
     def commit(self) -> None:
         self._windows = {}
