@@ -77,6 +77,7 @@ def test_everything_is_measured_and_written(command: Command) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.slow
 def test_the_screen_tells_it_in_a_table(command: Command) -> None:
     ended = command.run("bench", "--only", "ring", "--only", "pairs", "--sizes", "4kB,1MB")
     assert ended.status == 0, ended.err
@@ -87,6 +88,7 @@ def test_the_screen_tells_it_in_a_table(command: Command) -> None:
     assert f"All figures and plots are in {page_.relative_to(command.folder)}" in ended.out
 
 
+@pytest.mark.slow
 def test_in_a_world_that_torchrun_has_started(command: Command) -> None:
     arguments = [*TORCHRUN, "-m", "unisono.cli.main", "bench", "--only", "broadcast", "--sizes", "1kB", "--json"]
     ended = command.end(command.start_python(*arguments))

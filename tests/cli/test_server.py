@@ -116,6 +116,7 @@ def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(command: Command) 
     assert told["steps"] == 60
 
 
+@pytest.mark.slow
 def test_another_server_that_dies_ends_the_run_too(command: Command) -> None:
     running = start(command, 4, "--set", "steps=1000", "--set", "server.count=2")
     wait_for_update(command, 5)
@@ -127,6 +128,7 @@ def test_another_server_that_dies_ends_the_run_too(command: Command) -> None:
     assert "Rank 1 of 4 died of signal 9 (SIGKILL)" in ended.err
 
 
+@pytest.mark.slow
 def test_a_stop_is_saved_and_everybody_leaves(command: Command) -> None:
     running = start(command, 3, "--set", "steps=100000", "--set", "server.staleness=2")
     wait_for_update(command, 5)

@@ -172,7 +172,13 @@ def test_layers_over_two_devices_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"context": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2, "recompute": "layer"}]
+    "other",
+    [
+        {"context": 2},
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "recompute": "layer"}, marks=pytest.mark.slow),
+    ],
 )
 def test_beside_an_axis_that_divides_what_is_computed(tmp_path: Path, other: Any) -> None:
     """Along the axes of data no bit changes; another size of this axis agrees to bfloat16's rounding."""

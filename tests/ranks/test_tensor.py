@@ -65,6 +65,7 @@ def test_data_may_be_divided_in_any_way_with_the_same_bits(tmp_path: Path) -> No
     same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2}), (4, {"shard": 2, "gather": "step"})])
 
 
+@pytest.mark.slow
 def test_that_holds_for_divided_sequences_too(tmp_path: Path) -> None:
     same_bits(tmp_path, [(4, {"shard": 2})], sequence=True)
 

@@ -72,7 +72,7 @@ def train(world: World, folder: str, recipe: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("recipe", SETTINGS)
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.slow] * (r == "image")) for r in SETTINGS])
 def test_one_model(tmp_path: Path, recipe: str) -> None:
     needs_data(recipe)
     runs = [told for n in (1, 2, 3, 4) for told in run_ranks(train, n, str(tmp_path / str(n)), recipe)]

@@ -294,7 +294,7 @@ class ServerEngine(Serving):
 
     def _deserted(self, step: Step) -> NoReturn:
         self._save_now()
-        died = " and ".join(map(str, self.lost)) or "none"
+        died = " and ".join(map(str, sorted(self.lost))) or "none"
         raise WorldError(
             f"Step {step.number} waited for a gradient.",
             f"No worker is left (died: rank {died}; the others have left). What was learned is saved.",
