@@ -9,6 +9,8 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from tests.cli.command import Command
 
 SCRIPT = """
