@@ -16,6 +16,7 @@ evaluates or saves, it asks the others for what they hold.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -54,7 +55,7 @@ class ServerStep(Step):
         self._engine.updated()
 
 
-class Serving(Engine):
+class Serving(Engine, ABC):
     """What all servers have in common: gradients come from workers."""
 
     hub: Hub | None = None
@@ -86,9 +87,9 @@ class Serving(Engine):
         seed_everything(mix(self._update_key, step.number), self._accelerator)
         return {name: (total, weight) for name, (total, weight) in letter.about["sums"].items()}
 
+    @abstractmethod
     def next(self, step: Step) -> Letter:
         """The gradient whose turn it is."""
-        raise NotImplementedError
 
     def updated(self) -> None:
         """The update is made."""
