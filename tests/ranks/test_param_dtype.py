@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
 import unisono
-from tests.ranks import training
+from tests.ranks import test_shard, training
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.test_recompute import needs_compiler
+from tests.ranks.test_shard import same_as_alone, short
 from tests.ranks.training import padded, settings
 from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
@@ -42,14 +43,8 @@ PLACEMENTS = {
     "two shards in the CPU's memory, gathered once a step": (2, Low(shard=2, offload=True, gather="step")),
 }
 
-CASES: dict[str, dict[str, Any]] = {
-    "mlp, clipped": {"clip": 0.2},
-    "gpt": {},
-    "gpt, several micro-batches": {"batch": 24, "virtual_ranks": 4, "micro_batch": 2},
-    "gpt, under autocast": {"precision": "bf16"},
-}
-
-short = partial(training.train, length=53)
+CASES = {name: changes for name, changes in test_shard.CASES.items() if "bf16" not in name}
+CASES["gpt, under autocast"] = {"precision": "bf16"}
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +63,8 @@ def test_any_division_gives_the_bits_of_one_process(
     tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
 ) -> None:
     size, parallel = PLACEMENTS[placement]
-    first = alone[case]
-    for run in run_ranks(short, size, case.split(",")[0], settings(**CASES[case], parallel=parallel), str(tmp_path)):
-        assert run["state"] == first["state"]
-        assert run["losses"] == first["losses"]
-        assert run["norms"] == first["norms"]
-        assert run["result"]["right"] == first["result"]["right"]
-        assert run["result"]["promise"] == "exact"
+    config = settings(**CASES[case], parallel=parallel)
+    same_as_alone(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
 
 
 class Rows(nn.Module):

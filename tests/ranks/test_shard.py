@@ -54,6 +54,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     }
 
 
+def same_as_alone(runs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for run in runs:
+        assert run["state"] == alone["state"]
+        assert run["losses"] == alone["losses"]
+        assert run["norms"] == alone["norms"]
+        assert run["result"]["right"] == alone["result"]["right"]
+        assert run["result"]["promise"] == "exact"
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_any_division_gives_the_bits_of_one_process(
@@ -61,13 +70,7 @@ def test_any_division_gives_the_bits_of_one_process(
 ) -> None:
     size, parallel = PLACEMENTS[placement]
     config = settings(**CASES[case], parallel=parallel)
-    first = alone[case]
-    for run in run_ranks(short, size, case.split(",")[0], config, str(tmp_path)):
-        assert run["state"] == first["state"]
-        assert run["losses"] == first["losses"]
-        assert run["norms"] == first["norms"]
-        assert run["result"]["right"] == first["result"]["right"]
-        assert run["result"]["promise"] == "exact"
+    same_as_alone(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
 
 
 def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:

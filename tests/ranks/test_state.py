@@ -386,3 +386,29 @@ def test_a_schedule_goes_on_when_the_run_is_made_longer(tmp_path: Path) -> None:
         assert f"schedule.{field} to {6 if how != 'warm-up first' else 4}" in reason
     for how in ("cosine", "warm-up first"):
         assert told[how][2][0] == pytest.approx(told[how][0][0][3:])
+
+
+# -- what a resume may promise
+
+
+def promises(world: World, folder: str) -> list[str]:
+    """Two steps under allreduce, then two under the tree; the second time with a longer schedule."""
+    short, told = replace(SETTINGS, steps=2), []
+    for name, loop in (("plain", train), ("longer", lambda run: scheduled(run, "cosine"))):
+        rounded = replace(short, exchange="allreduce")
+        for config, resume in ((rounded, False), (replace(SETTINGS, steps=4), True)):
+
+            def promised(run: Run[Any], loop: Loop = loop) -> str:
+                loop(run)
+                return ": ".join(run.promise())
+
+            told.append(attempt(world, Path(folder, name), promised, config, resume=resume))
+    return told
+
+
+def test_a_resume_promises_no_more_than_what_it_goes_on_from(tmp_path: Path) -> None:
+    (first, plain, _, longer), other = run_ranks(promises, 2, str(tmp_path))
+    assert other == [first, plain, first, longer]
+    assert first.startswith("tolerance: ")
+    assert plain == first
+    assert longer == f"{first}; from step 2 on other mathematics: schedule.T_max from 2 to 4"

@@ -16,6 +16,9 @@ from unisono.train.buddy import survival
 if TYPE_CHECKING:
     from unisono.train.run import Run
 
+PROMISES = ("exact", "exact in practice", "tolerance", "sites are part of the mathematics")
+"""From what binds most to what binds least."""
+
 
 def plain(value: Any) -> Any:
     """What a loop logs: a number of torch's or numpy's as Python's own."""
@@ -24,11 +27,22 @@ def plain(value: Any) -> Any:
 
 
 def promise(run: Run[Any]) -> tuple[str, str]:
-    """What is promised of this run's result, and why."""
+    """What is promised of this run's result, and why. A resume cannot promise more than what it goes on from."""
+    here = _promise_here(run)
+    resumed = run._state.resumed
+    before, why = resumed.about.get("promise", here) if resumed is not None else here
     if run.changes:
         what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in run.changes)
         first = min(c["step"] for c in run.changes)
-        return f"exact until step {first}", f"then other mathematics: {what}"
+        if before.startswith("exact"):  # or "exact until" such a step already
+            return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
+        return before, f"{why}; from step {first} on other mathematics: {what}"
+    known = {name: weight for weight, name in enumerate(PROMISES)}
+    return max(here, (before, why), key=lambda promised: known.get(promised[0], len(known)))  # a script's own word
+
+
+def _promise_here(run: Run[Any]) -> tuple[str, str]:
+    """What these processes can promise, whatever was before."""
     if run.differences:
         return "tolerance", "; ".join(run.differences)
     exchange = promise_of(run.settings, run.size)

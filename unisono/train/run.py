@@ -417,7 +417,7 @@ class Run(Generic[S]):
     def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
         self._table.together("a checkpoint")
         self._models.rest()
-        about = {"identity": self._identity, "changes": [*self.changes, *more_changes]}
+        about = {"identity": self._identity, "changes": [*self.changes, *more_changes], "promise": self.promise()}
         with self._sites.as_one([*self._models.modules, *self._models.tracked]):
             self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
 

@@ -38,15 +38,10 @@ def kind_of(settings: Settings) -> type[Run[Any]]:
     return kind_of_pace(settings)
 
 
-class ServedRun(Run[Settings]):
-    """A run whose group is a crew."""
+class CrewRun(Run[Settings]):
+    """A run of servers and workers: who has which parameter is known as soon as there are parameters."""
 
-    def __init__(self, settings: Settings, *, group: Group, engine: type[Engine] = Engine, **more: Any) -> None:
-        crew = build_crew(group, settings.server.count)
-        kind = type("Engine", (engine, ServedEngine), {}) if engine is not Engine else ServedEngine
-        super().__init__(settings, group=crew, engine=kind, **more)
-        self.crew = crew
-        self._state.stages = Parts(crew)
+    crew: Crew
 
     def place(self, model: Any, **more: Any) -> Any:
         placed = super().place(model, **more)
@@ -56,6 +51,17 @@ class ServedRun(Run[Settings]):
     def track(self, **things: Any) -> None:
         refuse_foreign(things.values(), self.crew.servers)
         super().track(**things)
+
+
+class ServedRun(CrewRun):
+    """A run whose group is a crew."""
+
+    def __init__(self, settings: Settings, *, group: Group, engine: type[Engine] = Engine, **more: Any) -> None:
+        crew = build_crew(group, settings.server.count)
+        kind = type("Engine", (engine, ServedEngine), {}) if engine is not Engine else ServedEngine
+        super().__init__(settings, group=crew, engine=kind, **more)
+        self.crew = crew
+        self._state.stages = Parts(crew)
 
     def result(self) -> dict[str, Any]:
         return {**super().result(), "servers": self.crew.servers}

@@ -30,13 +30,12 @@ from unisono.score.keys import mix
 from unisono.score.ledger import Ledger
 from unisono.score.order import Place
 from unisono.settings import plural
-from unisono.train.engine import Engine
 from unisono.train.gradient import Gradient
 from unisono.train.hub import Hub, Letter
 from unisono.train.norm import clip_
 from unisono.train.step import FROM_SETTINGS, Step
 from unisono.train.wares import Wares
-from unisono.train.worker import refuse_passes
+from unisono.train.worker import PacedEngine
 from unisono.world.collectives import peers
 from unisono.world.crew import Crew
 from unisono.world.links import Link
@@ -55,7 +54,7 @@ class ServerStep(Step):
         self._engine.updated()
 
 
-class Serving(Engine, ABC):
+class Serving(PacedEngine, ABC):
     """What all servers have in common: gradients come from workers."""
 
     hub: Hub | None = None
@@ -65,10 +64,6 @@ class Serving(Engine, ABC):
 
     def new_step(self, number: int) -> Step:
         return ServerStep(self, number)
-
-    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
-        refuse_passes(self, optimizers)
-        return super().gradient_of(optimizers, waiting=waiting)
 
     def micro_batches(
         self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None

@@ -46,7 +46,7 @@ from unisono.settings import Settings, plural
 from unisono.train.engine import Engine
 from unisono.train.outputs import Outputs
 from unisono.train.run import Run
-from unisono.train.served import Parts, refuse_foreign
+from unisono.train.served import CrewRun, Parts
 from unisono.train.server import FollowerEngine, ServerEngine
 from unisono.train.step import Step
 from unisono.train.worker import WorkerEngine
@@ -56,7 +56,7 @@ from unisono.world.crew import Crew, build_crew
 from unisono.world.links import Link, build_links
 
 
-class PacedRun(Run[Settings]):
+class PacedRun(CrewRun):
     """A run whose processes meet before the loop only. In it each is by itself, as far as torch is concerned."""
 
     def __init__(self, settings: Settings, *, group: Group, engine: type[Engine] = Engine, **more: Any) -> None:
@@ -69,15 +69,6 @@ class PacedRun(Run[Settings]):
         self._state.stages = self._parts = PacedParts(self.crew, self._state.tracked)
         world, output, color = more["world"], more["output"], more.get("color", False)
         self._watcher = Watcher(self.dir, self.rank, output, live=world.terminal, columns=world.columns, color=color)
-
-    def place(self, model: Any, **more: Any) -> Any:
-        placed = super().place(model, **more)
-        self.crew.shares.know(placed.parameters())
-        return placed
-
-    def track(self, **things: Any) -> None:
-        refuse_foreign(things.values(), self.crew.servers)
-        super().track(**things)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
         self._refuse_averages()

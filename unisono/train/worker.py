@@ -41,7 +41,20 @@ class WorkerStep(Step):
                 self._engine.know_schedule(schedule)
 
 
-class WorkerEngine(Engine):
+class PacedEngine(Engine):
+    """What servers and workers have in common: a step is one gradient."""
+
+    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
+        if optimizers is not None:
+            raise LoopError(
+                "step.over was asked for a pass.",
+                "With exchange=server and server.staleness above 0 a step is one gradient and one update.",
+                "add the losses up in one pass, or --set server.staleness=0.",
+            )
+        return super().gradient_of(optimizers, waiting=waiting)
+
+
+class WorkerEngine(PacedEngine):
     """Steps come from the server, gradients go there.
 
     number   of the step that is this process's now
@@ -68,10 +81,6 @@ class WorkerEngine(Engine):
 
     def new_step(self, number: int) -> Step:
         return WorkerStep(self, number)
-
-    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
-        refuse_passes(self, optimizers)
-        return super().gradient_of(optimizers, waiting=waiting)
 
     def micro_batches(
         self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None
@@ -111,12 +120,3 @@ class WorkerEngine(Engine):
         for link in self._links.values():
             link.tell({"bye": True})
             link.close()
-
-
-def refuse_passes(engine: Engine, optimizers: Sequence[Any] | None) -> None:
-    if optimizers is not None:
-        raise LoopError(
-            "step.over was asked for a pass.",
-            "With exchange=server and server.staleness above 0 a step is one gradient and one update.",
-            "add the losses up in one pass, or --set server.staleness=0.",
-        )
