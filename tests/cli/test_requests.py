@@ -120,6 +120,18 @@ from unisono.errors import Problem, SettingsError
             "unisono run train.py --ranks 2 --json",
         ),
         (
+            "run train.py --parallel shard=2 --ranks 2",
+            "unisono run train.py --parallel shard=2 --ranks 2 --json",
+            "Settings are given with --set; --parallel is a flag of unisono prove.",
+            "unisono run train.py --set parallel.shard=2 --ranks 2 --json",
+        ),
+        (
+            "prove train.py --ranks 2 --steps 3",
+            "unisono prove train.py --ranks 2 --steps 3 --json",
+            "Other verbs have a flag --ranks; unisono prove has none.",
+            "unisono prove train.py --steps 3 --json (without it)",
+        ),
+        (
             "run train.py --xyzzy",
             "unisono run train.py --xyzzy --json",
             "There is no flag --xyzzy; what is for the script itself comes after --.",

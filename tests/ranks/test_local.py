@@ -60,8 +60,9 @@ def settings(steps: int = 13, **local: Any) -> Settings:
     )
 
 
-def train(run: Run[Settings], *, at: At | None = None, rich: bool = False) -> dict[str, Any]:
+def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw: int = 0) -> dict[str, Any]:
     """at    is called after every update
+    thaw  the first layer learns from this step on
     rich  with batch norm, and an average of the weights beside the model: a site's own, until all are as one"""
     model = run.place(build_with_norm if rich else build)
     optimizer = adamw(model)
@@ -71,6 +72,7 @@ def train(run: Run[Settings], *, at: At | None = None, rich: bool = False) -> di
     begun = [p.tolist() for p in model.parameters()]
     losses, told = [], []
     for step in run.steps(torch.utils.data.TensorDataset(*points())):
+        next(model.children()).requires_grad_(step.number >= thaw)
         for x, y in step:
             step.backward(loss_of(model, x, y), weight=len(y))
         step.update(optimizer, schedule)
@@ -238,6 +240,16 @@ def test_an_end_between_two_meetings_leaves_no_mark_on_a_longer_run(asked: Setti
     assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
     (ended, _) = run_ranks(trained, 2, tmp_path / "parts", asked, None, True)  # nothing is left to do
     assert ended["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
+
+
+@pytest.mark.parametrize("asked", [settings(14, every=4, overlap=2), STREAMING], ids=["one fragment", "two"])
+def test_a_parameter_that_thaws_while_others_meet_does_so_the_next_time(asked: Settings, tmp_path: Path) -> None:
+    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked, {"thaw": 4})
+    assert undisturbed["result"]["steps"] == 14
+    ranks = run_ranks(trained, 4, tmp_path / "parts", replace(asked, steps=9), {"thaw": 4})
+    assert {rank["result"]["steps"] for rank in ranks} == {9}
+    ranks = run_ranks(trained, 2, tmp_path / "parts", asked, {"thaw": 4}, True)
+    assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
 
 
 def test_another_exchange_goes_on_from_the_model_and_drops_the_rest(tmp_path: Path) -> None:

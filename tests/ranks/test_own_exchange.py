@@ -166,8 +166,17 @@ def built(run: Run[Any]) -> Any:
     return with_exchange(3, run)
 
 
+class Perfect(shown("MajorityVote")):  # type: ignore[misc]
+    promise = "perfect"
+
+
+def perfect(run: Run[Any]) -> Any:
+    return with_exchange(Perfect, run)
+
+
 ONE_BY_ONE: list[tuple[Callable[[Run[Any]], Any], Settings, list[str]]] = [
     (lacking, SETTINGS, ["which built a Half", "lacks promise and reason and begin", "class Mine(unisono.Exchange)"]),
+    (perfect, SETTINGS, ["as its exchange, whose promise is 'perfect'", "one of 4: 'exact'", "promise = 'tolerance'"]),
     (endless, SETTINGS, ["built a Endless", "It lacks finish."]),
     (built, SETTINGS, ["was given a int as its exchange", "hand in its class"]),
     (late, replace(SETTINGS, exchange="ring"), ["Late as its exchange, and exchange = ring", "--set exchange=tree"]),
@@ -195,6 +204,29 @@ def between_steps(run: Run[Any]) -> Any:
         return run.collectives.all_gather({"rank": torch.tensor(run.rank)})[-1]["rank"].item()
 
     return train(run, after=after)
+
+
+def on_one_process(run: Run[Any], behind: bool) -> Any:
+    """A verb that one process calls while the others begin a step, or leave."""
+    told = train(run, after=lambda step, optimizer: step.update(optimizer) if behind else _verb(run, step, optimizer))
+    return _verb(run) if behind else told
+
+
+def _verb(run: Run[Any], step: Any = None, optimizer: Any = None) -> Any:
+    if step is not None:
+        step.update(optimizer)
+    if run.is_main:
+        run.collectives.all_reduce(torch.ones(3))
+    elif step is None:
+        run.evaluate(linear(), Numbers(), lambda output, x, i: (output.sum(), len(i)))
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_collective_that_one_process_calls_is_told_on_all(tmp_path: Path, behind: bool) -> None:
+    for told in run_ranks(attempt, 2, tmp_path, partial(on_one_process, behind=behind)):
+        other = "run.evaluate" if behind else "a step"
+        assert "came to" in told
+        assert f"1 at {other} and 1 at run.collectives" in told
 
 
 def within_a_round(run: Run[Any]) -> Any:

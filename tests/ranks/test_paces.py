@@ -186,6 +186,26 @@ def test_several_passes_are_refused(tmp_path: Path) -> None:
     assert worker == "over" or "one gradient and one update" in worker
 
 
+def asks_all(world: World, folder: Path, config: Settings) -> Any:
+    def tell(run: Run[Any]) -> Any:
+        before = run.collectives.all_gather(torch.tensor(run.rank))
+
+        def after(step: Any, optimizer: Any) -> None:
+            step.update(optimizer)
+            run.collectives.barrier()
+
+        assert [int(rank) for rank in before] == [0, 1]
+        small(run, after=after)
+
+    return attempt(world, folder, left(tell), config)
+
+
+def test_all_processes_meet_before_the_loop_and_not_in_it(tmp_path: Path) -> None:
+    said, worker = run_ranks(asks_all, 2, tmp_path, paced(SMALL))
+    assert "no two processes meet once the loop has begun.\n  Next: call it before the loop" in said
+    assert worker == "over" or "PeerLost" in worker or "no two processes meet" in worker
+
+
 def stopped_by_a_worker(world: World, folder: Path, config: Settings) -> Any:
     def tell(run: Run[Any]) -> Any:
         def after(step: Any, optimizer: Any) -> None:

@@ -126,6 +126,37 @@ def test_running_statistics_and_a_layer_that_is_called_twice(tmp_path: Path, loo
         assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [told] * size
 
 
+class Transposed(nn.Module):
+    """Its weight lies in memory as a transposed one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 3).t())
+        self.out = nn.Linear(40, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out((x @ self.weight).relu())
+        return out
+
+
+def transposed(run: Run[Any]) -> Any:
+    def after(step: Any, optimizer: Any) -> float:
+        step.update(optimizer, clip=0.05)
+        norm: float = step.grad_norm
+        return norm
+
+    return train(run, build=Transposed, data=Numbers(48), after=after)
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_norms_do_not_depend_on_how_a_parameter_lies_in_memory(tmp_path: Path, gather: Any) -> None:
+    config = settings(batch=16, virtual_ranks=4, steps=6)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", transposed, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(shard=2, gather=gather))
+    assert run_ranks(attempt, 2, tmp_path / "2", transposed, config) == [told] * 2
+
+
 @pytest.mark.parametrize("loop", [together, alternating])
 def test_passes_with_a_gradient_each(tmp_path: Path, loop: Any) -> None:
     """Two models called twice in one forward pass, and a gradient of a gradient."""
@@ -185,6 +216,14 @@ def scaled(run: Run[Any]) -> Any:
     return train(run, build=Scaled)
 
 
+def of_two_kinds(run: Run[Any]) -> Any:
+    return train(run, build=lambda: nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2).double()]))
+
+
+def sparse(run: Run[Any]) -> Any:
+    return train(run, build=lambda: nn.ModuleList([nn.Linear(3, 2), nn.Embedding(20, 2, sparse=True)]))
+
+
 SHARED = ParallelSettings(shard=2)
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "a layer called twice": (
@@ -193,6 +232,12 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         "The Linear rows.0 was called twice in one forward pass.*parallel.gather=step",
     ),
     "a parameter without a dimension": (scaled, {}, "1 of its parameters are single numbers.*scale.*torch.ones"),
+    "a layer of two kinds": (
+        of_two_kinds,
+        {},
+        "one kind of numbers: 0.weight is float32 and 1.weight is float64.*layers=",
+    ),
+    "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),
     "a class that the model has not": (

@@ -15,14 +15,16 @@ import pytest
 import torch
 from torch import nn
 
+from tests.ranks import loops
 from tests.ranks.test_same_bits import results, same
 from tests.ranks.training import settings, train
 from unisono.env import World
 from unisono.exchange import wide
-from unisono.exchange.wide import Wide
+from unisono.exchange.wide import UNKNOWN, Wide, following
 from unisono.score.placement import place_evenly
 from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
+from unisono.train.run import Run
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
@@ -182,3 +184,55 @@ def test_sums_that_are_whole_numbers_have_no_order() -> None:
     whole = [(-1) ** n * (2**51 // 4 - n * n * 7919) for n in range(4)]
     assert {math.fsum(order) for order in itertools.permutations(map(float, whole))} == {float(sum(whole))}
     assert {sum(order) for order in itertools.permutations(map(float, whole))} == {float(sum(whole))}
+
+
+def once(step: int, virtual_rank: int) -> torch.Tensor:
+    """Like gradients, but for one step's, which are very large."""
+    mine = torch.Generator().manual_seed(1000 * step + virtual_rank)
+    return torch.randn(WIDTH, generator=mine) * (1e25 if step == 2 else 1.0)
+
+
+def test_an_outlier_leaves_no_mark_on_the_next_steps() -> None:
+    (found,) = run_ranks(sums, 1, once)
+    for step, total in enumerate(found):
+        expected = torch.stack([once(step, v) for v in range(LEAVES)]).double().sum(0) / LEAVES
+        torch.testing.assert_close(torch.tensor(total).double(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "after"),
+    [
+        (UNKNOWN, 5, 5),
+        (5, 5, 5),
+        (5, 4, 4),
+        (5, 2, 4),
+        (5, 9, 9),
+        (5, 90, 13),
+        (90, 5, 13),
+        (13, 5, 12),
+        (0, -149, -141),
+    ],
+)
+def test_the_grid_follows_what_is_seen(before: int, seen: int, after: int) -> None:
+    assert following(before, seen) == after
+
+
+def empty(run: Run[Any]) -> Any:
+    """A parameter without elements."""
+    return loops.train(run, build=Spare, data=loops.Numbers(24))
+
+
+class Spare(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.spare = nn.Parameter(torch.zeros(0, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.spare.sum()
+
+
+def test_a_parameter_without_elements_is_one_like_others(tmp_path: Path) -> None:
+    config = settings(exchange="wide", steps=4)
+    told = [one for n in (1, 2) for one in run_ranks(loops.attempt, n, tmp_path / str(n), empty, config)]
+    assert isinstance(told[0], list), told[0]
+    assert told == [told[0]] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from math import inf
 from typing import Any
 
 import pytest
@@ -128,6 +129,7 @@ LINE = Line(("unisono", "run", "train.py"))
             "local.overlap = 4: .*4 steps later.*local.overlap=3.*local.every=5",
         ),
         ({"exchange": "local", "local": LocalSettings(lr=0.0)}, "local.lr = 0.0: .*above 0.*local.lr=0.7"),
+        ({"exchange": "local", "local": LocalSettings(lr=inf)}, "local.lr = inf: .*finite.*local.lr=0.7"),
         ({"exchange": "local", "local": LocalSettings(momentum=1.0)}, "local.momentum = 1.0: .*below 1"),
         (
             {"exchange": "local", "local": LocalSettings(outer="average", momentum=0.5)},

@@ -186,13 +186,20 @@ def test_settings_that_say_nothing_of_workers(tmp_path: Path, settings: str) -> 
     )
 
 
+def test_a_server_that_waits_is_as_it_should_be(tmp_path: Path) -> None:
+    seconds = {"exchange": 80.0, "evaluate": 60.0, "forward": 10.0}
+    text = "\n".join(closing({**RESULT, "phases": seconds, "servers": 1, "late_mean": 1.97, "late_most": 3}, tmp_path))
+    assert "Evaluating took 40% of the time" in text
+    assert "gradients by 2.0 updates in the mean, 3 at most" in text
+
+
 def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
     told = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
     text = " ".join(" ".join(closing(told, tmp_path)).split())
-    assert "sent 555 kB of gradients a step, by each process, 1.1% of what it would be uncompressed promise" in text
+    assert "sent 555 kB of gradients a step, by a process, 1.1% of what it would be uncompressed promise" in text
     more = " ".join(" ".join(closing({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
     assert "117.9% of what it would be uncompressed: fewer nodes send less (compress.nodes)" in more
-    assert "sent 812 B of gradients a step, by each process promise" in " ".join(
+    assert "sent 812 B of gradients a step, by a process promise" in " ".join(
         " ".join(closing({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
     )
     assert "of gradients" not in "".join(closing({**RESULT, "bytes_per_step": 0}, tmp_path))

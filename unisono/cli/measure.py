@@ -299,12 +299,17 @@ class Screen:
     def _collective(self, row: dict[str, Any]) -> None:
         if not self.headed:
             self.headed = True
-            print(f"\n{'':14}{size_of(self.sizes[0]):>10}{'bus bandwidth, MB/s':>{12 * len(self.large)}}")
-            print(f"{'':24}" + "".join(f"{size_of(size):>12}" for size in self.large), flush=True)
+            print(f"\n{'':14}{size_of(self.sizes[0]):>10}{'bus bandwidth, MB/s':>{max(12 * len(self.large), 22)}}")
+            print(
+                f"{'':{24 if len(self.large) > 1 else 34}}" + "".join(f"{size_of(size):>12}" for size in self.large),
+                flush=True,
+            )
         self.row[row["bytes"]] = row
         if row["bytes"] == self.sizes[-1]:
-            cells = "".join(f"{self.row[size]['bus_bytes_per_second'] / 1e6:>12.0f}" for size in self.large)
-            print(f"{row['collective']:14}{duration(self.row[self.sizes[0]]['seconds']):>10}{cells}", flush=True)
+            wide = [self.row[size]["bus_bytes_per_second"] / 1e6 for size in self.large]
+            cells = "".join(f"{each:>12.0f}" if each >= 10 else f"{each:>12.2f}" for each in wide)
+            gap = "" if len(wide) > 1 else f"{'':10}"
+            print(f"{row['collective']:14}{duration(self.row[self.sizes[0]]['seconds']):>10}{gap}{cells}", flush=True)
             self.row = {}
 
 

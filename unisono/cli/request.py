@@ -232,6 +232,13 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
     if near == ["--ranks"] and words[0] == "python":
         line = ["unisono", "run", *words[1:], "--ranks", value or "N", *flags[:place], *after]
         return SettingsError(asked, "python starts one process; unisono run starts several.", shlex.join(line))
+    group = {known.partition(".")[0] for known in names if "." in known}
+    if name in group and "=" in value and f"{name}.{value.partition('=')[0]}" in names:
+        true = f"Settings are given with --set; --{name} is a flag of unisono prove."
+        return SettingsError(asked, true, shlex.join([*words, *flags[:place], "--set", f"{name}.{value}", *after]))
+    if near == [f"--{name}"]:
+        true = f"Other verbs have a flag --{name}; {' '.join([*words, *flags[:1]][:2])} has none."
+        return SettingsError(asked, true, f"{shlex.join([*words, *flags[:place], *after])} (without it)")
     if near:
         do = [near[0] + (f"={value}" if equals else ""), *([value] if value and not equals else [])]
         true = f"There is no flag --{name}; the nearest is {near[0]}."
@@ -251,7 +258,7 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
 
 FLAGS = (
     *("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks"),
-    *("--state", "--only", "--sizes", "--help"),
+    *("--state", "--only", "--sizes", "--parallel", "--help"),
 )
 
 

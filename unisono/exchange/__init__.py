@@ -36,6 +36,10 @@ Weights = Callable[[], torch.Tensor]
 """float64 [virtual ranks of the process's span], on the group's device."""
 
 
+PROMISES = ("exact", "exact in practice", "tolerance", "sites are part of the mathematics")
+"""What an exchange may promise of the result, from what binds most to what binds least."""
+
+
 class Exchange(Protocol):
     """What the step asks of an exchange. `promise` and `reason` go into result.json. Whoever inherits from it writes
     what it does, and leaves out where it does nothing: then autograd adds up micro-batches in p.grad, and the rest is

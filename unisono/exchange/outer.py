@@ -29,6 +29,7 @@ class Fragment:
 
     anchors, velocities  beside every parameter, in float32 at least; without momentum there are no velocities
     left                 what quantising has lost on this process's chunk, by row
+    sent                 how many parameters, the first ones, were sent last: who joins later meets the next time
     due                  the number of steps after which what is under way is used
     """
 
@@ -41,7 +42,7 @@ class Fragment:
         self.left: list[torch.Tensor] = []
         self.letters: Letters | None = None
         self.arrived: tuple[list[list[float]], list[torch.Tensor]] | None = None
-        self.due = 0
+        self.sent = self.due = 0
 
     def add(self, name: str, p: torch.nn.Parameter, anchor: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """One more parameter, which was at `anchor` when the sites last met."""
@@ -54,8 +55,13 @@ class Fragment:
         self.left.clear()  # the rows are longer now
 
     def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What there is of each parameter, by its name."""
-        return dict(zip(self.names, tensors, strict=bool(tensors)))
+        """What there is of each parameter, or of the first ones, by its name."""
+        return dict(zip(self.names, tensors, strict=False))
+
+    @property
+    def met(self) -> list[torch.Tensor]:
+        """The anchors of what was sent last."""
+        return self.anchors[: self.sent]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -63,7 +69,8 @@ class Fragment:
         return kinds(self.anchors)
 
     def ways(self) -> list[torch.Tensor]:
-        """How far this site has come since the sites last met, backwards: a row for each dtype."""
+        """How far this site has come since the sites last met, backwards: a row for each dtype. They are to be sent."""
+        self.sent = len(self.params)
         return lay([a - wide(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
 
     def remainders(self, rows: Sequence[torch.Tensor], site: Group) -> list[torch.Tensor]:
@@ -79,11 +86,11 @@ class Fragment:
     def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
         """The outer step. `keep`: how much of this site's own weights stays."""
         with torch.no_grad():
-            ways = cut(gradient, self.anchors)
-            for v, g in zip(self.velocities, ways, strict=bool(self.velocities)):
+            ways = cut(gradient, self.met)
+            for v, g in zip(self.velocities, ways, strict=False):
                 v.mul_(self.momentum).add_(g)
                 g.add_(v, alpha=self.momentum)
-            for p, a, g in zip(self.params, self.anchors, ways, strict=True):
+            for p, a, g in zip(self.params, self.met, ways, strict=False):
                 a.sub_(g, alpha=self.lr)
                 _numbers(p).lerp_(a.to(p.dtype.to_real()), 1.0 - keep) if keep else _numbers(p).copy_(a)
 

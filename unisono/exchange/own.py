@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange
+from unisono.exchange import PROMISES, Exchange
 from unisono.settings.meeting import DIVIDED
 from unisono.world.collectives import Group
 from unisono.world.verbs import Collectives
@@ -49,6 +49,12 @@ class Own:
                 f"It lacks {' and '.join(lacks)}.",
                 "class Mine(unisono.Exchange), with promise = 'exact', reason = 'why', self.params = params and "
                 "def finish(self, weight): docs/exchanges.md.",
+            )
+        if exchange.promise not in PROMISES:
+            raise LoopError(
+                f"run.steps was given {self.name} as its exchange, whose promise is {exchange.promise!r}.",
+                f"It goes into result.json, and is one of {len(PROMISES)}: {', '.join(map(repr, PROMISES))}.",
+                f"promise = {PROMISES[2]!r}, say, if its sums depend on the number of processes.",
             )
         self.promise, self.reason = exchange.promise, exchange.reason
         return exchange

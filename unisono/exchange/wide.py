@@ -14,11 +14,11 @@ it, and whole numbers below 2^53 add up in float64 without a rounding, in any or
     process 1   leaves 4 .. 7   + + + +   [ b ] --+
 
 The grid must be known when the first leaf is there, so it is made from the largest elements of the steps before (they
-travel in one small message a step, and are in the checkpoint), with `ROOM` bits to spare. A leaf that is larger all the
-same (an outlier; every leaf of the first step) is cut into windows above the grid, which are kept and summed by
-themselves, just as exactly: that costs memory and traffic in such a step, and no bit. So the sum is proved to be the
-same on any number of processes, and not merely in practice, as sums in float64 without a grid are: those depend on
-their order where the leaves of one element spread over more than 29 bits (less log2 V), as an adversary's do.
+travel in one small message a step, and are in the checkpoint), with `ROOM` bits to spare (`following`). A leaf that is
+larger all the same (an outlier; every leaf of the first step) is cut into windows above the grid, which are kept and
+summed by themselves, just as exactly: that costs memory and traffic in such a step, and no bit. So the sum is proved to
+be the same on any number of processes, and not merely in practice, as sums in float64 without a grid are: those depend
+on their order where the leaves of one element spread over more than 29 bits (less log2 V), as an adversary's do.
 
 What rounding to the grid costs: an element keeps all 24 bits of its float32 unless all of its tensor's leaves have been
 2^(19 - log2 V) times larger (65,536 times with 8 virtual ranks); one that is 2^k times smaller than that loses k bits.
@@ -140,7 +140,7 @@ class Wide(Bucketed):
         self.result.hand_over(self.params)
         for number, (seen, *_) in enumerate(told):
             if seen > UNKNOWN:
-                self.exponents[number] = max(seen, self.exponents[number] - 1)
+                self.exponents[number] = following(self.exponents[number], seen)
         return all(whole)
 
     def commit(self) -> None:
@@ -174,9 +174,11 @@ class Wide(Bucketed):
         assert self._leaf is not None
         self._added[number] = True
         grad = self._leaf.take(number)
-        if grad is None or not grad.numel():
+        if grad is None:
             return
         self.params[number].grad = None
+        if not grad.numel():
+            return
         like = self.layout.parts[number]
         if grad.stride() != like.stride() or grad.dtype != like.dtype:
             grad = torch.empty_like(like).copy_(grad)
@@ -246,6 +248,18 @@ class Wide(Bucketed):
         # all: every block is to be divided
         found = [finite(torch.div(total[block], divisor, out=result[block])) for block in blocks(result)]
         return all(found)
+
+
+def following(before: int, seen: int) -> int:
+    """The exponent that the next step's grid is made for: gradients below 2**seen were added up on one for `before`.
+
+    What is seen, with some inertia. It goes up by `ROOM` at most: larger leaves are added up in windows as exactly, and
+    a single outlier must not leave a grid that swallows the gradients of the steps behind it. It goes down bit by bit,
+    and never stays further above what is seen than `ROOM`.
+    """
+    if before <= UNKNOWN:
+        return seen
+    return min(max(seen, min(before - 1, seen + ROOM)), before + ROOM)
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,8 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             f"{len(scalars)} of its parameters are single numbers without a dimension (the first is {scalars[0]}).",
             "give it one: nn.Parameter(torch.ones(1)).",
         )
+    if parallel.gather == "layer":
+        _refuse_sparse(model, mesh.size())
     ordered = apply_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -152,6 +154,7 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     for module in modules:
         names = own_parameters(module, [other for other in modules if other is not module])
         if names:
+            _refuse_mixed(module, names, mesh.size())
             shapes = [local(module.get_parameter(name).detach()).shape for name in names]
             fully_shard(module, **options)
             called = f"The {type(module).__mro__[2].__name__} {known[module]}".strip()  # FSDP2 has made a class of it
@@ -161,6 +164,30 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     for module, strides in ordered:
         strides.listen(module)
     return layers
+
+
+def _refuse_mixed(module: nn.Module, names: Sequence[str], size: int) -> None:
+    """FSDP2 gathers a layer as one piece of memory."""
+    first = {module.get_parameter(name).dtype: name for name in reversed(names)}
+    if len(first) > 1:
+        told = " and ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in first.items())
+        raise LoopError(
+            f"run.place was to divide a {type(module).__name__} among {size} processes.",
+            f"A layer is gathered as one, and has one kind of numbers: {told}.",
+            "give those of one kind a module of their own and name its class (--set parallel.layers=CLASS), or make "
+            "all parameters alike.",
+        )
+
+
+def _refuse_sparse(model: nn.Module, size: int) -> None:
+    """FSDP2 puts a layer's gradients into one piece of memory before they are added up."""
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise LoopError(
+                f"run.place was to divide a {type(model).__name__} among {size} processes, gathered by layer.",
+                f"{name or type(part).__name__} is an embedding with sparse gradients, which no shard takes.",
+                "--set parallel.gather=step, or sparse=False.",
+            )
 
 
 def policy_of(parallel: ParallelSettings) -> MixedPrecisionPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from math import inf
 from typing import Any
 
 from unisono.errors import Problem
@@ -62,8 +63,8 @@ def _of_meetings(values: Mapping[str, Any], line: Line) -> list[Problem]:
     if known["overlap"] >= every >= 1:
         true = f"It must have arrived before the next meeting, {plural(every, 'step')} later."
         problem("overlap", true, f"overlap={every - 1}", f"every={known['overlap'] + 1}")
-    if not known["lr"] > 0:
-        problem("lr", "An outer learning rate is a number above 0.", "lr=0.7")
+    if not 0 < known["lr"] < inf:
+        problem("lr", "An outer learning rate is a finite number above 0.", "lr=0.7")
     if not 0 <= known["momentum"] < 1:
         problem("momentum", "It is what stays of the last steps in the next one: at least 0, below 1.", "momentum=0.9")
     for name in ("lr", "momentum"):

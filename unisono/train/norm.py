@@ -79,8 +79,12 @@ def _length(grad: Any) -> int:
 
 
 def rows_of(grad: torch.Tensor) -> torch.Tensor:
-    """The norm of every row of a tensor that is whole, float64; of one without rows, its elements' absolute values."""
-    norms = grad.abs().reshape(-1) if grad.dim() < 2 else torch.linalg.vector_norm(grad.flatten(1), dim=1)
+    """The norm of every row of a tensor that is whole, float64; of one without rows, its elements' absolute values.
+
+    A row lies in one piece when its squares are added up: the order in which that is done depends on where they lie,
+    and a shard does not lie as the whole parameter does, if that is stored transposed.
+    """
+    norms = grad.abs().reshape(-1) if grad.dim() < 2 else torch.linalg.vector_norm(grad.contiguous().flatten(1), dim=1)
     return norms.double()
 
 

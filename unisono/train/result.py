@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from unisono.exchange import promise_of
+from unisono.exchange import PROMISES, promise_of
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
-
-PROMISES = ("exact", "exact in practice", "tolerance", "sites are part of the mathematics")
-"""From what binds most to what binds least."""
 
 
 def plain(value: Any) -> Any:
@@ -34,11 +31,10 @@ def promise(run: Run[Any]) -> tuple[str, str]:
     if run.changes:
         what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in run.changes)
         first = min(c["step"] for c in run.changes)
-        if before.startswith("exact"):  # or "exact until" such a step already
+        if before.startswith(PROMISES[0]):  # or "exact until" such a step already
             return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
         return before, f"{why}; from step {first} on other mathematics: {what}"
-    known = {name: weight for weight, name in enumerate(PROMISES)}
-    return max(here, (before, why), key=lambda promised: known.get(promised[0], len(known)))  # a script's own word
+    return max(here, (before, why), key=lambda promised: PROMISES.index(promised[0]))
 
 
 def _promise_here(run: Run[Any]) -> tuple[str, str]:
@@ -79,6 +75,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
         **({"deals": deals} if (deals := _deals(run)) else {}),
+        **_claimed(run),
         "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
     }
     logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}
@@ -92,6 +89,12 @@ def _deals(run: Run[Any]) -> list[dict[str, Any]]:
     """When virtual ranks were dealt anew because of how fast the processes are."""
     dealing = run._engine.dealing if run._engine is not None else None
     return [{"step": first, "virtual_ranks": counts} for first, counts in (dealing.deals if dealing else ())]
+
+
+def _claimed(run: Run[Any]) -> dict[str, int]:
+    """In how many steps the last virtual ranks went to whoever was free: in the others it did not pay."""
+    dealing = run._engine.dealing if run._engine is not None else None
+    return {"claimed_steps": dealing.claims.steps} if dealing is not None and dealing.claims is not None else {}
 
 
 def _sent(run: Run[Any]) -> dict[str, int]:

@@ -340,9 +340,12 @@ class Run(Generic[S]):
     @property
     def collectives(self) -> Collectives:
         """What all processes do together with tensors of the script's own (docs/exchanges.md), outside of rounds."""
+        return Collectives(self._group, ask=self._ask_for_collective)
+
+    def _ask_for_collective(self) -> None:
         if self._last_step is not None:
             self._last_step.refuse_within("run.collectives")
-        return Collectives(self._group)
+        self._table.together("run.collectives")
 
     # -- what comes out
 

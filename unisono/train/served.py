@@ -64,7 +64,8 @@ class ServedRun(CrewRun):
         self._state.stages = Parts(crew)
 
     def result(self) -> dict[str, Any]:
-        return {**super().result(), "servers": self.crew.servers}
+        """Workers have the same weights; the state of an optimizer is on its server only."""
+        return {**super().result(), "servers": self.crew.servers, "survival": "checkpoint"}
 
 
 class ServedEngine(Engine):

@@ -87,6 +87,15 @@ class PacedRun(CrewRun):
             return self._work(engine, links)
         return super()._steps(engine)
 
+    def _ask_for_collective(self) -> None:
+        if self._group is self._alone:
+            raise LoopError(
+                "A verb of run.collectives was called.",
+                "With exchange=server and server.staleness above 0 no two processes meet once the loop has begun.",
+                "call it before the loop, or --set server.staleness=0.",
+            )
+        super()._ask_for_collective()
+
     def _refuse_averages(self) -> None:
         """With several servers the first one sees the others' parameters now and then."""
         placed = {id(p) for model in self._models.modules for p in model.parameters()}
@@ -158,6 +167,7 @@ class PacedRun(CrewRun):
         told = super().result()
         told["promise"], told["reason"] = self.promise()
         told["servers"] = self.settings.server.count
+        told.pop("bytes_per_step", None)  # nobody counts what links carry
         if isinstance(self._engine, ServerEngine):
             told |= self._engine.told()
         return told

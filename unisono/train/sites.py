@@ -121,6 +121,9 @@ class Sites:
         every, apart = self.settings.checkpoint.every, self.local.every
         if every and (every % apart or self.local.begin % apart or self.local.overlap):
             self.say(f"checkpoints are written when sites have met, {plural(apart, 'step')} apart, and not between")
+        alone = engine.last - max(done, self.local.begin)
+        if 0 < alone < apart:
+            self.say(f"no meeting in the {plural(alone, 'step')} to come: sites are {plural(apart, 'step')} apart")
         if done >= self.local.begin:
             self._part(engine)
 
@@ -186,7 +189,7 @@ class Sites:
             )
         stretches = [list(range(len(named)))]
         if not known:
-            stretches = fragments_of([p.numel() for _, p in named], count)
+            stretches = self._as_before(named) or fragments_of([p.numel() for _, p in named], count)
         anchors, velocities = self._saved.get("anchors", {}), self._saved.get("velocities", {})
         for fragment, stretch in zip(self.fragments[-len(stretches) :], stretches, strict=True):
             for name, p in (named[number] for number in stretch):
@@ -226,7 +229,7 @@ class Sites:
                 f"Site {broken[0]} of {len(words)} has weights that are not finite.",
                 "lower the learning rate, or clip (--set clip=1.0).",
             )
-        fragment.arrived = words, fragment.letters.means(fragment.dtypes)
+        fragment.arrived = words, fragment.letters.means(kinds(fragment.met))
         fragment.letters = None
 
     def _ask(self, verb: str) -> None:
@@ -303,12 +306,13 @@ class Sites:
         for fragment in self.fragments:
             self._settle(fragment)
         under_way = [
-            f.arrived and {"due": f.due, "words": f.arrived[0], "means": f.named(cut(f.arrived[1], f.anchors))}
+            f.arrived and {"due": f.due, "words": f.arrived[0], "means": f.named(cut(f.arrived[1], f.met))}
             for f in self.fragments
         ]
         left = [fragment.whole_left(self.mesh.world) for fragment in self.fragments]
         return {
             "sites": self.local.sites,
+            "fragments": [fragment.names for fragment in self.fragments],
             "anchors": {name: a for f in self.fragments for name, a in f.named(f.anchors).items()},
             "velocities": {name: v for f in self.fragments for name, v in f.named(f.velocities).items()},
             "under_way": under_way,
@@ -361,15 +365,26 @@ class Sites:
         self._saved = {**state, "own": own}
         self.state.own = {**own["things"], **own["weights"]}
 
+    def _as_before(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
+        """The fragments of the run that is resumed: who joined late was in the last one. Empty, if there are none."""
+        before: list[list[str]] = self._saved.get("fragments", [])
+        numbers = {name: number for number, (name, _) in enumerate(named)}
+        found = [[numbers.pop(name) for name in names if name in numbers] for names in before]
+        if len(found) != len(self.fragments):
+            return []
+        found[-1] += numbers.values()
+        return found
+
     def _take_up(self) -> None:
         """What was under way, and what quantising had lost."""
         saved, self._saved = self._saved, {}
         if len(saved.get("under_way", [])) != len(self.fragments):  # other fragments meet at other steps
             return
         for fragment, was, left in zip(self.fragments, saved["under_way"], saved["own"]["left"], strict=True):
-            if was is not None and was["means"].keys() == set(fragment.names):
-                fragment.due = was["due"]
-                rows = lay([was["means"][name] for name in fragment.names], self.mesh.world.device)
+            sent = fragment.names[: len(was["means"])] if was is not None else []
+            if sent and was["means"].keys() == set(sent):
+                fragment.due, fragment.sent = was["due"], len(sent)
+                rows = lay([was["means"][name] for name in sent], self.mesh.world.device)
                 fragment.arrived = was["words"], rows
             if saved["own"]["bits"] == self.local.bits:
                 length = [sum(a.numel() for a in fragment.anchors if a.dtype == dtype) for dtype in fragment.dtypes]

@@ -31,6 +31,7 @@ VERBS = (
     "run.evaluate",
     "run.predict",
     "run.deal",
+    "run.collectives",
     "a checkpoint",
     "a forward pass",
     "the script's end",

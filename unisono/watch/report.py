@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,13 +79,15 @@ WORTH_SECONDS = 3.0
 """A phase that took less is not worth anybody's time, whatever its share: advice from a short run is mostly noise."""
 
 
-def bottleneck(seconds: Mapping[str, float], *, workers: int = 0) -> Bottleneck | None:
+def bottleneck(seconds: Mapping[str, float], *, workers: int = 0, but: Collection[str] = ()) -> Bottleneck | None:
     """The phase that is most above what it should take, in words, with what to try; None when all is well.
 
     workers  the run's loader.workers: those who have some need other advice than to take some
+    but      phases that are as they should be, however long they take
     """
     total = sum(seconds.values())
-    over = {phase: seconds.get(phase, 0.0) / total / limit for phase, limit in LARGE.items()} if total > 0 else {}
+    looked_at = {phase: limit for phase, limit in LARGE.items() if phase not in but}
+    over = {phase: seconds.get(phase, 0.0) / total / limit for phase, limit in looked_at.items()} if total > 0 else {}
     worst = max(over, key=lambda phase: over[phase], default=None)
     if worst is None or over[worst] < 1 or seconds[worst] < WORTH_SECONDS:
         return None
@@ -152,7 +154,7 @@ def closing(
         steps = None if result.get("steps") is None else result["steps"] - result.get("resumed_at", 0)
         lines += where_the_time_went(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
         served = result.get("servers", 0)  # processes, the first ones, whose time is spent waiting for the others
-        if found := bottleneck({**phases, "exchange": 0.0} if served else phases, workers=_workers(run_dir)):
+        if found := bottleneck(phases, workers=_workers(run_dir), but=("exchange",) if served else ()):
             lines += _wrapped(found)
         shares = {rank: share for rank, share in exchange_shares(run_dir).items() if rank >= served}
         if result.get("ranks") != 1 and (slow := straggler(shares)):
@@ -169,9 +171,12 @@ def closing(
     if sent := result.get("bytes_per_step"):
         plain = result.get("bytes_uncompressed")
         beside = f", {sent / plain:.1%} of what it would be uncompressed" if plain else ""
-        facts["sent"] = f"{_bytes(sent)} of gradients a step, by each process{beside}"
+        what = "between sites a step, by each of them" if result.get("sites") else "of gradients a step, by a process"
+        facts["sent"] = f"{_bytes(sent)} {what}{beside}"
         if plain and sent > plain:
             facts["sent"] += ": fewer nodes send less (compress.nodes)"
+    if late := result.get("late_mean"):
+        facts["late"] = f"gradients by {late:.1f} updates in the mean, {result.get('late_most')} at most"
     if promise := result.get("promise"):
         facts["promise"] = f"{promise}: {result['reason']}" if result.get("reason") else str(promise)
     if result.get("weights_sha256"):

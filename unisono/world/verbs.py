@@ -64,8 +64,9 @@ class Collectives:
     group       what this is built on: verbs that begin something, and do not wait
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, *, ask: Callable[[], None] = lambda: None) -> None:
+        """`ask`: are the others about to call a verb too? Called first; raises on all of them if not."""
+        self.group, self._ask = group, ask
         self.rank, self.size, self.device = group.rank, group.size, group.device
 
     # -- everybody has something, and everybody gets something
@@ -194,6 +195,7 @@ class Collectives:
     @contextmanager
     def _together(self, verb: str, *said: Any) -> Iterator[None]:
         """See that all processes are about to do the same; and if one is lost on the way, say what was being done."""
+        self._ask()
         with peers(verb):
             told = json.dumps([verb, *said])
             if self.size > 1:
