@@ -217,7 +217,12 @@ def scaled(run: Run[Any]) -> Any:
 
 
 def of_two_kinds(run: Run[Any]) -> Any:
-    return train(run, build=lambda: nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2).double()]))
+    def build() -> nn.Module:
+        model = linear()
+        model.register_parameter("wide", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+        return model
+
+    return train(run, build=build)
 
 
 def sparse(run: Run[Any]) -> Any:
@@ -235,7 +240,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a layer of two kinds": (
         of_two_kinds,
         {},
-        "one kind of numbers: 0.weight is float32 and 1.weight is float64.*layers=",
+        "one kind of numbers: wide is float64 and weight is float32.*layers=",
     ),
     "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
