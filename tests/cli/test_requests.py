@@ -54,7 +54,7 @@ from unisono.errors import Problem, SettingsError
             "run text --ranks 3 --set parallel.tensor=3",
             "The text recipe was asked for parallel.tensor=3 and model.heads=4.",
             "Each process computes whole heads, and 4 is no multiple of 3.",
-            "--set parallel.tensor=2",
+            "--set parallel.tensor=2, or, another model: --set model.heads=6 --set model.width=132",
         ),
         (
             "run text --ranks 8 --set parallel.pipeline=8",

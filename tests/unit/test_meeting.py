@@ -174,6 +174,12 @@ def test_what_adds_up_parts_goes_with_parts(exchange: Any, axis: str) -> None:
     assert check(Settings(steps=1, exchange=exchange, parallel=ParallelSettings(**sizes)), 4, LINE) == []
 
 
+def test_an_axis_that_is_refused_is_told_also_where_the_processes_do_not_fit() -> None:
+    mesh, axis = check(Settings(steps=1, exchange="server", parallel=ParallelSettings(shard=2)), 3, LINE)
+    assert mesh.asked == "3 processes"
+    assert axis.asked == "exchange = server and parallel.shard = 2"
+
+
 def test_all_that_was_asked_and_does_not_fit_is_told_at_once() -> None:
     asked: dict[str, Any] = {"local": LocalSettings(every=10, sites=3), "server": ServerSettings(count=2)}
     assert len(check(Settings(steps=1, **asked), 2, LINE)) == 3

@@ -54,10 +54,12 @@ class Settings(unisono.Settings):
             )
         for axis, size in (("tensor", parallel.tensor), ("context", parallel.context)):
             if size > 1 and heads % size:
+                more = size * -(-heads // size)
                 raise unisono.SettingsError(
                     f"The text recipe was asked for parallel.{axis}={size} and model.heads={heads}.",
                     f"Each process computes whole heads, and {heads} is no multiple of {size}.",
-                    f"--set parallel.{axis}={max(n for n in range(1, size) if heads % n == 0)}",
+                    f"--set parallel.{axis}={max(n for n in range(1, size) if heads % n == 0)}, or, another model: "
+                    f"--set model.heads={more} --set model.width={2 * more * -(-width // (2 * more))}",
                 )
         if parallel.pipeline > depth + 3:
             raise unisono.SettingsError(

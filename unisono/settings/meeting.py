@@ -43,8 +43,10 @@ def problems_of_exchange(values: Mapping[str, Any], axes: Axes | None, line: Lin
     form none."""
     exchange = values.get("exchange", "tree")
     problems = _not_read(exchange, values, line)
+    asked = axes or Axes(**{axis: max(1, values.get(f"parallel.{axis}") or 1) for axis in DIVIDED})
+    problems += _not_carried(exchange, values, asked, line)
     if axes is not None:
-        problems += _not_carried(exchange, values, axes, line) + _not_claimed(exchange, values, axes, line)
+        problems += _not_claimed(exchange, values, axes, line)
         problems += problems_of_forms(exchange, values, axes, line)
     return problems + (ALSO[exchange](values, axes, line) if exchange in ALSO else [])
 
