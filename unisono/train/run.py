@@ -410,6 +410,8 @@ class Run(Generic[S]):
         as_one = self._sites.as_one(models)
         with phases.phase("evaluate"), peers(verb), as_one, at_rest(models, self.device), self._models.around_loss():
             self._models.busy = True
+            if self.settings.parallel.gather == "step":
+                self._models.gather()
             hurry = lambda: self._leave and self._ended is not None  # noqa: E731
             yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
             self._models.busy = False
