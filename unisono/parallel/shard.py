@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from unisono.errors import LoopError
 from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.layout import apply_rows
+from unisono.parallel.notes import Gather, Notes
 from unisono.parallel.precision import DTYPES
 from unisono.world.collectives import like, local
 
@@ -42,6 +43,7 @@ class Layer:
     shapes  of these, as this process has them when they are gathered
     place   which part is this process's, and of how many
     params  the shards of these
+    notes   of who gathers what, if it is gathered whenever it is called; `reduced` says there that its gradient leaves
     """
 
     called: str
@@ -50,9 +52,16 @@ class Layer:
     shapes: list[torch.Size]
     place: tuple[int, int]
     params: list[nn.Parameter] = field(default_factory=list)
+    notes: Notes | None = None
+    reduced: int = 0
     used: list[bool] = field(default_factory=list)
     """Which of them have taken part in a backward pass since somebody looked."""
     _watched: set[int] = field(default_factory=set)
+
+    @property
+    def within(self) -> str:
+        """What it is called within a sentence."""
+        return self.called[0].lower() + self.called[1:]
 
     def current(self) -> list[nn.Parameter]:
         """Its parameters as the module has them now: whole while they are gathered, shards otherwise."""
@@ -107,6 +116,11 @@ class Layer:
     def rest(self) -> None:
         """Let go of whole parameters, if there are any."""
         self._fsdp.reshard()
+
+    def listen(self, notes: Notes) -> None:
+        """From now on, whoever gathers it tells the others so, and is told what they do."""
+        self.notes, self.reduced = notes, notes.number(f"done with {self.within} in backward")
+        self._fsdp.set_custom_all_gather(Gather(self, notes))  # type: ignore[arg-type]  # it keeps that protocol
 
     def reduce_by(self, comm: Any) -> None:
         """Hand gradients to `comm` from now on, as the sums that they are."""

@@ -53,6 +53,7 @@ class Gradient:
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
+        self.notes = layers[0].notes if layers else None
         if layers and by_layer:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
         elif pipeline is not None:
@@ -91,6 +92,8 @@ class Gradient:
     def finish(self, weight: float, *, unused: bool) -> None:
         """p.grad becomes the sum over all processes, divided by `weight`; None, where nobody used the parameter."""
         exchange = self.exchange
+        if self.notes is not None:
+            self.notes.end()
         whole = exchange.finish(weight)
         if unused:
             used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.mesh.world.device)

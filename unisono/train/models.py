@@ -23,6 +23,7 @@ from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
+    from unisono.parallel.notes import Notes
     from unisono.parallel.placement import Placement
     from unisono.parallel.shard import Layer
     from unisono.parallel.tensor import Plan
@@ -47,6 +48,8 @@ class Models:
         self.trained: list[torch.nn.Parameter] = []
         self.layers: list[Layer] = []
         """What is gathered at once, of all models, if they are sharded."""
+        self.notes: Notes | None = None
+        """Of who gathers which layer, if they are gathered one by one."""
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
@@ -85,7 +88,14 @@ class Models:
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
-        self.layers += parallelize(model, self.mesh, parallel, plan)
+        layers = parallelize(model, self.mesh, parallel, plan)
+        if layers and parallel.gather == "layer":
+            from unisono.parallel.notes import Notes  # as much as half a second
+
+            self.notes = self.notes or Notes(self.mesh.shard)
+            for layer in layers:
+                layer.listen(self.notes)
+        self.layers += layers
         self.plans.append(plan)
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipeline import Pipeline  # half a second
@@ -196,6 +206,12 @@ class Models:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""
         for layer in self.layers:
             layer.rest()
+
+    def over(self) -> None:
+        """The last forward pass of an evaluation is done."""
+        self.rest()
+        if self.notes is not None:
+            self.notes.end()
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""

@@ -413,9 +413,9 @@ class Run(Generic[S]):
             if self.settings.parallel.gather == "step":
                 self._models.gather()
             hurry = lambda: self._leave and self._ended is not None  # noqa: E731
-            yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
+            over = self._models.over
+            yield Outputs(model, walk, forward=forward, hurry=hurry, over=over, pipeline=self._models.pipeline)
             self._models.busy = False
-            self._models.rest()
 
     # -- saving
 
