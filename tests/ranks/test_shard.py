@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from tests.ranks import training
-from tests.ranks.loops import Numbers, attempt, linear, sgd, train, whole
+from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, whole
 from tests.ranks.test_passes import CONFIG, alternating, together
 from tests.ranks.training import settings
 from unisono.env import World
 from unisono.settings import ParallelSettings
 from unisono.testing import build_run, run_ranks
+from unisono.train.misfits import parts_told
 from unisono.train.run import Run
 from unisono.world.collectives import local
 from unisono.world.start import group as join
@@ -255,6 +256,16 @@ def empty(run: Run[Any]) -> Any:
     return train(run, build=build)
 
 
+def penalised(run: Run[Any]) -> Any:
+    """Adds up squares of weights by hand."""
+
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(loss_of(model, x) + model.get_parameter("weight").square().sum(), weight=len(i))
+
+    with parts_told(run.settings.parallel):
+        return train(run, body)
+
+
 class Chooses(nn.Module):
     """Which layer it calls depends on what comes."""
 
@@ -350,6 +361,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
     "a parameter without elements": (empty, {}, "spare has no elements.*parallel.gather=step"),
+    "a weight outside of its layer": (penalised, {}, "outside of its layer's call.*parallel.gather=step.*weight_decay"),
     "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "another layer for other samples": (

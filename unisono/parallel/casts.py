@@ -10,8 +10,8 @@ added up in float32. Autocast (precision.py) decides operator by operator; here 
           +---- update <---- sum over micro-batches, in float32 <------ cast -----+
 
 Where they are gathered layer by layer FSDP2 makes the first cast, and the exchange takes the gradient from it. Where
-they are whole (one process, replicas, gathered for a step) the cast is an operation of autograd's, made here. Both have the same bits: what several
-uses in one call give is added up in bfloat16, and all beyond that in float32.
+they are whole (one process, replicas, gathered for a step) the cast is an operation of autograd's, made here. Both have
+the same bits: what several uses in one call give is added up in bfloat16, and all beyond that in float32.
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ def _refuse(model: nn.Module) -> None:
         if isinstance(part, _NormBase) and part.running_mean is not None:
             true = f"{called}, whose running statistics are float32: torch wants its weights to be so as well."
             raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32, or GroupNorm.")
+        if _normed(part):
+            true = f"{called} with a spectral norm, whose vectors stay float32 beside its bfloat16 weight."
+            raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32.")
         if isinstance(part, nn.RNNBase):
             true = f"{called}, which keeps a list of its weights that nobody else may change."
             raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32.")
@@ -143,3 +146,11 @@ def _refuse(model: nn.Module) -> None:
         if p.is_floating_point() and p.dtype != torch.float32:
             true = f"{name} is {p.dtype}; what is trained and saved is to be float32, of which bfloat16 is made."
             raise LoopError(asked, true, "model.float() before it is placed, or --set parallel.param_dtype=fp32.")
+
+
+def _normed(part: nn.Module) -> bool:
+    """Is a weight of it divided by its largest singular value, in either of torch's ways?"""
+    steps = [step for row in getattr(part, "parametrizations", {}).values() for step in row]
+    return any(
+        type(step).__name__ in ("_SpectralNorm", "SpectralNorm") for step in [*steps, *part._forward_pre_hooks.values()]
+    )

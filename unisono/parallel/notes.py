@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from unisono.errors import LoopError
 from unisono.world.collectives import Group, Message, Work, wait_for
@@ -122,10 +121,13 @@ class Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-        note = self.notes.write(self.number)
+        ours, note = self.notes.group, self.notes.write(self.number)
         if not self.notes.at_once:
-            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        ours = self.notes.group
+            work = ours.all_gather(output_tensor, input_tensor)
+            if async_op:
+                return work
+            work.wait()
+            return None
         rows = output_tensor.view(ours.size, -1)
         others = [rank for rank in range(ours.size) if rank != ours.rank]
         sends, receives = [Message(input_tensor, r) for r in others], [Message(rows[r], r) for r in others]

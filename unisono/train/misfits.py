@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from unisono.errors import LoopError
 from unisono.score.order import Order
+from unisono.settings import ParallelSettings
 
 
 def check_shapes(model: torch.nn.Module) -> None:
@@ -93,6 +95,24 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
     if name.startswith(("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Reshape")):
         return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
     return None
+
+
+@contextmanager
+def parts_told(parallel: ParallelSettings) -> Iterator[None]:
+    """Where a part of a parameter meets a whole tensor, torch speaks of DTensors. Raises LoopError instead."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        by_layer = parallel.shard != 1 and parallel.gather == "layer"
+        raise LoopError(
+            "A parameter was used outside of its layer's call.",
+            "Each process has a part of it there, since "
+            + ("its layer is whole while it computes, and no longer." if by_layer else "parallel.tensor divides it."),
+            ("--set parallel.gather=step, with which it is whole for a step; or, " if by_layer else "")
+            + "for a penalty on weights, the optimizer's weight_decay.",
+        ).with_traceback(error.__traceback__) from None
 
 
 def alone(order: Order, last: int, name: str) -> LoopError:
