@@ -41,7 +41,7 @@ class Counter:
     def watch(self) -> None:
         """Count from now on what FSDP2 gathers."""
         for kind in (_fsdp_collectives.DefaultAllGather, Gather):  # once a step, and layer by layer
-            kind.__call__ = self._counted(kind.__call__)  # type: ignore[method-assign, assignment]
+            kind.__call__ = self._counted(kind.__call__)  # type: ignore[method-assign]
 
     def _counted(self, as_it_is: Any) -> Any:
         def gather(comm: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
