@@ -106,7 +106,7 @@ class Parts(Around):
         names = {id(part): name for name, part in self.module.named_modules()}
         where, line = "The model", ""
         for frame, number in walk_tb(error.__traceback__):
-            part = frame.f_locals.get("self")
+            part = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))  # "self", for most people
             if isinstance(part, nn.Module) and id(part) in names and frame.f_code.co_name == "forward":
                 where = names[id(part)] or "The model"
                 line = f"{Path(frame.f_code.co_filename).name}, line {number}"
