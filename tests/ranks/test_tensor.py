@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks.agreement import GPT, Came, Sentences, agree, come
@@ -77,6 +78,39 @@ def test_divided_parameters_train_and_are_marked_as_the_whole_ones_were(tmp_path
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", marks)
     config = replace(CONFIG, parallel=ParallelSettings(**axes))
     assert run_ranks(attempt, 2, tmp_path / "2", marks, config) == [truth, truth]
+
+
+class Counting(GPT):
+    """Its blocks count all heads, where a part of them is; in torch's attention or in one by hand."""
+
+    def __init__(self, by_hand: bool, width: int = -1) -> None:
+        super().__init__()
+
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.query, self.out_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q = self.query(x).view(*x.shape[:2], 4, width).transpose(1, 2)
+                mask = torch.ones(x.shape[1], x.shape[1]).tril().log()
+                seen = (q @ q.mT + mask).softmax(-1) @ q if by_hand else F.scaled_dot_product_attention(q, q, q)
+                out: torch.Tensor = x + self.out_proj(seen.transpose(1, 2).flatten(2))
+                return out
+
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+
+def counting(run: Run[Any]) -> Any:
+    run.place(lambda: Counting(False))(torch.zeros(2, 12, dtype=torch.long))
+
+
+def by_hand_counting(run: Run[Any]) -> Any:
+    run.place(lambda: Counting(True))(torch.zeros(2, 12, dtype=torch.long))
+
+
+def four_wide(run: Run[Any]) -> Any:
+    run.place(lambda: Counting(True, 4))(torch.zeros(2, 12, dtype=torch.long))
 
 
 class Encoder(nn.Module):
@@ -200,6 +234,17 @@ def no_such_module(run: Run[Any]) -> Any:
     run.place(GPT, plan=strange_plan())
 
 
+def no_style(run: Run[Any]) -> Any:
+    plan: Any = {"blocks.*.down": "rowwise"}
+    run.place(GPT, plan=plan)
+
+
+def not_for_norms(run: Run[Any]) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    run.place(GPT, plan={"blocks.*.norm_think": ColwiseParallel()})
+
+
 def tied_in_two_ways(run: Run[Any]) -> Any:
     run.place(GPT, plan=cut_in_two_ways())
 
@@ -230,6 +275,11 @@ WRONG = {
         2,
         r"Placed whose matrices are divided.*aten.add.Tensor, test_tensor.py.*sequence=false",
     ),
+    counting: (2, r"heads are 2 wide with a part of its matrices, and 4.*unflatten\(-1, \(-1, head_width\)\)"),
+    by_hand_counting: (2, r"heads are 2 wide with a part of its matrices, and 4"),
+    four_wide: (2, r"cannot go on: shape .*unflatten"),
+    no_style: (2, r"'blocks.\*.down': 'rowwise', which is no style.*a style is an object"),
+    not_for_norms: (2, r"cannot follow it: ColwiseParallel currently only support.*SequenceParallel for norms"),
     attention_in_slices: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence=false"),
     tied_in_two_ways: (2, r"share a parameter of shape \(24, 16\).*do not tie"),
 }

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from unisono.errors import LoopError
+from unisono.parallel.heads import Heads
 from unisono.parallel.layers import Around, layers_of
 
 FIRST = (
@@ -73,24 +74,43 @@ def apply_tensor(
     chosen = dict(plan or _models_own(model) or _found(model, sequence=sequence, loss=loss))
     _check(model, chosen, mesh.size())
     ties = _ties(model)
+    heads = Heads(model, _divided(model, chosen), mesh.size())
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    parallelize_module(model, mesh, chosen)
+    _parallelize(model, mesh, chosen)
     for name, p in model.named_parameters(remove_duplicate=False):
         p.requires_grad_(trained[name])  # torch's SequenceParallel makes parameters anew, and all of those train
     _tie_again(model, ties)
-    model.forward = Parts(model)
+    model.forward = Parts(model, heads)
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """torch's own, which tells of a style that does not know a module only when it comes there."""
+    try:
+        parallelize_module(model, mesh, dict(plan))
+    except NotImplementedError as error:
+        raise LoopError(
+            f"A plan was given for a {type(model).__name__}.",
+            f"torch cannot follow it: {error}",
+            "ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, SequenceParallel for norms; leave out "
+            "what is to stay whole.",
+        ) from error
 
 
 class Parts(Around):
     """A forward in which some matrices are parts of themselves. torch computes with these beside whole tensors only
     within the modules that a plan names; an operation elsewhere that meets both ends in an error that says which."""
 
+    def __init__(self, module: nn.Module, heads: Heads) -> None:
+        super().__init__(module)
+        self.heads = heads
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.heads.look(args, kwargs)
         try:
             return self.forward(*args, **kwargs)
         except RuntimeError as error:
             if "got mixed torch.Tensor and DTensor" not in str(error):
-                raise
+                raise  # a script's own
             where, line = self._place_of(error)
             raise LoopError(
                 f"{where} was called, in a {type(self.module).__name__} whose matrices are divided (parallel.tensor).",
@@ -201,8 +221,30 @@ def _cut(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, Paralle
                 yield name, part, style
 
 
+def _divided(model: nn.Module, plan: Plan) -> Iterator[tuple[str, int]]:
+    """The matrices between which features are divided, each with the dim of its weight that is. None where a plan has
+    other styles too, which may put together in between what these divide."""
+    if any(not isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel) for style in plan.values()):
+        return
+    for name, part, style in _cut(model, plan):
+        if isinstance(part, nn.Linear):
+            if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
+                yield name, 0
+            elif isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+                yield name, 1
+
+
 def _check(model: nn.Module, plan: Plan, size: int) -> None:
     """Can everything be cut into equal parts?"""
+    given: Mapping[str, object] = plan
+    strange = [f"{name!r}: {style!r}" for name, style in given.items() if not isinstance(style, ParallelStyle)]
+    if strange:
+        raise LoopError(
+            f"A plan was given for a {type(model).__name__}.",
+            f"In it is {', '.join(strange)}, which is no style of torch's.",
+            "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel; a style is an object: "
+            "RowwiseParallel().",
+        )
     named = list(_cut(model, plan))
     missing = [pattern for pattern in plan if not any(style is plan[pattern] for _, _, style in named)]
     if missing:

@@ -93,8 +93,8 @@ def by_element(optimizer: Any) -> bool:
 def stepping(optimizer: Any) -> Iterator[None]:
     """An optimizer steps in here. Where it cannot do that to parts of parameters, that is told in our words.
 
-    One that does not go element by element computes with rows or whole matrices, of which torch can make some operations
-    of parts and some not.
+    One that does not go element by element computes with rows or whole matrices; of these operations torch can make
+    some of parts, and some not.
     """
     try:
         yield

@@ -35,7 +35,12 @@ def promise(run: Run[Any]) -> tuple[str, str]:
         if before.startswith(PROMISES[0]):  # or "exact until" such a step already
             return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
         return before, f"{why}; from step {first} on other mathematics: {what}"
-    return max(here, (before, why), key=lambda promised: PROMISES.index(promised[0]))
+    return max(here, (before, why), key=lambda promised: _rank(promised[0]))
+
+
+def _rank(promise: str) -> int:
+    """How little a promise binds; a placement of somebody's own may say anything."""
+    return PROMISES.index(promise) if promise in PROMISES else len(PROMISES)
 
 
 def _promise_here(run: Run[Any]) -> tuple[str, str]:
@@ -51,7 +56,7 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
         strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not by_element(s)]
         if strange:
             reason = f"{strange[0]} may compute with whole tensors, of which each process has a part"
-            return max((exchange[0], "tolerance"), key=PROMISES.index), reason
+            return max((exchange[0], "tolerance"), key=_rank), reason
     ties = run._models.ties
     if ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
