@@ -79,8 +79,8 @@ class Heads:
             f"A {self.kind} was to go forward with matrices that {self.size} processes share (parallel.tensor).",
             told,
             "count the heads that are there: q.unflatten(-1, (-1, head_width)) for q.view(batch, length, heads, ...); "
-            "or a plan of your own that leaves attention whole: run.place(build, plan={'blocks.*.up': ColwiseParallel(), "
-            "'blocks.*.down': RowwiseParallel()}).",
+            "or a plan of your own that leaves attention whole: run.place(build, plan={'blocks.*.up': "
+            "ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}).",
         )
 
 
