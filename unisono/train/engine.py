@@ -261,9 +261,10 @@ class Engine:
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
         """The 2-norm of the gradient of these parameters, before it is clipped to `limit`, if there is one. With one
-        virtual rank both are torch's own, to the bit; otherwise they do not depend on the placement (norm.py)."""
+        virtual rank both are torch's own, to the bit, unless matrices are cut: torch takes no cut gradients beside
+        whole ones. Otherwise they do not depend on the placement (norm.py)."""
         grads = [p.grad for p in params if p.grad is not None]
-        if self.order.virtual_ranks == 1:
+        if self.order.virtual_ranks == 1 and not any(map(lies_apart, grads)):
             torchs = torch.nn.utils.get_total_norm(grads)
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)

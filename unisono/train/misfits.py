@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +74,42 @@ def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtu
             "make every model that trains with run.place, and the optimizer from the model it returns; let a model "
             "grow between two steps.",
         )
+
+
+BY_ELEMENT = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop"]
+"""torch's optimizers that treat every element of a parameter by itself, so that parts of it step as the whole would.
+(Adafactor and Muon do not: they look at rows and at whole matrices.)"""
+
+
+def by_element(optimizer: Any) -> bool:
+    """Does it treat every element by itself? Of torch's we know; others say so with an attribute of this name."""
+    said = getattr(optimizer, "by_element", None)
+    if said is not None:
+        return bool(said)
+    step = inspect.unwrap(getattr(type(optimizer), "step", by_element))  # torch wraps it
+    return step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in BY_ELEMENT
+
+
+@contextmanager
+def stepping(optimizer: Any) -> Iterator[None]:
+    """An optimizer steps in here. Where it cannot do that to parts of parameters, that is told in our words.
+
+    One that does not go element by element computes with rows or whole matrices; of these operations torch can make
+    some of parts, and some not.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError is one of these
+        first = str(error).partition("\n")[0]
+        if not any(
+            words in str(error) for words in ("Sharding propagation", "sharding strategy", "Tensor and DTensor")
+        ):
+            raise
+        raise LoopError(
+            f"step.update was to step {type(optimizer).__name__} with parameters of which each process has a part.",
+            f"It computes with whole tensors in a way that torch cannot do with parts of them: {first}",
+            "use AdamW or SGD, which treat every element by itself, or --set parallel.shard=1 and parallel.tensor=1.",
+        ) from error
 
 
 def check_schedule(schedule: Any) -> None:

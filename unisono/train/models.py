@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
 from unisono.parallel.context import Context
+from unisono.parallel.marks import apply_marks, marks_of
 from unisono.parallel.recipe import parallelize
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
@@ -88,6 +89,7 @@ class Models:
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
+        marks = marks_of(model)
         layers = parallelize(model, self.mesh, parallel, plan)
         if layers and parallel.gather == "layer":
             from unisono.parallel.notes import Notes  # as much as half a second
@@ -96,6 +98,7 @@ class Models:
             for layer in layers:
                 layer.listen(self.notes)
         self.layers += layers
+        apply_marks(model, marks)
         self.plans.append(plan)
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipeline import Pipeline  # half a second
