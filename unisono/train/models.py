@@ -132,7 +132,7 @@ class Models:
         ]
 
     def look(self) -> bool:
-        """See what trains now. True if that has changed; raises LoopError if nothing does; of a pipeline, a step does."""
+        """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
         new = False
         if self._grew:
             self._grew = False
