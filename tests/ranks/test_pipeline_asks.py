@@ -104,7 +104,7 @@ def test_what_asks_for_nothing_is_followed(ask: Callable[[Any], Any]) -> None:
 
 def asking(run: Run[Any], given: Callable[[Any], Any], build: Callable[[], nn.Module]) -> Any:
     model = run.place(build)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     told: list[Any] = []
 
@@ -157,3 +157,33 @@ def test_what_is_none_only_in_the_batch_is_refused(tmp_path: Path) -> None:
     told = run_ranks(attempt, 2, tmp_path, partial(asking, given=as_dict, build=Masked), config)
     assert all("LoopError" in words or "PeerLost" in words for words in told), told
     assert any("Masked was called, and get is None" in words for words in told), told
+
+
+class Places(nn.Module):
+    """Changes in place: a mask that it makes, what a layer gave; and cuts the gradient of its first layers off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)) for _ in range(8))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, batch: Any) -> Tensor:
+        x = batch.pop("x")
+        mask = torch.ones(x.shape[-1], device=x.device)
+        mask.mul_(0.5)
+        for number, row in enumerate(self.rows):
+            x = row(x * mask)
+            held = x
+            x += 1
+            x = x.detach() if number == 4 else x + held
+        out: Tensor = self.out(x)
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_what_is_changed_in_place_and_what_gets_no_gradient(tmp_path: Path, schedule: Any) -> None:
+    config, loop = settings(batch=8, virtual_ranks=4, steps=2), partial(asking, given=as_dict, build=Places)
+    (alone,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert isinstance(alone, list), alone
+    config = replace(config, parallel=ParallelSettings(pipeline=2, schedule=schedule))
+    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [alone] * 2

@@ -18,6 +18,7 @@ Only the questions of the model's own code count: torch's functions ask as well,
 from __future__ import annotations
 
 import dis
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,20 @@ class StandIn(fx.Proxy):
     def __hash__(self) -> int:
         self.tracer.asked.note("hash", sys._getframe(1))  # type: ignore[attr-defined]
         return id(self)
+
+
+def _in_place(name: str) -> Any:
+    """`x += y` as it is: torch.fx would make a sum of it, and whoever else has x would have the old one."""
+
+    def impl(self: StandIn, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return impl
+
+
+WRITES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+for _name_of in WRITES:
+    setattr(StandIn, f"__{_name_of}__", _in_place(_name_of))
 
 
 class LooseAttribute(fx.proxy.Attribute, StandIn):

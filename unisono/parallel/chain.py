@@ -34,7 +34,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import LoopError
-from unisono.parallel.asked import Asked, StandIn
+from unisono.parallel.asked import WRITES, Asked, StandIn
 from unisono.parallel.cut import Call, Cut, Link, Tensors, called_alone, cost_of, opened
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
@@ -131,6 +131,8 @@ class Chain(Cut):
             elif node.op in ("placeholder", "output", "get_attr") or not any(
                 before in self._deep for before in node.all_input_nodes
             ):
+                if _writes(node):
+                    raise CannotFollow(f"{node.name} changes in place what follows from its inputs")
                 continue
             self._deep.add(node)
         return links
@@ -273,6 +275,14 @@ def compute(
                 "let a stage begin elsewhere (--set 'parallel.stages=[...]'), or take it apart in the same module.",
             )
     return output, [known[node] for node in piece.sends]
+
+
+def _writes(node: fx.Node) -> bool:
+    """Does it change something in place? (A stage that needs it may not see that it needs this.)"""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if getattr(node.target, "__module__", "") == "_operator":  # which has and_ and or_
+        return name in WRITES
+    return node.op.startswith("call_") and ((name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs)
 
 
 def _computes(node: fx.Node) -> bool:
