@@ -234,8 +234,8 @@ class Stage(PipelineStage):
                 if pairs:  # torch finds weights between outputs and inputs, and not where there is no input
                     trained = [p for p in params if p.requires_grad]
                     outputs, grads = [o for o, _ in pairs], [g for _, g in pairs]
-                    found: Sequence[torch.Tensor | None]
-                    found = torch.autograd.grad(outputs, trained, grads, retain_graph=bool(weights), allow_unused=True)
+                    kept: dict[str, Any] = {"retain_graph": bool(weights), "allow_unused": True}
+                    found: list[Any] = list(torch.autograd.grad(outputs, trained, grads, **kept))
                     for p, grad in zip(trained, found, strict=True):
                         p.grad = None if grad is None else grad.clone()
                 self.backward_maybe_with_nosync("weight", {"stage_output": [], "param_groups": weights})
