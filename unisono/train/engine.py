@@ -237,6 +237,7 @@ class Engine:
         buffers = self.models.buffers
         exchange = gradient.exchange
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
+        said["learns"] = bool(gradient.params)
         if self.buddy is not None:
             self.buddy.settle()
         totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
@@ -245,6 +246,8 @@ class Engine:
         self.agreed = agreed = totals.flags
         if agreed["touched"]:
             raise touched()
+        if not agreed["learns"]:  # in no stage of a pipeline; otherwise `look` has said so before the step
+            raise self.models.idle()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))

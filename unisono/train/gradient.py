@@ -13,7 +13,7 @@ from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, build_exchange, chosen
 from unisono.exchange.buckets import finite
 from unisono.exchange.own import Own
-from unisono.exchange.several import Several
+from unisono.exchange.several import Resting, Several
 from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
 from unisono.world.collectives import local
@@ -57,7 +57,8 @@ class Gradient:
         if layers and by_layer:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
         elif pipeline is not None:
-            parts = [chosen(settings, of, mesh.data, mesh.world) for of in pipeline.parts_of(params)]
+            stages = pipeline.parts_of(params)
+            parts = [chosen(settings, of, mesh.data, mesh.world) if of else Resting() for of in stages]
             self.exchange = Several(params, parts)
         elif own is not None:
             self.exchange = own(self.leaves, ranks, mesh.data)
@@ -95,7 +96,7 @@ class Gradient:
         if self.notes is not None:
             self.notes.end()
         whole = exchange.finish(weight)
-        if unused:
+        if unused and self.leaves:
             used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.mesh.world.device)
             for p, by_anyone in zip(self.leaves, self.mesh.data.max_(used).tolist(), strict=True):
                 if not by_anyone:

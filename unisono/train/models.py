@@ -145,7 +145,7 @@ class Models:
         ]
 
     def look(self) -> bool:
-        """See what trains now. True if that has changed; raises LoopError if nothing does."""
+        """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
         new = False
         if self._grew:
             self._grew = False
@@ -153,18 +153,22 @@ class Models:
         signature = [p.requires_grad for p in self.params]
         if signature == self._signature and not new:
             return False
-        if not any(signature):
-            placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
-            raise LoopError(
-                "run.steps was asked for a step.",
-                placed if self.modules else "No model was placed, so there is nothing to train.",
-                "place the model that trains: model = run.place(lambda: Net()).",
-            )
+        if not any(signature) and self.pipeline is None:  # otherwise other stages may have something to learn
+            raise self.idle()
         self._signature = signature
         self.trained = [p for p in self.params if p.requires_grad]
         for tell in self.heard:
             tell()
         return True
+
+    def idle(self) -> LoopError:
+        """Nothing trains."""
+        placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
+        return LoopError(
+            "run.steps was asked for a step.",
+            placed if self.modules else "No model was placed, so there is nothing to train.",
+            "place the model that trains: model = run.place(lambda: Net()).",
+        )
 
     def _look_again(self) -> bool:
         """The modules may have grown between two steps: what is new is the main process's, as with run.place."""
