@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
@@ -21,6 +22,8 @@ from unisono.launch import local
 from unisono.launch.supervise import Outcome
 from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
 from unisono.settings.check import examine
+from unisono.settings.script import calls_main
+from unisono.settings.ways import asks_of_the_model
 
 
 def run(
@@ -28,6 +31,7 @@ def run(
     /,
     *,
     ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 1,
+    no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
     """Train a recipe or a script.
@@ -40,9 +44,17 @@ def run(
         A recipe's name, or the path to a script.
     ranks
         How many processes. The result is the same for any number.
+    no_dry_run
+        Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
     """
-    line = request.line("unisono", "run", target, *(["--ranks", str(ranks)] if ranks != 1 else []))
-    script, threads = checked(target, ranks, request, line)
+    flags = [*(["--ranks", str(ranks)] if ranks != 1 else []), *(["--no-dry-run"] if no_dry_run else [])]
+    line = request.line("unisono", "run", target, *flags)
+    script, threads, unsure = checked(target, ranks, request, line)
+    if unsure and not no_dry_run and not _fits(script, threads, ranks, request, line):
+        print(f"Stopped before its start: nothing to save.\n  Next: {line}", file=sys.stderr)
+        if request.json:
+            print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
+        return 0
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
     with hold(run_dir, line):
@@ -58,6 +70,22 @@ def run(
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
+
+
+def _fits(script: Path, threads: int, ranks: int, request: Request, line: Line) -> bool:
+    """Can the script's model be laid over so many processes as is asked? False: somebody said stop meanwhile.
+
+    Raises SettingsError if it cannot. What else goes wrong there, the run will come to as well, and tell.
+    """
+    earlier = (request.run_dir or newest_run(script.stem)) if request.resume else None
+    outcome = local.dry_run(script, request.arguments(earlier or Path(script.stem)), ranks=ranks, threads=threads)
+    failure = outcome.failure
+    if failure is not None and failure.record is not None and failure.record.problems:
+        raise SettingsError.of(failure.record.problems)
+    if failure is not None and failure.signal == signal.SIGALRM:
+        waited = f"{script.name} took more than {local.DRY_SECONDS} s to come to its loop"
+        print(f"Its model was not looked at before the start: {waited}. The run will do that.", file=sys.stderr)
+    return not outcome.stopped
 
 
 def _mark(run_dir: Path) -> tuple[int, int] | None:
@@ -87,8 +115,20 @@ def _never_joined(script: Path, ranks: int, line: Line) -> SettingsError:
     return SettingsError(str(line), true, do)
 
 
-def checked(target: str, ranks: int, request: Request, line: Line) -> tuple[Path, int]:
-    """The script, and the threads of each process. Raises SettingsError with everything that is wrong."""
+class Checked(NamedTuple):
+    """A request in which nothing is wrong, as far as that is known without running the script.
+
+    threads  of each process
+    unsure   can only the script's own model tell whether all is well?
+    """
+
+    script: Path
+    threads: int
+    unsure: bool
+
+
+def checked(target: str, ranks: int, request: Request, line: Line) -> Checked:
+    """What was asked for. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
     if ranks < 1:
         do = str(line.flag("--ranks", "1"))
@@ -98,17 +138,17 @@ def checked(target: str, ranks: int, request: Request, line: Line) -> tuple[Path
         script = script_of(target, line)
     except SettingsError as error:  # what else is wrong can be told all the same
         problems[:0], found = error.problems, False
-    threads, more = _check_settings(script, max(ranks, 1), request, line)
+    threads, unsure, more = _check_settings(script, max(ranks, 1), request, line)
     problems += more
     if found or request.run_dir is not None:  # runs/ has none of a script that is not there
         problems += problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     if problems:
         raise SettingsError.of(problems)
-    return script, threads
+    return Checked(script, threads, unsure)
 
 
-def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> tuple[int, list[Problem]]:
-    """Threads, and what is wrong with the settings as far as they are known without running the script."""
+def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> tuple[int, bool, list[Problem]]:
+    """Threads, whether the model must be looked at, and what is wrong with the settings as far as they are known."""
     cls = settings_of(script)
     earlier = request.earlier(request.run_dir or newest_run(script.stem))
     # Of a script that is not understood only what is given here is known, and only the names that every run has.
@@ -127,7 +167,11 @@ def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> t
     if cls is not None and loaded is not None:
         known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}
         known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
-    return loaded.settings.threads if loaded else 1, [*problems, *request.problems_of_accepted(known, line)]
+    problems += request.problems_of_accepted(known, line)
+    if loaded is None:
+        return 1, False, problems
+    unsure = asks_of_the_model(loaded.settings) and calls_main(script)
+    return loaded.settings.threads, unsure, problems
 
 
 def _told(outcome: Outcome, run_dir: Path, started: float) -> dict[str, Any]:

@@ -77,6 +77,12 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls)
     torch.set_num_threads(loaded.settings.threads)
+    if world.dry:
+        from unisono.train.dry_run import dry_run
+
+        with _own_arguments(asked.request):
+            dry_run(train, loaded.settings, world)
+        return
     with join(world) as group, ExitStack() as kept:
         shown, path = _on_main(group, lambda: asked.run_dir(kept))
         run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed

@@ -29,7 +29,7 @@ from unisono.errors import LoopError
 from unisono.world.collectives import Group, lies_apart
 
 if TYPE_CHECKING:
-    from unisono.settings import Settings
+    from unisono.settings import CompressSettings, Settings
 
 Spans = Sequence[tuple[int, int]]
 Weights = Callable[[], torch.Tensor]
@@ -185,6 +185,18 @@ def refuse_hook(name: str) -> None:
             "run.register_comm_hook was called.",
             f"With exchange={name} no bucket goes through a hook of torch's.",
             " or ".join(f"--set exchange={other}" for other in takes) + ", or leave the line out.",
+        )
+
+
+def refuse_numbers(params: Sequence[torch.nn.Parameter], compress: CompressSettings) -> None:
+    """Raise LoopError if the gradients of these parameters cannot travel in the form that is asked for."""
+    odd = [p for p in params if p.dtype != torch.float32]
+    if compress.kind != "none" and odd:
+        dtype = str(odd[0].dtype).removeprefix("torch.")
+        raise LoopError(
+            f"compress.kind={compress.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
+            "Forms are made of float32: of whole numbers no part can be left out, of more bits too much would be.",
+            "--set compress.kind=none, or keep parameters in float32 (--set precision=bf16 computes in fewer bits).",
         )
 
 

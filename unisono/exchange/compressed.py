@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from unisono.errors import LoopError
-from unisono.exchange import Spans, Weights
+from unisono.exchange import Spans, Weights, refuse_numbers
 from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import ALIGN, Copy, Layout, Loose, Pool, Readiness, finite
 from unisono.exchange.codes import BLOCK
@@ -45,7 +44,7 @@ class CompressedTree(Bucketed):
         self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, *, settings: CompressSettings
     ) -> None:
         self.params, self.group, self.leaves = params, group, self._leaves(virtual_ranks, group)
-        _refuse_other_numbers(params, settings)
+        refuse_numbers(params, settings)
         self.nodes = nodes_of(self.leaves, settings.nodes)
         self.layout = Layout(params, group.size * BLOCK // ALIGN)  # chunks end where blocks do
         self.way = build_way(settings, self.layout, group)
@@ -267,14 +266,3 @@ def _added(left: Copy, right: Copy) -> Copy:
     for ours, theirs in zip(left.flats, right.flats, strict=True):
         ours.add_(theirs)
     return left
-
-
-def _refuse_other_numbers(params: Sequence[torch.nn.Parameter], settings: CompressSettings) -> None:
-    odd = [p for p in params if p.dtype != torch.float32]
-    if odd:
-        dtype = str(odd[0].dtype).removeprefix("torch.")
-        raise LoopError(
-            f"compress.kind={settings.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
-            "Forms are made of float32: of whole numbers no part can be left out, of more bits too much would be.",
-            "--set compress.kind=none, or keep parameters in float32 (--set precision=bf16 computes in fewer bits).",
-        )

@@ -1,6 +1,6 @@
 """The first thing in every process that our launcher starts.
 
-    python -u -P -m unisono.launch.child '{"world": {...}, "record": "/.../rank-0.json"}' SCRIPT ARGUMENTS...
+    python -u -P -m unisono.launch.child '{"world": {...}, "record": "/.../rank-0.json", ...}' SCRIPT ARGUMENTS...
 
 It says who this process is, runs the script as `__main__` just as plain python would, and records why it failed.
 Standard input is a pipe whose other end the launcher holds: when it ends, the launcher is dead, however it died, and
@@ -29,6 +29,7 @@ def main() -> None:
     order = json.loads(told)
     path = Path(order["record"])
     faulthandler.enable()
+    signal.alarm(order["seconds"])  # 0: none
     _leave_with_launcher(path.parent)
     record.write_to(path)
     env.assign(env.World(**order["world"]))

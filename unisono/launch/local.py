@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -39,33 +39,56 @@ def run(
     variables  more of what a library, or Python itself, reads from its environment
     """
     terminal = screen == 1 and draws_live_lines()
+    columns = os.get_terminal_size(1).columns if terminal else 0
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
     with tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True) as folder:
-        tasks = []
-        for rank in range(ranks):
-            world = World(
-                rank=rank,
-                size=ranks,
-                local_rank=rank,
-                local_size=ranks,
-                host=socket.gethostname(),
-                store=f"file://{folder}/store",
-                launcher="unisono",
-                folder=os.getcwd(),
-                terminal=terminal,
-                columns=os.get_terminal_size(1).columns if terminal else 0,
+        tasks = [
+            _task(
+                replace(_world(rank, ranks), store=f"file://{folder}/store", terminal=terminal, columns=columns),
+                [str(script), *arguments],
+                inherited({**_for_libraries(threads), **variables}),
+                logs,
+                Path(folder),
             )
-            record = Path(folder) / f"rank-{rank}.json"
-            order = json.dumps({"world": asdict(world), "record": str(record)})
-            tasks.append(
-                Task(
-                    command=[*_python(), "-m", "unisono.launch.child", order, str(script), *arguments],
-                    environment=inherited({**_for_libraries(threads), **variables}),
-                    log=logs / f"rank-{rank}.log",
-                    record=record,
-                )
-            )
+            for rank in range(ranks)
+        ]
         return supervise(tasks, screen=screen, say=say)
+
+
+DRY_SECONDS = 60
+"""A script that takes longer to come to its loop is not waited for: what is wrong with its model, the run will say."""
+
+
+def dry_run(
+    script: Path, arguments: Sequence[str], *, ranks: int, threads: int = 1, seconds: int = DRY_SECONDS
+) -> Outcome:
+    """One process goes through the script as far as its loop, to see whether `ranks` of them can (train/dry_run.py).
+    What it prints is nobody's; after `seconds` it dies of SIGALRM."""
+    with tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True) as folder:
+        world = replace(_world(0, ranks), dry=True)
+        environment = inherited(_for_libraries(threads))
+        task = _task(world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
+        return supervise([task], screen=None, say=False)
+
+
+def _world(rank: int, size: int) -> World:
+    """A process of ours among `size` on this host."""
+    host, folder = socket.gethostname(), os.getcwd()
+    return World(rank=rank, size=size, local_rank=rank, local_size=size, host=host, launcher="unisono", folder=folder)
+
+
+def _task(
+    world: World, words: Sequence[str], environment: Mapping[str, str], logs: Path, folder: Path, seconds: int = 0
+) -> Task:
+    """A process that runs a script (`words`: its path and its arguments); after `seconds` it ends. 0: it does not."""
+    record = folder / f"rank-{world.rank}.json"
+    order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds})
+    return Task(
+        command=[*_python(), "-m", "unisono.launch.child", order, *words],
+        environment=environment,
+        log=logs / f"rank-{world.rank}.log",
+        record=record,
+    )
 
 
 def _for_libraries(threads: int) -> dict[str, str]:

@@ -58,14 +58,26 @@ class Heads:
         (whole, here), self.copies = self.copies, None
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
-            true, _ = _sizes(whole, args, kwargs)
-            found, problem = _sizes(here, args, kwargs) if true is not None else (None, "")
+            products, _ = _products(whole, args, kwargs)
+            parts, problem = _products(here, args, kwargs) if products is not None else (None, "")
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             torch.set_rng_state(states[2])
-        if true is None or (found is not None and (found == true or len(found) != len(true))):
+        if products is None:
             return
+        true, found = products.sizes, parts.sizes if parts is not None else None
+        if found is not None and (found == true or len(found) != len(true)):
+            return
+        uneven = next((heads for heads in products.heads if heads % self.size), None)
+        if uneven is not None:
+            fewer = max(n for n in range(1, self.size) if uneven % n == 0)
+            raise LoopError(
+                f"parallel.tensor={self.size} was asked for a {self.kind}.",
+                f"Its attention has {uneven} heads, and each process computes whole ones: {uneven} is no multiple of "
+                f"{self.size}.",
+                f"--set parallel.tensor={fewer if fewer > 1 else uneven}, or another number of heads.",
+            )
         if found is None:
             told = f"With a part of its matrices, its forward pass cannot go on: {problem}"
         else:
@@ -96,15 +108,15 @@ def _empty(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _sizes(model: nn.Module, args: Any, kwargs: Any) -> tuple[Sizes | None, str]:
-    """The sizes that a forward pass sees, or None and why it did not come to its end."""
+def _products(model: nn.Module, args: Any, kwargs: Any) -> tuple[Products | None, str]:
+    """What a forward pass multiplies within heads, or None and why it did not come to its end."""
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     try:
         with torch.no_grad(), torch.device("meta"), Products() as products:  # a mask that is made there is empty too
             model(*args, **kwargs)
     except Exception as error:
         return None, str(error).partition("\n")[0]
-    return products.sizes, ""
+    return products, ""
 
 
 class Products(TorchFunctionMode):
@@ -113,13 +125,17 @@ class Products(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: Sizes = []
+        self.heads: list[int] = []
+        """Of every product, in order."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             query = args[0] if args else (kwargs or {})["query"]
             self.sizes.append((query.shape[-1],))
+            self.heads += query.shape[-3:-2]
         elif func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) and len(args) == 2:
             first, second = args
             if first.dim() > 3 and second.dim() > 3:
                 self.sizes.append((*second.shape[-2:], *first.shape[-2:]))
+                self.heads.append(first.shape[-3])
         return func(*args, **(kwargs or {}))

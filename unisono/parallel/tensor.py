@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from unisono.errors import LoopError
 from unisono.parallel.heads import Heads
 from unisono.parallel.layers import Around, layers_of
+from unisono.world.collectives import met_a_part
 
 FIRST = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "qkv", "query_key_value"),
@@ -109,7 +110,7 @@ class Parts(Around):
         try:
             return self.forward(*args, **kwargs)
         except RuntimeError as error:
-            if "got mixed torch.Tensor and DTensor" not in str(error):
+            if not met_a_part(error):
                 raise  # a script's own
             where, line = self._place_of(error)
             raise LoopError(

@@ -44,12 +44,9 @@ CALLS = {"dataclass", "field", "auto", "Path", "tuple", "list", "int", "float", 
 
 def settings_of(script: Path) -> type | None:
     """The class that the script hands to `unisono.main`, made without running the script; None: not understood."""
-    try:
-        tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
-        return None  # the script's own process says it best
-    call = _call_of_main(tree)
-    if call is None:
+    tree = _parsed(script)
+    call = _call_of_main(tree) if tree is not None else None
+    if tree is None or call is None:
         return None
     handed = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "settings")]
     if not handed:
@@ -82,6 +79,19 @@ def settings_of(script: Path) -> type | None:
         if made.__module__ == module.__name__:
             setattr(made, CHECK, _as_far_as_known(made.__dict__[CHECK]))
     return found if isinstance(found, type) else None
+
+
+def calls_main(script: Path) -> bool:
+    """Does this script itself call `unisono.main`, and once?"""
+    tree = _parsed(script)
+    return tree is not None and _call_of_main(tree) is not None
+
+
+def _parsed(script: Path) -> ast.Module | None:
+    try:
+        return ast.parse(script.read_text(encoding="utf-8"), str(script))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return None  # the script's own process says it best
 
 
 def _as_far_as_known(check: Callable[[Any], None]) -> Callable[[Any], None]:

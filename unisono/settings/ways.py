@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.errors import Problem
 from unisono.settings.axes import Axes
+from unisono.settings.every import ParallelSettings, Settings
 from unisono.settings.line import Line
 
 ONE_PROCESS = ("split", "threads")
@@ -14,6 +15,11 @@ ONE_PROCESS = ("split", "threads")
 
 SEVERAL = ("shard", "tensor", "pipeline", "context")
 """What divides a model, or what it computes, among several processes."""
+
+
+def asks_of_the_model(settings: Settings) -> bool:
+    """Is anything asked that not every model can bear? Whole models whose gradients are added up are no such thing."""
+    return settings.parallel != ParallelSettings() or settings.compress.kind != "none"
 
 
 def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:

@@ -28,6 +28,11 @@ def lies_apart(tensor: Any) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
+def met_a_part(error: BaseException) -> bool:
+    """Does torch say here that a tensor which lies apart met one that does not? (2.13 has no type for that.)"""
+    return "mixed torch.Tensor and DTensor" in str(error)
+
+
 def local(tensor: Any) -> Any:
     """What this process holds of a tensor that lies over several; of any other, itself."""
     return tensor.to_local() if lies_apart(tensor) else tensor

@@ -1,0 +1,149 @@
+"""What a script's own model cannot bear: told before any process of the run starts, and nothing of it is left."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.cli.asking import Ask
+from tests.cli.command import Command
+from unisono.launch import local
+
+MODEL = """
+from dataclasses import dataclass
+from pathlib import Path
+import torch, torch.nn as nn, torch.nn.functional as F, unisono
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    steps: int | None = 2
+    batch: int = 8
+    heads: int = 3
+    depth: int = 2
+    norm: str = "layer"
+    dtype: str = "float32"
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, c // self.heads)).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.c_proj(y.transpose(1, 2).flatten(2))
+
+class GPT(nn.Module):
+    def __init__(self, s):
+        super().__init__()
+        width = 12 * s.heads
+        self.embed = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(Block(width, s.heads) for _ in range(s.depth))
+        self.last = nn.BatchNorm1d(8) if s.norm == "batch" else nn.LayerNorm(width)
+        self.head = nn.Linear(width, 32).to(getattr(torch, s.dtype))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+def loss(out, rows):
+    return F.cross_entropy(out.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"), rows[:, 1:].numel()
+
+def main(run):
+    if run.is_main:
+        print("the main process was here")
+    with run.first():
+        data = torch.utils.data.TensorDataset(torch.randint(0, 32, (64, 9)))
+    model = run.place(lambda: GPT(run.settings))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=run.total_steps)
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
+    for step in run.steps(data):
+        step.run(model, loss, forward=lambda m, b: m(b[0][:, :-1]))
+        step.update(optimizer, schedule)
+
+if __name__ == "__main__":
+    unisono.main(main, Settings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "true", "do"),
+    [
+        ("--ranks 2 --set parallel.tensor=2", "3 heads", "parallel.tensor=3"),
+        ("--ranks 6 --set parallel.pipeline=6", "5 have parameters", "parallel.pipeline=5"),
+        ("--ranks 2 --set parallel.pipeline=2 --set norm=batch", "BatchNorm1d", "GroupNorm"),
+        ("--ranks 2 --set compress.kind=int8 --set dtype=float64", "made of float32", "compress.kind=none"),
+        ("--set compress.kind=topk --set dtype=complex64", "made of float32", "compress.kind=none"),
+    ],
+)
+def test_what_a_model_cannot_bear_is_told_before_the_start(
+    ask: Ask, tmp_path: Path, words: str, true: str, do: str
+) -> None:
+    (tmp_path / "gpt.py").write_text(MODEL)
+    (problem,) = ask("run", "gpt.py", *words.split())
+    assert true in problem.true
+    assert do in problem.do
+
+
+def test_what_fits_runs_and_its_main_process_acts_once(command: Command) -> None:
+    (command.folder / "gpt.py").write_text(MODEL)
+    words = ["run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--set", "heads=2"]
+    ended = command.run(*words)
+    assert ended.status == 0, ended.err
+    assert ended.out.count("the main process was here") == 1
+    assert "2 steps" in ended.out
+    assert not ended.err
+
+
+def test_what_else_goes_wrong_is_the_runs_to_tell(command: Command) -> None:
+    (command.folder / "gpt.py").write_text(MODEL.replace("model = run.place", "1 / 0\n    model = run.place"))
+    ended = command.run("run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--run-dir", "out")
+    assert ended.status == 1
+    assert ended.last == "ZeroDivisionError: division by zero"
+    assert "the main process was here" in command.log(0)
+
+
+def test_without_a_dry_run_every_process_refuses_it(command: Command) -> None:
+    (command.folder / "gpt.py").write_text(MODEL)
+    words = ["run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--run-dir", "out"]
+    ended = command.run(*words, "--no-dry-run")
+    assert ended.status == 1
+    assert "3 heads" in ended.err
+    assert "the main process was here" in command.log(0)
+
+
+SLOW = """
+def main(run):
+    say("here")
+    time.sleep(60)
+
+unisono.main(main)
+"""
+
+
+def test_a_stop_before_the_start_starts_nothing(command: Command) -> None:
+    command.script(SLOW)
+    words = ["run", "script.py", "--ranks", "2", "--set", "steps=1", "--set", "parallel.shard=2"]
+    running = command.start(*words)
+    command.wait_for("here 0")
+    running.send_signal(signal.SIGINT)
+    ended = command.end(running)
+    assert ended.status == 0
+    assert "Stopped before its start" in ended.err
+    assert not (command.folder / "runs").exists()
+
+
+def test_a_script_that_takes_long_to_come_to_its_model_is_not_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent("import time\ntime.sleep(60)"))
+    outcome = local.dry_run(script, ["--run-dir=out"], ranks=2, seconds=1)
+    assert outcome.failure is not None
+    assert outcome.failure.signal == signal.SIGALRM

@@ -1,0 +1,166 @@
+"""A dry run: what a model cannot bear is told before any process of the run starts.
+
+Most of a request is known from settings alone. Whether heads divide, layers are enough for the stages, gradients can be
+compressed, is known once there is a model, and only the script's own code makes one. So one process goes through the
+script as far as its loop, in a group whose other processes are not there (world/pretended.py), and places the model as
+the run will. What is refused there, the run would have refused too, on every process, after all had started.
+
+Nothing else of a dry run counts: it prints nothing, loads no checkpoint, is never the main process, and whatever fails
+in it in another way is the run's to tell.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.utils.data import default_collate
+
+from unisono.data.loader import Collate, length_of
+from unisono.data.seeding import seed_everything
+from unisono.env import World
+from unisono.errors import LoopError, SettingsError
+from unisono.exchange import refuse_numbers
+from unisono.parallel.layers import Around
+from unisono.score.keys import SCRIPT, mix
+from unisono.settings import Settings
+from unisono.settings.ways import asks_of_the_model
+from unisono.train.outputs import Forward, call
+from unisono.train.run import Run
+from unisono.world.pretended import pretended
+
+S = TypeVar("S", bound=Settings)
+
+
+class Refused(SettingsError):
+    """The run would refuse this model."""
+
+
+class _Seen(BaseException):
+    """The script has come to what needs the others. Not an Exception: no code of the script's is to catch it."""
+
+
+def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
+    """Go through `train` up to its loop. Did it come there? Raises Refused if the run would refuse its model; what else
+    goes wrong, the run will come to as well, and tell."""
+    if not asks_of_the_model(settings):
+        return False
+    with ExitStack() as kept:
+        folder = kept.enter_context(tempfile.TemporaryDirectory(prefix="unisono-"))
+        nowhere = kept.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        group = kept.enter_context(pretended(world.size))
+        run: DryRun[S] = DryRun(
+            settings, world=world, group=group, run_dir=Path(folder), identity={}, resumed=None, output=nowhere
+        )
+        kept.callback(run.close)
+        seed_everything(mix(settings.seed, SCRIPT))
+        try:
+            train(run)
+        except _Seen:
+            return True
+        except Refused:
+            raise
+        except Exception:
+            return False
+    return False
+
+
+class DryRun(Run[S]):
+    """The run, as its script sees it up to its loop."""
+
+    def __init__(self, settings: S, **more: Any) -> None:
+        super().__init__(settings, **more)
+        self.rank = self.size - 1
+
+    @property
+    def is_main(self) -> bool:
+        return False
+
+    def place(self, model: Any, **more: Any) -> Any:
+        more.pop("example", None)  # what takes how long is nothing to refuse
+        with _refusing():
+            placed = super().place(model, **more)
+        if self._mesh.tensor.size > 1:
+            placed.register_forward_pre_hook(_look, prepend=True, with_kwargs=True)
+        return placed
+
+    def track(self, **things: Any) -> None:
+        """Nothing is saved, and nothing loaded."""
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        yield
+
+    def print(self, *values: Any) -> None:
+        """Nobody listens."""
+
+    def log(self, values: Any = None, **named: Any) -> None:
+        """Nobody listens."""
+
+    def steps(self, data: Any = None, *, collate_fn: Collate | None = None, **_: Any) -> Iterator[Any]:
+        """The first micro-batch, for models that must see one. Until here all others were made."""
+        with _refusing():
+            refuse_numbers([p for p in self._models.params if p.requires_grad], self.settings.compress)
+        if self._mesh.tensor.size == 1 or not hasattr(data, "__getitem__"):
+            raise _Seen
+        share = -(-self.settings.batch // self.settings.virtual_ranks)
+        samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
+        many = hasattr(data, "__getitems__")
+        rows = data.__getitems__(list(samples)) if many else [data[i] for i in samples]
+        yield _FirstStep((collate_fn or default_collate)(rows))
+        raise _Seen
+
+    def _end(self, *_: Any, **__: Any) -> NoReturn:
+        raise _Seen
+
+    evaluate = predict = deal = _end
+    collectives = property(_end)
+
+
+class _FirstStep:
+    """A step of one micro-batch, which ends where the model is called."""
+
+    number = epoch = 0
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.batch
+        raise _Seen
+
+    def over(self, *_: Any) -> _FirstStep:
+        return self
+
+    def run(self, model: torch.nn.Module, _: Any, forward: Forward | None = None) -> NoReturn:
+        (forward or call)(model, self.batch)
+        raise _Seen
+
+    def __getattr__(self, _: str) -> NoReturn:
+        raise _Seen
+
+
+def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
+    """A model is called, so nothing of it is left to be refused but what its inputs say of its heads."""
+    from unisono.parallel.tensor import Parts  # half a second
+
+    around: Any = model.forward
+    while isinstance(around, Around):
+        if isinstance(around, Parts):
+            with _refusing():
+                around.heads.look(args, kwargs)
+        around = around.forward
+    raise _Seen
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (LoopError, SettingsError) as error:
+        raise Refused.of(error.problems) from error
