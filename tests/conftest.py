@@ -1,6 +1,6 @@
 """For all tests: what is kept for next time goes to a folder that goes, and no example of a property is too slow.
 
-But for bytecode, which stays where Python puts it: each of the thousand processes that the tests start would compile the
+But for bytecode, which stays where Python puts it: each of the many processes that the tests start would compile the
 library anew (0.3 s), and every worker of pytest all tests (5 s).
 """
 

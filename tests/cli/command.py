@@ -8,6 +8,7 @@ last process that holds it is gone, reading it ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -59,6 +60,7 @@ def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_
 
 def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:
     """As launch/child.py does."""
+    gc.freeze()  # or collecting garbage at a run's end walks through all of torch, and copies it
     os.chdir(Path(script).parent)
     env.assign(replace(world, launcher="unisono", folder=os.getcwd()))
     sys.argv = [script, *arguments]

@@ -51,7 +51,7 @@ MISTAKES = {
 
 
 SHARP = ("not a number", "break", "a worker that dies")
-"""The loop tells it, the script's end, another process. All words are in tests/ranks/test_contract.py and test_loop.py."""
+"""Told by the loop, by its end, and of another process. tests/ranks/test_contract.py has them all."""
 
 
 @pytest.mark.parametrize("mistake", [m if m in SHARP else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])

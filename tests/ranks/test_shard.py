@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pairs import every_pair
 from tests.ranks import training
 from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, whole
 from tests.ranks.test_passes import CONFIG, alternating, together
@@ -64,8 +65,7 @@ def same_as_alone(runs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert run["result"]["promise"] == "exact"
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
 def test_any_division_gives_the_bits_of_one_process(
     tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
 ) -> None:
