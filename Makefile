@@ -6,6 +6,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+unexport PYTHONDONTWRITEBYTECODE # or each of the thousand processes of the tests compiles what it imports anew
 
 # The first Python of these that starts and is new enough. Say PYTHON=/path/to/python to choose another one.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -37,7 +38,7 @@ run: setup  ## train the text recipe on two processes (RANKS=2)
 	$(BIN)/unisono run text --ranks $(RANKS)
 
 test: lint types  ## lint, types, and every test that is not slow
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations 40 --durations-min 4
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 40 --durations-min 4
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

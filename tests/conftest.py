@@ -1,9 +1,14 @@
-"""For all tests: what is kept for next time goes to a folder that goes, and no example of a property is too slow."""
+"""For all tests: what is kept for next time goes to a folder that goes, and no example of a property is too slow.
+
+But for bytecode, which stays where Python puts it: each of the many processes that the tests start would compile the
+library anew (0.3 s), and every worker of pytest all tests (5 s).
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 
 import hypothesis
@@ -11,6 +16,9 @@ import pytest
 
 hypothesis.settings.register_profile("unisono", deadline=None)  # a test says what is true, not how busy this machine is
 hypothesis.settings.load_profile("unisono")
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 _cache = tempfile.mkdtemp(prefix="unisono-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache  # before the fork server starts, whose children inherit it

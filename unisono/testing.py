@@ -47,7 +47,11 @@ S = TypeVar("S", bound=Settings)
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "unisono.train.run"]
+    [
+        *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+        *("unisono.train.run", "unisono.cli.script", "unisono.parallel.pipeline", "unisono.parallel.tensor"),
+        "pytest",  # the module that `function` is in imports it: a tenth of a second, on every rank
+    ]
 )
 
 

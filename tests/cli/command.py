@@ -8,6 +8,7 @@ last process that holds it is gone, reading it ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -59,7 +60,9 @@ def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_
 
 def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:
     """As launch/child.py does."""
-    env.assign(replace(world, launcher="unisono", folder=str(Path(script).parent)))
+    gc.freeze()  # or collecting garbage at a run's end walks through all of torch, and copies it
+    os.chdir(Path(script).parent)
+    env.assign(replace(world, launcher="unisono", folder=os.getcwd()))
     sys.argv = [script, *arguments]
     sys.stdout = sys.stderr
     runpy.run_path(script, run_name="__main__")
@@ -98,14 +101,26 @@ class Command:
         path.write_text(PRELUDE + textwrap.dedent(text))
         return path
 
+    def train(self, run_dir: str, *arguments: str, ranks: int = 1) -> None:
+        """What `unisono run script.py --run-dir RUN_DIR` would train, in processes that are forked (see `start`): for
+        runs that another one is held against."""
+        self.open_pipe()
+        (self.folder / run_dir).mkdir(exist_ok=True)
+        words = [f"--run-dir={run_dir}", *arguments]
+        start(self.folder / "script.py", words, ranks=ranks, logs=self.folder / run_dir / "log")
+
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """`unisono ARGUMENTS`; -P, because the installed command does not import from the folder one is in either."""
         return self.start_python("-P", "-m", "unisono.cli.main", *map(str, arguments))
 
-    def start_python(self, *arguments: str) -> subprocess.Popen[str]:
+    def open_pipe(self) -> None:
+        """Make the pipe that scripts open, and listen."""
         if not self.pipe.exists():
             os.mkfifo(self.pipe)
             self._alive = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def start_python(self, *arguments: str) -> subprocess.Popen[str]:
+        self.open_pipe()
         path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
         running = subprocess.Popen(
             [sys.executable, *arguments],

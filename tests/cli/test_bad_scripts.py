@@ -50,7 +50,11 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+SHARP = ("not a number", "break", "a worker that dies")
+"""Told by the loop, by its end, and of another process. tests/ranks/test_contract.py has them all."""
+
+
+@pytest.mark.parametrize("mistake", [m if m in SHARP else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])
 def test_a_mistake_is_told_last_and_ends_everybody(command: Command, mistake: str) -> None:
     changes, words = MISTAKES[mistake]
     command.script(SCRIPT.format(**{**GOOD, **changes}))
@@ -65,6 +69,7 @@ def test_a_mistake_is_told_last_and_ends_everybody(command: Command, mistake: st
     assert files == {"script.py"} or "worker" in mistake, "only lines that the user can change"
 
 
+@pytest.mark.slow
 def test_without_a_mistake_it_runs(command: Command) -> None:
     command.script(SCRIPT.format(**GOOD))
     assert command.run("run", "script.py", "--ranks", "2", "--set", "steps=3", "--set", "batch=8").status == 0

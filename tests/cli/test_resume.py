@@ -8,7 +8,7 @@ from tests.cli.test_training import SCRIPT, result
 
 def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_the_promise(command: Command) -> None:
     command.script(SCRIPT)
-    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=4").status == 0
+    command.train("out", "--set=steps=4")
     again = ["script.py", "--run-dir", "out", "--resume"]
 
     refused = command.run("run", *again, "--accept-change", "lenght", "--accept-change", "torch")

@@ -1,8 +1,8 @@
 """What the papers show runs: every block of Python in README.md, CONTRIBUTING.md and docs/, however deep.
 
-A block that is a whole script is run, at toy size and in one process; one of another library's is run as its users
-start it, where that is installed. Anything else must at least be Python. A script that needs smaller settings than
-STEPS says so behind the word python, where a reader does not see it:
+A block that is a whole script is run, at toy size and in one process (forked from one that has loaded torch); one of
+another library's is run as its users start it, where that is installed. Anything else must at least be Python. A script
+that needs smaller settings than STEPS says so behind the word python, where a reader does not see it:
 
     ```python --set model.width=16
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import start
 from tests.house.sources import ROOT
 from unisono.env import inherited
 
@@ -90,8 +91,10 @@ def by_name(block: Block) -> str:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.is_ours], ids=by_name)
 def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(block.code, encoding="utf-8")
-    run(tmp_path, "script.py", "--run-dir", "run", *STEPS, *block.words)
+    (tmp_path / "run").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(block.code, encoding="utf-8")
+    start(script, ["--run-dir=run", *STEPS, *block.words], ranks=1, logs=tmp_path)
     result = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
     assert result["steps"] == 2
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from tests.pairs import every_pair
 from tests.ranks.loops import attempt
 from tests.ranks.training import Points, Sentences, TinyGPT, padded, settings
 from unisono.settings import ParallelSettings
@@ -155,8 +156,7 @@ PLACEMENTS: dict[str, tuple[int, ParallelSettings, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("what", PLACEMENTS)
+@pytest.mark.parametrize(("what", "make"), every_pair(PLACEMENTS, MAKES))
 def test_what_is_lost_comes_back(tmp_path: Path, alone: dict[Any, list[Any]], what: str, make: Any) -> None:
     size, parallel, lost = PLACEMENTS[what]
     config = replace(CONFIG, parallel=replace(parallel, buddy=True))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pairs import every_pair
 from tests.ranks.test_same_bits import results, same
 from tests.ranks.training import settings, train
 from unisono.env import World
@@ -36,12 +37,18 @@ def compressed(kind: Any, **changes: Any) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("kind", "nodes"), [*((kind, None) for kind in KINDS), ("int8", 2), ("topk", 4), ("powersgd", 2)]
+    ("kind", "nodes"),
+    [
+        pytest.param("fp16", None, marks=pytest.mark.slow),
+        *((kind, None) for kind in KINDS[1:]),
+        *(("int8", 2), ("topk", 4), ("powersgd", 2)),
+    ],
 )
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, nodes: int | None) -> None:
     """Also where a node's virtual ranks are several processes'; in the last step of an epoch some have nothing."""
     config = compressed(kind, nodes=nodes)
-    runs = [run for size in (1, 2, 3, 8) for run in results(tmp_path, size, "mlp", config, length=53)]
+    sizes = (1, 3, 4) if nodes is None else (1, 2, 8)
+    runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, length=53)]
     same(runs)
     assert runs[0]["result"]["promise"] == "exact"
     assert "compressed at fixed nodes" in runs[0]["result"]["reason"]
@@ -55,8 +62,7 @@ def test_ties_and_unused_parameters_on_five_processes(tmp_path: Path, kind: str)
     assert all(run["unused"] is None for run in runs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("nodes", [None, 2])
+@pytest.mark.parametrize(("kind", "nodes"), every_pair(KINDS, [None, 2]))
 def test_a_resume_elsewhere_goes_on_with_what_was_left_over(tmp_path: Path, kind: str, nodes: int | None) -> None:
     config = compressed(kind, nodes=nodes)
     whole = results(tmp_path, 1, "mlp", config)[0]

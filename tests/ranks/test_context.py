@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.pairs import every_pair
 from tests.ranks.loops import attempt
 from tests.ranks.training import Sentences, TinyGPT, padded, settings
 from unisono import Sequence
@@ -225,20 +226,19 @@ def of(told: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in told.items() if name != "here"}
 
 
-@pytest.mark.parametrize(
-    ("size", "parallel"),
-    [
-        (4, ParallelSettings(context=2)),
-        (6, ParallelSettings(context=2)),
-        (4, ParallelSettings(context=2, shard=2)),
-        (4, ParallelSettings(context=2, shard=2, gather="step")),
-    ],
-    ids=["two models", "three models", "two shards", "two shards, gathered once a step"],
-)
-@pytest.mark.parametrize("loop", [recipe, recomputed])
+BESIDE = {
+    "two models": (4, ParallelSettings(context=2)),
+    "three models": (6, ParallelSettings(context=2)),
+    "two shards": (4, ParallelSettings(context=2, shard=2)),
+    "two shards, gathered once a step": (4, ParallelSettings(context=2, shard=2, gather="step")),
+}
+
+
+@pytest.mark.parametrize(("what", "loop"), every_pair(BESIDE, [recomputed, recipe]))
 def test_beside_other_models_and_shards_it_has_the_same_bits(
-    tmp_path: Path, alone: Any, divided: Any, loop: Any, size: int, parallel: ParallelSettings
+    tmp_path: Path, alone: Any, divided: Any, what: str, loop: Any
 ) -> None:
+    size, parallel = BESIDE[what]
     for run in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
         close_to(run, alone[loop])
         assert of(run) == of(divided[loop])
@@ -272,11 +272,16 @@ def test_other_settings(tmp_path: Path, what: str) -> None:
     parallel = ParallelSettings(context=2)
     for run in run_ranks(attempt, 2, tmp_path / "2", recipe, replace(config, parallel=parallel)):
         close_to(run, truth)
-    if what == "several micro-batches":
-        first, *rest = run_ranks(attempt, 4, tmp_path / "4", recipe, replace(config, parallel=parallel))
-        sharded = replace(config, parallel=replace(parallel, shard=2))
-        rest += run_ranks(attempt, 4, tmp_path / "sharded", recipe, sharded)
-        assert [of(run) for run in rest] == [of(first)] * 7
+
+
+@pytest.mark.slow
+def test_several_micro_batches_beside_shards(tmp_path: Path) -> None:
+    config = replace(CONFIG, micro_batch=2, parallel=ParallelSettings(context=2))
+    sharded = replace(config, parallel=replace(config.parallel, shard=2))
+    runs = run_ranks(attempt, 4, tmp_path / "models", recipe, config)
+    runs += run_ranks(attempt, 4, tmp_path / "shards", recipe, sharded)
+    assert isinstance(runs[0], dict), runs[0]
+    assert [of(run) for run in runs] == [of(runs[0])] * 8
 
 
 def with_dropout(run: Run[Any]) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.pairs import every_pair
 from tests.ranks.test_passes import CONFIG, alternating
 from tests.ranks.test_same_bits import results
 from tests.ranks.training import MLP, Points, settings
@@ -26,8 +27,7 @@ from unisono.train.run import Run
 from unisono.world.start import group as join
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.parametrize(("kind", "static"), every_pair(["mlp", "gpt"], [False, True]))
 def test_it_agrees_with_the_tree_and_promises_no_more(tmp_path: Path, kind: str, static: bool) -> None:
     """53 samples of 16 a step: in the last step of an epoch some processes compute nothing. The gpt has parameters that
     are tied, frozen and unused."""

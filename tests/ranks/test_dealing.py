@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.pairs import every_pair
 from tests.ranks import training
 from unisono.env import World
 from unisono.settings import DealSettings, LoaderSettings, Settings
@@ -90,9 +91,9 @@ def claimed(world: World, config: Settings, folder: str, kind: str, times: float
         return {"losses": losses, "rounds": rounds, "guests": guests, "state": run._state.fingerprint()}
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt"])
-@pytest.mark.parametrize(("size", "changes"), CLAIMED)
-def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, size: int, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("case", "kind"), every_pair(CLAIMED, ["mlp", "gpt"]))
+def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: tuple[int, dict[str, Any]]) -> None:
+    size, changes = case
     config = training.settings(steps=10, deal=DealSettings(claim=True), **changes)
     (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), kind, 1.0)
     found = run_ranks(claimed, size, config, str(tmp_path / "claimed"), kind, 5.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,18 @@ LOOPS = (llama_untied, gpt2_untied, llama_tied, gpt2_tied)
 IN_BF16 = {"precision": "bf16"}
 
 
+Alone = Callable[..., Any]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """What one process makes of each loop; and of the first one in bf16."""
-    ways: list[Way] = [(loop, {}, {}) for loop in LOOPS]
-    *found, in_bf16 = come_of(1, tmp_path_factory.mktemp("alone"), *ways, (llama_untied, {}, IN_BF16))
-    return {**dict(zip(LOOPS, found, strict=True)), "bf16": in_bf16}
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process makes of a loop."""
+
+    @cache
+    def found(loop: Any, **others: Any) -> Any:
+        return come_of(1, tmp_path_factory.mktemp("alone"), (loop, {}, others))[0]
+
+    return found
 
 
 def same_bits(came: Any, true: Any) -> None:
@@ -148,15 +155,15 @@ def same_bits(came: Any, true: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", [pytest.param(llama_untied, marks=pytest.mark.slow), gpt2_untied])
-def test_a_pipeline_has_the_bits_of_one_process(tmp_path: Path, alone: dict[Any, Any], loop: Any) -> None:
+def test_a_pipeline_has_the_bits_of_one_process(tmp_path: Path, alone: Alone, loop: Any) -> None:
     ways = [{"schedule": "1F1B"}, {"schedule": "Interleaved1F1B"}, *([{"recompute": "layer"}] * (loop is llama_untied))]
     for came in come_of(2, tmp_path, *((loop, {"pipeline": 2, **axes}, {}) for axes in ways)):
-        same_bits(came, alone[loop])
+        same_bits(came, alone(loop))
 
 
 @pytest.mark.slow
-def test_that_holds_in_bf16_too(tmp_path: Path, alone: dict[Any, Any]) -> None:
-    same_bits(come_of(2, tmp_path, (llama_untied, {"pipeline": 2}, IN_BF16))[0], alone["bf16"])
+def test_that_holds_in_bf16_too(tmp_path: Path, alone: Alone) -> None:
+    same_bits(come_of(2, tmp_path, (llama_untied, {"pipeline": 2}, IN_BF16))[0], alone(llama_untied, **IN_BF16))
 
 
 def caching(run: Run[Any]) -> Any:
@@ -171,16 +178,17 @@ def test_a_cache_is_given_back_to_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"pipeline": 2, "schedule": "ZBVZeroBubble"}, {"pipeline": 4, "schedule": "GPipe"}])
-def test_four_processes(tmp_path: Path, alone: dict[Any, Any], axes: dict[str, Any]) -> None:
+def test_four_processes(tmp_path: Path, alone: Alone, axes: dict[str, Any]) -> None:
     for loop, came in zip(LOOPS[:2], come_of(4, tmp_path, *((loop, axes, {}) for loop in LOOPS[:2])), strict=True):
-        same_bits(came, alone[loop])
+        same_bits(came, alone(loop))
 
 
-@pytest.mark.parametrize("loop", [pytest.param(llama_tied, marks=pytest.mark.slow), gpt2_tied])
-def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, alone: dict[Any, Any], loop: Any) -> None:
+@pytest.mark.slow  # test_pipeline.py has weights that two stages share
+@pytest.mark.parametrize("loop", [llama_tied, gpt2_tied])
+def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, alone: Alone, loop: Any) -> None:
     """It is in the first and in the last stage: the sum of its gradients is another, in its last bits."""
     ways = [{"schedule": name} for name in ("1F1B", "Interleaved1F1B", "DualPipeV")]
-    told, gradients, _, _ = alone[loop]
+    told, gradients, _, _ = alone(loop)
     for there, parts, promised, _ in come_of(2, tmp_path, *((loop, {"pipeline": 2, **axes}, {}) for axes in ways)):
         assert there == pytest.approx(told, rel=1e-6)
         assert parts.keys() == gradients.keys()
@@ -228,4 +236,9 @@ def logits() -> nn.Module:
 def test_a_model_brings_its_own_plan(tmp_path: Path) -> None:
     one = trained(1, tmp_path / "one", build=logits)
     agree(trained(2, tmp_path / "tensor", build=logits, tensor=2), one)
+
+
+@pytest.mark.slow
+def test_shards_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    one = trained(1, tmp_path / "one", build=logits)
     assert trained(2, tmp_path / "shard", build=logits, shard=2).fingerprint == one.fingerprint

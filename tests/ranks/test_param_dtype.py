@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
 import unisono
+from tests.pairs import every_pair
 from tests.ranks import test_shard, training
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.test_recompute import needs_compiler
@@ -57,8 +58,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
 def test_any_division_gives_the_bits_of_one_process(
     tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
 ) -> None:
@@ -145,8 +145,10 @@ CONFIG = settings(steps=3, batch=12, virtual_ranks=6)
 TWO_DEVICES: dict[str, Any] = {"split": 2, "devices": ["cpu", "cpu"]}
 
 
-@pytest.mark.parametrize("recompute", ["none", "layer", "selective"])
-@pytest.mark.parametrize("others", [{"shard": 2}, {"shard": 2, "gather": "step"}, {}])
+@pytest.mark.parametrize(
+    ("recompute", "others"),
+    every_pair(["none", "layer", "selective"], [{"shard": 2}, {"shard": 2, "gather": "step"}, {}]),
+)
 def test_layers_that_are_computed_again(tmp_path: Path, recompute: Any, others: Any) -> None:
     """The bits of keeping everything on one process."""
     (told,) = run_ranks(attempt, 1, tmp_path / "1", rows, replace(CONFIG, parallel=Low()))

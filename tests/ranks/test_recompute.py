@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.pairs import every_pair
 from tests.ranks.agreement import come
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
@@ -93,8 +94,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "how"), every_pair(PLACEMENTS, WAYS))
 def test_the_second_time_is_the_first(tmp_path: Path, kept: list[Any], how: Any, placement: str) -> None:
     size, parallel = PLACEMENTS[placement]
     config = replace(CONFIG, parallel=replace(parallel, recompute=how))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.pairs import every_pair
 from tests.ranks.training import settings, train
 from unisono.score.placement import place_evenly
 from unisono.score.tree import Plan
@@ -42,8 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), every_pair(CASES, ["gpt", "mlp"]))
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, case: str) -> None:
     changes: dict[str, Any] = dict(CASES[case])
     if "loader" in changes:

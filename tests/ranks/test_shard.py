@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pairs import every_pair
 from tests.ranks import training
 from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, whole
 from tests.ranks.test_passes import CONFIG, alternating, together
@@ -64,8 +65,7 @@ def same_as_alone(runs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert run["result"]["promise"] == "exact"
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
 def test_any_division_gives_the_bits_of_one_process(
     tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
 ) -> None:
@@ -402,7 +402,7 @@ def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> N
 def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
     """Bytes of parameters, gradients and optimizer state that lie here when a step is about to be updated."""
     with join(world) as group:
-        config = settings(batch=8, virtual_ranks=8, parallel=parallel)
+        config = settings(steps=1, batch=8, virtual_ranks=8, parallel=parallel)
         run = build_run(config, world, group, folder)
         model = run.place(
             lambda: nn.Sequential(nn.Linear(3, 96), *(nn.Linear(96, 96) for _ in range(4)), nn.Linear(96, 2))
@@ -414,11 +414,11 @@ def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
             for x, i in step:
                 whole(step, model, x, i)
             for p in model.parameters():
-                found[0] += local(p).nbytes * (not step.number)
-                found[1] += local(p.grad).nbytes * (not step.number)
+                found[0] += local(p).nbytes
+                found[1] += local(p.grad).nbytes
             step.update(optimizer)
             for state in optimizer.state.values():
-                found[2] += sum(local(v).nbytes for v in state.values() if v.dim()) * (not step.number)
+                found[2] += sum(local(v).nbytes for v in state.values() if v.dim())
         run.close()
         return found
 

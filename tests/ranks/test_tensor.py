@@ -41,9 +41,9 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Came:
     ("size", "axes"),
     [
         (2, {"tensor": 2}),
-        (4, {"tensor": 4}),
+        pytest.param(4, {"tensor": 4}, marks=pytest.mark.slow),
         (2, {"tensor": 2, "sequence": True}),
-        (2, {"tensor": 2, "loss": True}),
+        pytest.param(2, {"tensor": 2, "loss": True}, marks=pytest.mark.slow),
         (4, {"tensor": 4, "sequence": True, "loss": True}),
     ],
 )
@@ -135,7 +135,7 @@ def test_attention_of_torchs_own_stays_whole(tmp_path: Path) -> None:
 
 
 def same_bits(folder: Path, beside: list[tuple[int, dict[str, Any]]], **ways: Any) -> None:
-    config = replace(CONFIG, virtual_ranks=12)
+    config = replace(CONFIG, virtual_ranks=12, steps=2)
     one = trained(2, folder / "one", config, tensor=2, **ways)
     for size, axes in beside:
         other = trained(size, folder / str(axes), config, tensor=2, **axes, **ways)
@@ -144,7 +144,12 @@ def same_bits(folder: Path, beside: list[tuple[int, dict[str, Any]]], **ways: An
 
 
 def test_data_may_be_divided_in_any_way_with_the_same_bits(tmp_path: Path) -> None:
-    same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2}), (4, {"shard": 2, "gather": "step"})])
+    same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2})])
+
+
+@pytest.mark.slow
+def test_and_gathered_once_a_step(tmp_path: Path) -> None:
+    same_bits(tmp_path, [(4, {"shard": 2, "gather": "step"})])
 
 
 @pytest.mark.slow

@@ -72,10 +72,12 @@ def train(world: World, folder: str, recipe: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("sizes", [(1, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.slow] * (r == "image")) for r in SETTINGS])
-def test_one_model(tmp_path: Path, recipe: str) -> None:
+def test_one_model(tmp_path: Path, recipe: str, sizes: tuple[int, ...]) -> None:
+    """Two processes are in each recipe's own tests as well."""
     needs_data(recipe)
-    runs = [told for n in (1, 2, 3, 4) for told in run_ranks(train, n, str(tmp_path / str(n)), recipe)]
+    runs = [told for n in sizes for told in run_ranks(train, n, str(tmp_path / str(n)), recipe)]
     for case in CASES:
         assert isinstance(runs[0][case], dict), runs[0][case]
         assert [told[case] for told in runs] == [runs[0][case]] * len(runs), case

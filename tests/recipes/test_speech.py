@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.ranks.loops import attempt
 from tests.recipes.tones import cut_short, write_words
-from tests.recipes.training import needs_data, run_recipe, same_run, train_recipe
+from tests.recipes.training import needs_data, same_run, train_alone, train_recipe
 from unisono.errors import SettingsError
-from unisono.recipes.speech import Settings
+from unisono.recipes.speech import Settings, main
 from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
 
 TOY = {
     "steps": 5,
@@ -31,7 +33,7 @@ train = partial(train_recipe, "speech", sets=TOY)
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     needs_data("speech")
-    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+    return train_alone("speech", tmp_path_factory.mktemp("alone") / "run", sets=TOY)
 
 
 def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:
@@ -69,10 +71,9 @@ def test_words_of_ones_own(tmp_path: Path) -> None:
 def test_a_damaged_file_ends_every_process_with_its_name(tmp_path: Path) -> None:
     folder = write_words(tmp_path / "words")
     path = cut_short(folder / "word1" / "voice3_1.wav", 900)
-    done = run_recipe("speech", tmp_path / "run", 2, sets={"data": folder})
-    assert done.returncode == 1
-    assert f"Train on {path}." in done.stderr
-    assert "Its header tells of 3,360 samples, but it ends after 900 bytes." in done.stderr
+    for told in run_ranks(attempt, 2, tmp_path / "run", main, Settings(data=folder)):
+        assert f"Train on {path}." in told
+        assert "Its header tells of 3,360 samples, but it ends after 900 bytes." in told
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.training import same_run, stopped_and_resumed, train_recipe
+from tests.recipes.training import same_run, stopped_and_resumed, train_alone, train_recipe
 from unisono.errors import SettingsError
 from unisono.recipes.text import Model, Settings
 from unisono.settings import ParallelSettings
@@ -30,7 +30,7 @@ train = partial(train_recipe, "text", sets=TOY)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+    return train_alone("text", tmp_path_factory.mktemp("alone") / "run", sets=TOY)
 
 
 @pytest.mark.parametrize(

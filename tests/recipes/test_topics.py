@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.training import same_run, train_recipe
+from tests.recipes.training import same_run, train_alone, train_recipe
 
 TOY = {"steps": 5, "batch": 43, "width": 8}  # shares of 5 and 6 texts
 
@@ -17,7 +17,7 @@ train = partial(train_recipe, "topics", sets=TOY)
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train(tmp_path_factory.mktemp("alone") / "run", 1)[0]
+    return train_alone("topics", tmp_path_factory.mktemp("alone") / "run", sets=TOY)
 
 
 def test_it_trains_and_says_so(tmp_path: Path, alone: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.command import start
 from tests.house.sources import ROOT
+from unisono.cli.target import recipes
 from unisono.recipes.corpora import espeak
 
 
@@ -34,6 +36,15 @@ def train_recipe(
     done = run_recipe(recipe, folder, ranks, *words, sets=sets)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads((folder / "result.json").read_text(encoding="utf-8")), done.stdout
+
+
+def train_alone(recipe: str, folder: Path, *, sets: Mapping[str, Any]) -> dict[str, Any]:
+    """What result.json says of one process, which is forked: for what another run is held against."""
+    folder.mkdir()
+    words = [f"--run-dir={folder}", *(f"--set={name}={value}" for name, value in sets.items())]
+    start(recipes()[recipe], words, ranks=1, logs=folder)
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return result
 
 
 def stopped_and_resumed(recipe: str, folder: Path, sets: Mapping[str, Any]) -> dict[str, Any]:
