@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint import manifest
+from unisono.checkpoint.manifest import STATE
 from unisono.checkpoint.pack import described, unpack
+from unisono.checkpoint.place import Place, place_of
+from unisono.checkpoint.save import FORMAT
+from unisono.checkpoint.stored import Stored, stored
 from unisono.errors import CheckpointError
 
 
@@ -28,13 +30,16 @@ class Checkpoint(NamedTuple):
 
 
 def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; None if it has none at all.
+    """The newest whole checkpoint of a run; None if it has none at all. Of one that is kept at a URL, a copy of it in
+    the run directory, which the next save removes.
 
     Damaged ones are told to `note` and passed over. Raises CheckpointError if all that are there are damaged.
     """
-    found = manifest.checkpoints(run_dir)
+    there = place_of(run_dir)
+    found = checkpoints_at(there)
     told = []
-    for steps, path in found:
+    for steps in found:
+        path = there.fetch(steps, run_dir / "checkpoints")
         wrong = manifest.damage(path)
         if wrong is None:
             return path
@@ -49,25 +54,54 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
     )
 
 
+def checkpoints_at(there: Place) -> list[int]:
+    """What checkpoints there are, by the steps done, the newest first. Raises CheckpointError if nobody can tell."""
+    try:
+        return there.checkpoints()
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoints in {there} were to be looked at.",
+            f"{type(error).__name__}: {error}",
+            "see that this machine may read there; or --set checkpoint.dir=ANOTHER.",
+        ) from error
+
+
 def about(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself, without reading its tensors."""
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    state = _state(path)
     state.pop("states")
     return state
 
 
+def opened(path: Path) -> Checkpoint:
+    """A whole checkpoint, none of whose tensors has been read: each stands there as a Stored."""
+    state = _state(path)
+    plain = state.pop("states")
+    tensors = stored(path, described(plain))
+    return Checkpoint(path, state["steps"], state, {name: unpack(item, tensors) for name, item in plain.items()})
+
+
 def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
     """Read a whole checkpoint, or `only` the states of these names. Tensors are on the CPU."""
-    state = json.loads((path / "state.json").read_text())
-    plain = {name: item for name, item in state.pop("states").items() if only is None or name in only}
-    tensors: dict[str, torch.Tensor] = {
-        name: torch.empty(of["shape"], dtype=getattr(torch, of["dtype"])) for name, of in described(plain).items()
-    }
-    if tensors:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
-    return Checkpoint(path, state["steps"], state, {name: unpack(item, tensors) for name, item in plain.items()})
+    found = opened(path)
+    read: dict[str, torch.Tensor] = {}  # tied ones are one again
+
+    def whole(tensor: Stored) -> torch.Tensor:
+        return read[tensor.name] if tensor.name in read else read.setdefault(tensor.name, tensor.whole())
+
+    wanted = {name: state for name, state in found.states.items() if only is None or name in only}
+    return found._replace(states=tree_map_only(Stored, whole, wanted))
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    if (form := state.pop("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"{path} was to be read.",
+            f"Its format is {form}, and this version of unisono reads and writes {FORMAT}.",
+            "go on with the version that wrote it, or start anew in another --run-dir.",
+        )
+    return state
 
 
 def fingerprint_of(states: dict[str, Any]) -> str:
@@ -98,7 +132,7 @@ def _flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> None:
 def whole_one(path: Path, asked: str) -> Path:
     """The newest whole checkpoint of a run directory, or the checkpoint itself, if it is whole. Raises CheckpointError;
     `asked` says what for, with {} for where."""
-    itself = any((path / name).is_file() for name in ("state.json", "manifest.json"))
+    itself = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
     folder = path if itself else newest(path, note=lambda text: None)
     if folder is None:
         raise CheckpointError(

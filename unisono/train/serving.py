@@ -130,10 +130,10 @@ class PacedRun(CrewRun):
             if self._leave:
                 raise Stopped
 
-    def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
+    def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
         if isinstance(self._engine, ServerEngine):
             self._parts.shown = self._engine.refresh(states=True)
-            super()._save(more_changes)
+            super()._save(more_changes, beside=beside)
 
     @contextmanager
     def _outputs(self, *args: Any) -> Iterator[Outputs]:
