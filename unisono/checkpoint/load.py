@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import STATE
 from unisono.checkpoint.pack import described, unpack
-from unisono.checkpoint.place import Place, place_of
+from unisono.checkpoint.place import checkpoints_at, place_of, places_of
 from unisono.checkpoint.save import FORMAT
 from unisono.checkpoint.stored import Stored, stored
 from unisono.errors import CheckpointError
@@ -35,35 +38,49 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
 
     Damaged ones are told to `note` and passed over. Raises CheckpointError if all that are there are damaged.
     """
-    there = place_of(run_dir)
-    found = checkpoints_at(there)
     told = []
-    for steps in found:
-        path = there.fetch(steps, run_dir / "checkpoints")
-        wrong = manifest.damage(path)
-        if wrong is None:
-            return path
-        told.append(wrong)
-        note(f"The checkpoint after step {steps} is damaged and passed over: {wrong}.")
-    if not found:
+    for there in places_of(run_dir):
+        found = checkpoints_at(there)
+        for steps in found:
+            path = there.fetch(steps, run_dir / "checkpoints")
+            wrong = manifest.damage(path)
+            if wrong is None:
+                return path
+            told.append(wrong)
+            note(f"The checkpoint after step {steps} is damaged and passed over: {wrong}.")
+        if found:
+            break  # what a run has left where it saved before is of earlier steps
+    if not told:
         return None
     raise CheckpointError(
         f"The run in {run_dir} was to be resumed.",
-        f"It has {len(found)} checkpoint{'s' * (len(found) > 1)}, none of them whole: {'; '.join(told)}.",
+        f"It has {len(told)} checkpoint{'s' * (len(told) > 1)}, none of them whole: {'; '.join(told)}.",
         "restore one of them from a copy, or start anew in another directory (--run-dir DIR, without --resume).",
     )
 
 
-def checkpoints_at(there: Place) -> list[int]:
-    """What checkpoints there are, by the steps done, the newest first. Raises CheckpointError if nobody can tell."""
-    try:
-        return there.checkpoints()
-    except Exception as error:
+def here(path: Path, run_dir: Path) -> Path:
+    """The checkpoint that the main process has found, as this process sees it: hosts that share no folder fetch what is
+    kept at a URL, each for itself. Raises CheckpointError where it is not to be had."""
+    if path.is_dir():
+        return path
+    steps = int(path.name.rpartition("-")[2])
+    found = place_of(run_dir).fetch(steps, run_dir / "checkpoints" / f".{os.getpid()}.fetched")
+    wrong = manifest.damage(found) if found.is_dir() else "It is not there."
+    if wrong is not None:
         raise CheckpointError(
-            f"The checkpoints in {there} were to be looked at.",
-            f"{type(error).__name__}: {error}",
-            "see that this machine may read there; or --set checkpoint.dir=ANOTHER.",
-        ) from error
+            f"{path} was to be read on {socket.gethostname()}.",
+            wrong,
+            "keep checkpoints where every host can read: --set checkpoint.dir=FOLDER, one that they share, or a URL.",
+        )
+    return found
+
+
+def let_go(path: Path) -> None:
+    """A copy of a checkpoint that was fetched is not needed any more; what is no copy stays."""
+    for folder in (path.parent, path.parent.parent):
+        if folder.name.endswith(".fetched"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -104,13 +121,20 @@ def _state(path: Path) -> dict[str, Any]:
     return state
 
 
-def fingerprint_of(states: dict[str, Any]) -> str:
-    """sha256 over all tensors and numbers in these states: names, dtypes, shapes and bytes, sorted by name."""
+def fingerprint_of(
+    states: dict[str, Any], whole: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor
+) -> str:
+    """sha256 over all tensors and numbers in these states: names, dtypes, shapes and bytes, sorted by name.
+
+    whole  what stands for a tensor, one after the other; None: it is passed over
+    """
     leaves: list[tuple[str, Any]] = []
     _flatten(states, "", leaves)
     digest = hashlib.sha256()
     for name, value in sorted(leaves, key=lambda leaf: leaf[0]):
         if isinstance(value, torch.Tensor):
+            if (value := whole(value)) is None:
+                continue
             dense = value.detach().cpu().contiguous()
             digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
             digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
@@ -153,6 +177,7 @@ def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
     """
     folder = whole_one(path, "The fingerprint of {} was asked for.")
     checkpoint = load(folder)
+    let_go(folder)
     models = checkpoint.about["models"]
     result: dict[str, Any] = {"path": str(folder), "step": checkpoint.steps}
     result["weights_sha256"] = fingerprint_of({name: checkpoint.states[name] for name in models})

@@ -18,10 +18,14 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 MANIFEST, STATE, ELSEWHERE = "manifest.json", "state.json", "elsewhere.json"
+
+LARGE = 1 << 22
+"""Bytes of a checkpoint that several threads read."""
 
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -38,8 +42,8 @@ class Written(NamedTuple):
 
 
 def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """(steps done, path) of the complete checkpoints in a run directory, the newest first."""
-    return within(run_dir / "checkpoints")
+    """(steps done, path) of a run's complete checkpoints, the newest first; none, if they are kept at a URL."""
+    return within(Path(elsewhere(run_dir)[0] or run_dir / "checkpoints"))
 
 
 def within(folder: Path) -> list[tuple[int, Path]]:
@@ -50,18 +54,31 @@ def within(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def elsewhere(run_dir: Path) -> str | None:
-    """Where the checkpoints of a run are, if not in its directory: a folder or a URL."""
+def elsewhere(run_dir: Path) -> list[str | None]:
+    """Where the checkpoints of a run have been kept, the newest place first: a folder, a URL, or None, which is its own
+    directory. [None] unless `checkpoint.dir` ever said another."""
     try:
-        found = json.loads((run_dir / "checkpoints" / ELSEWHERE).read_text(encoding="utf-8"))["dir"]
+        found = json.loads((run_dir / "checkpoints" / ELSEWHERE).read_text(encoding="utf-8"))["dirs"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, str) else None
+        return [None]
+    return [where for where in found if where is None or isinstance(where, str)] or [None]
+
+
+def keep_elsewhere(run_dir: Path, where: str | None) -> None:
+    """From now on they are kept there, and the directory says so."""
+    before = elsewhere(run_dir)
+    if where == before[0]:
+        return
+    folder = run_dir / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{ELSEWHERE}.{os.getpid()}"
+    draft.write_text(json.dumps({"dirs": [where, *(other for other in before if other != where)]}), encoding="utf-8")
+    draft.replace(folder / ELSEWHERE)
 
 
 def any_of(run_dir: Path) -> bool:
     """Has this run left checkpoints, here or (as far as can be told without looking) elsewhere?"""
-    return elsewhere(run_dir) is not None or bool(checkpoints(run_dir))
+    return bool(elsewhere(run_dir)[0] or checkpoints(run_dir))
 
 
 def name_of(steps: int) -> str:
@@ -82,11 +99,11 @@ def damage(folder: Path) -> str | None:
         files = said["files"]
         if STATE not in files:
             return f"{manifest} does not name {STATE}"
+        if said["sha256"] != _sha256_of(files):
+            return f"{manifest} has been changed: its sha256 is not its own"
         wrong = _misfit(folder, files)
         if wrong is not None:
             return wrong
-        if said["sha256"] != _sha256_of(files):
-            return f"{manifest} has been changed: its sha256 is not its own"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{manifest} cannot be read ({error})"
     try:
@@ -99,19 +116,20 @@ def damage(folder: Path) -> str | None:
 
 
 def _misfit(folder: Path, files: dict[str, Any]) -> str | None:
-    """The first file that is not as the manifest says. Hashing leaves the interpreter to others, so files are read side
-    by side."""
+    """The first file that is not as the manifest says. Large ones are read side by side: hashing does not need the
+    interpreter."""
     for name, stated in files.items():
         path = folder / name
         if path.parent != folder or not path.is_file():
             return f"{path} is missing"
         if path.stat().st_size != stated["size"]:
             return f"{path} has {path.stat().st_size} bytes instead of {stated['size']}"
-    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as readers:
-        found = readers.map(_sha256, [folder / name for name in files])
-        for (name, stated), sha256 in zip(files.items(), found, strict=True):
+    paths, large = [folder / name for name in files], sum(stated["size"] for stated in files.values()) > LARGE
+    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) if large else nullcontext() as readers:
+        found = (readers.map if readers is not None else map)(_sha256, paths)
+        for path, stated, sha256 in zip(paths, files.values(), found, strict=True):
             if sha256 != stated["sha256"]:
-                return f"{folder / name} has been changed: its sha256 is not the manifest's"
+                return f"{path} has been changed: its sha256 is not the manifest's"
     return None
 
 

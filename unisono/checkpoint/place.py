@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import MANIFEST, Written, name_of
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, SettingsError
+from unisono.settings import plural
 
 
 class Place(Protocol):
@@ -36,7 +37,7 @@ class Place(Protocol):
         """The complete ones, by the steps done, the newest first."""
 
     def claim(self) -> None:
-        """From now on this process saves here."""
+        """From now on this process saves here; it may be said again."""
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
         """Write a file of a checkpoint that is not complete yet; when this returns it would survive a power cut."""
@@ -79,18 +80,22 @@ class Folder:
         return [steps for steps, _ in manifest.within(self.root)]
 
     def claim(self) -> None:
-        """The run directory is locked (cli/rundir.py), or this folder is (train/state.py)."""
+        """A folder has a lock, which cli/rundir.py takes when a run begins."""
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
         path = self._draft(steps) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         size, digest = 0, hashlib.sha256()
-        with path.open("wb") as file:
-            for chunk in chunks:
-                digest.update(chunk)
-                size += file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with path.open("wb") as file:
+                for chunk in chunks:
+                    digest.update(chunk)
+                    size += file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk does not say which file was too much
+            raise
         return Written(size, digest.hexdigest())
 
     def read(self, steps: int, name: str) -> bytes | None:
@@ -165,14 +170,14 @@ class Bucket:
         return found
 
     def claim(self) -> None:
+        if self._mark is not None:
+            return
         self._mark = uuid.uuid4().hex
         about = {"mark": self._mark, "pid": os.getpid(), "host": socket.gethostname()}
         self._fs.makedirs(self._root, exist_ok=True)
         self._fs.pipe_file(f"{self._root}/{WRITER}", json.dumps(about).encode())
 
     def _see_that_it_is_ours(self) -> None:
-        if self._mark is None:
-            return
         try:
             about = json.loads(self._fs.cat_file(f"{self._root}/{WRITER}"))
         except FileNotFoundError:
@@ -264,9 +269,48 @@ def place(where: str | Path, **options: Any) -> Place:
     return Folder(Path(str(where).removeprefix("file://").removeprefix("local://")))
 
 
+def places_of(run_dir: Path) -> list[Place]:
+    """Where a run's checkpoints are, and where they were before, the newest place first."""
+    return [place(where or run_dir / "checkpoints") for where in manifest.elsewhere(run_dir)]
+
+
 def place_of(run_dir: Path) -> Place:
-    """Where a run's checkpoints are."""
-    return place(manifest.elsewhere(run_dir) or run_dir / "checkpoints")
+    """Where a run saves."""
+    return places_of(run_dir)[0]
+
+
+def settle_in(run_dir: Path, where: str | None, *, resume: bool) -> Path | None:
+    """This run saves there from now on, as its directory will say; `{run}` stands for its name. Returns the folder, if
+    it is one outside the run directory.
+
+    Raises SettingsError where that cannot be had, or holds another run's checkpoints, since this one begins anew.
+    """
+    if where is None:
+        manifest.keep_elsewhere(run_dir, None)
+        return None
+    try:
+        there = place(where.replace("{run}", run_dir.name))
+        steps = checkpoints_at(there)
+    except CheckpointError as error:
+        raise SettingsError.of(error.problems) from error
+    if steps and not resume:
+        true = f"A run has saved there already: {plural(len(steps), 'checkpoint')}, the newest after step {steps[0]}."
+        other = f"{where}-2" if "{run}" in where else where.rstrip("/") + "/{run}"
+        raise SettingsError(f"checkpoint.dir = {where}", true, f"--resume, or: --set checkpoint.dir='{other}'")
+    manifest.keep_elsewhere(run_dir, str(there))
+    return there.root if isinstance(there, Folder) else None
+
+
+def checkpoints_at(there: Place) -> list[int]:
+    """What checkpoints there are, by the steps done, the newest first. Raises CheckpointError if nobody can tell."""
+    try:
+        return there.checkpoints()
+    except Exception as error:
+        raise CheckpointError(
+            f"The checkpoints in {there} were to be looked at.",
+            f"{type(error).__name__}: {error}",
+            "see that this machine may read there; or --set checkpoint.dir=ANOTHER.",
+        ) from error
 
 
 def clear_old(there: Place, steps: int, keep: int, keep_every: int) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -38,6 +39,9 @@ FORMAT = 2
 
 LOOK_SECONDS = (0.01, 0.5)
 """How soon the main process's writer looks again for others' words: at first, and in the end."""
+
+SHARED_SECONDS = 90.0
+"""How long after somebody has written it the main process may take to see it. (NFS looks again after up to 60.)"""
 
 PATIENCE_SECONDS = 10.0
 """How long a run that breaks lets the last save become a checkpoint, if others have to help."""
@@ -81,10 +85,13 @@ class Job:
         self.written = threading.Event()  # what this process has to write is, or it failed
         self.over = threading.Event()  # it is a checkpoint, as far as this process has to do with it, or it failed
         self.unwanted = threading.Event()
+        self.all_written: float | None = None  # when that was known
 
     def write(self, chunks: Iterable[memoryview]) -> None:
         """This process's sheet, and its word that it is there."""
         try:
+            if self.plain is not None:
+                self.there.claim()
             if self.rank in self.ranks:
                 sheet = self.there.write(self.steps, f"{_stem(self.rank)}{SUFFIX}", self._while_wanted(chunks))
                 word = {"attempt": self.attempt, "sheet": sheet._asdict(), "whole": self.whole, "parts": self.parts}
@@ -139,6 +146,12 @@ class Job:
                     return content, word
             if self.unwanted.wait(pause):
                 raise Abandoned
+            if self.all_written is not None and time.monotonic() > self.all_written + SHARED_SECONDS:
+                raise CheckpointError(
+                    f"{name_of(self.steps)} was to be put together in {self.there}.",
+                    f"{name} was written, and {SHARED_SECONDS:.0f} s later the main process does not see it there.",
+                    "keep checkpoints where all hosts see them: --set checkpoint.dir=FOLDER (a shared one), or a URL.",
+                )
             pause = min(pause * 1.5, longest)
 
     def _check_covered(self, words: Iterable[Mapping[str, Any]]) -> None:
@@ -225,12 +238,21 @@ class Saver:
             job.abandon()
             problem = next(problem for problem in problems if problem)
         else:
+            job.all_written = time.monotonic()
             job.over.wait()
             problem = self.group.share(job.problem)
         if problem:
             if self.group.rank == 0:
                 job.there.discard(job.steps)
             raise CheckpointError(*problem)
+
+    def abandon(self) -> None:
+        """Processes are gone, and nobody can agree on anything: what is under way is given up, unless it is over."""
+        if self.job is not None:
+            self.job.abandon()
+            if self.group.rank == 0 and self.job.problem is not None:
+                self.job.there.discard(self.job.steps)
+            self.job = None
 
     def close(self) -> None:
         """The run is over. If it broke, what was begun may still become a checkpoint, if that does not take long."""

@@ -13,10 +13,11 @@ import torch
 from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.pack import Tensors
-from unisono.checkpoint.place import place_of
+from unisono.checkpoint.place import Place, place_of
 from unisono.checkpoint.save import Saver, packed
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
+from unisono.train.stages import Shelf
 from unisono.train.whole import apart, simple, start_of, tied, whole
 from unisono.world.collectives import lies_apart
 from unisono.world.mesh import Mesh
@@ -45,6 +46,7 @@ class State:
     def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None) -> None:
         self.run_dir, self.mesh, self.group, self.resumed = run_dir, mesh, mesh.world, resumed
         self.saver = Saver(mesh.world)
+        self._place: Place | None = None
         self.tracked: dict[str, Any] = {}
         self.stages: Names | Parts | None = None
         """Who holds which parameter, if stages of a pipeline or servers hold some each."""
@@ -216,7 +218,10 @@ class State:
             states = self._parts(tensors)
             state = packed(states, {**about, "models": sorted(self.models)}, tensors)
             keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)
-            self.saver.begin(place_of(self.run_dir), steps, state, keep, wait=wait)
+            if self._place is None:  # the first one: nothing more will be read of what the run goes on from
+                self._place = place_of(self.run_dir)
+                loading.let_go(self.resumed.path) if self.resumed is not None else None
+            self.saver.begin(self._place, steps, state, keep, wait=wait)
             self.saved_after = steps
 
     def settle(self) -> None:
@@ -230,7 +235,8 @@ class State:
         for name in states.keys() & self.models.keys():
             states[name] = tied(states[name], self.models[name])
         if self.stages is not None:
-            return {name: self.stages.whole(self.tracked[name], state) for name, state in states.items()}
+            shelves = {name: Shelf(tensors, name, self.stages.speaks) for name in states}
+            return {n: self.stages.whole(self.tracked[n], state, shelves[n]) for n, state in states.items()}
         return states
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,7 +256,13 @@ class State:
         parted = self.stages is not None or any(
             lies_apart(p) for model in self.models.values() for p in model.parameters()
         )
-        found = loading.fingerprint_of(self._whole(self.models))
+        if self.stages is None and parted:  # one tensor after the other is whole, and then forgotten
+            found = loading.fingerprint_of(
+                {name: tied(model.state_dict(), model) for name, model in self.models.items()},
+                lambda tensor: whole(tensor, keep=self.group.rank == 0),
+            )
+        else:
+            found = loading.fingerprint_of(self._whole(self.models))
         return str(self.group.share(found)) if parted else found
 
 
