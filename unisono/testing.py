@@ -90,11 +90,13 @@ def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: 
     folder  the run directory: checkpoints and timeline go there
     resume  from the newest checkpoint there, if there is one; who asks answers for it that the settings go with it
     """
-    from unisono.checkpoint.load import load, newest
+    from unisono.checkpoint.load import newest, opened
+    from unisono.checkpoint.place import settle_in
     from unisono.train.variants import run_kind
 
+    settle_in(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
     found = newest(folder, print) if resume else None
-    resumed = load(found) if found is not None else None
+    resumed = opened(found) if found is not None else None
     kind = run_kind(settings)
     return kind(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
 

@@ -71,7 +71,10 @@ def _mark(run_dir: Path) -> tuple[int, int] | None:
 
 def _how_to_go_on(run_dir: Path, line: Line, *, killed: bool) -> str:
     """A run was stopped that could not tell itself what is saved of it, and what to type."""
-    saved = manifest.checkpoints(run_dir)
+    saved, elsewhere = manifest.checkpoints(run_dir), manifest.elsewhere(run_dir)[0]
+    if not saved and elsewhere is not None:
+        again = line.flag("--run-dir", str(run_dir)).flag("--resume")
+        return f"Stopped; what is saved is in {elsewhere}.\n  Next: {again}"
     if not saved:
         what = "Killed before anything was saved." if killed else "Stopped before its first step: nothing to save."
         return f"{what}\n  Next: {line}"

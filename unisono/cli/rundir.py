@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from unisono.checkpoint import manifest
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line
 
@@ -83,7 +84,7 @@ def newest_run(stem: str) -> Path | None:
     for path in RUNS.glob("*"):
         match = pattern.fullmatch(path.name)
         if match and path.is_dir():
-            found.append((any(path.glob("checkpoints/step-*")), match[1], int(match[2] or 0), path))
+            found.append((manifest.any_of(path), match[1], int(match[2] or 0), path))
     return max(found)[-1] if found else None
 
 
@@ -94,6 +95,7 @@ def _held_by(path: Path) -> str:
     if checkpoints:
         count = len(checkpoints)
         held.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
+    held += [f"checkpoints in {where}" for where in manifest.elsewhere(path) if where is not None]
     if (path / "result.json").exists():
         held.append("a result.json")
     return " and ".join(held)

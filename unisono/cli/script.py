@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -23,7 +24,9 @@ from typing import Any, TypeVar
 import torch
 
 from unisono import __version__, env
-from unisono.checkpoint.load import Checkpoint, about, load, newest
+from unisono.checkpoint import manifest
+from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
+from unisono.checkpoint.place import settle_in
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
@@ -89,8 +92,11 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
         log.start(group.rank, group.size)
+        where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
+        if world.local_rank == 0:
+            manifest.keep_elsewhere(run_dir, where)  # each host has a run directory, if they share none
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
-        resumed = load(Path(found)) if found else None
+        resumed = opened(here(Path(found), run_dir)) if found else None
         color = world.terminal and not env.variables(("NO_COLOR",))
         kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
         run: Run[S] = run_kind(loaded.settings, kind)(
@@ -198,6 +204,21 @@ class Asked:
                 kept.enter_context(hold(path, self.line()))
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
+
+    def save_in(self, where: str | None, run_dir: Path, kept: ExitStack) -> str | None:
+        """Where checkpoints are kept from now on, as text; None: in the run directory. A folder is ours until `kept` is
+        closed. Raises SettingsError."""
+        if where is not None and "://" not in where:
+            where = str(Path(self.world.folder, where))
+        folder = settle_in(run_dir, where, resume=self.request.resume)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                kept.enter_context(hold(folder, self.line()))
+            except SettingsError as error:
+                another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
+                raise SettingsError(f"checkpoint.dir = {where}", error.problems[0].true, str(another)) from None
+        return manifest.elsewhere(run_dir)[0]
 
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
         """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""

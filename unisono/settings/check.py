@@ -198,6 +198,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "threads": (1, float("inf")),
     "checkpoint.every": (0, float("inf")),
     "checkpoint.keep": (1, float("inf")),
+    "checkpoint.keep_every": (0, float("inf")),
     "parallel.loops": (1, float("inf")),
     "loader.workers": (0, float("inf")),
     "loader.prefetch": (1, float("inf")),

@@ -12,6 +12,9 @@ class CheckpointSettings:
 
     every: int = 0
     keep: int = 2
+    keep_every: int = 0
+    async_save: bool = True
+    dir: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +149,9 @@ ABOUT = {
     "threads": About("threads of torch in each process", True),
     "checkpoint.every": About("steps between checkpoints; 0: at a stop and the end", False),
     "checkpoint.keep": About("how many of the newest checkpoints stay", False),
+    "checkpoint.keep_every": About("those after a multiple of so many steps stay as well; 0: none", False),
+    "checkpoint.async_save": About("write beside the next steps, which wait only for a copy", False),
+    "checkpoint.dir": About("where: a folder, or a URL (s3://bucket/{run}); none: the run directory", False),
     "loader.workers": About("processes that fetch data, for each that trains", False),
     "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
     "loader.damaged": About("what a damaged sample of a stream does to the run", True),

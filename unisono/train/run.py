@@ -92,7 +92,7 @@ class Run(Generic[S]):
         self._identity = dict(identity)
         self._accepted = accepted
         self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks, slices=self._mesh.context)
-        self._state = State(run_dir, group, resumed)
+        self._state = State(run_dir, self._mesh, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
@@ -252,7 +252,7 @@ class Run(Generic[S]):
         every = self.settings.checkpoint.every
         for number in range(self.steps_done, engine.last):
             step = self._last_step = engine.new_step(number)
-            engine.asked["leave"] = self._leave
+            engine.asked |= {"leave": self._leave, "unsaved": self._state.saver.failed}
             engine.before_step(number)
             try:
                 yield step
@@ -269,6 +269,8 @@ class Run(Generic[S]):
             met = self._sites.after(engine, step)
             if met is None:
                 continue
+            if met.agreed.get("unsaved"):
+                self._state.settle()  # raises what it was
             if met.agreed["leave"]:
                 self._save()
                 self._sites.rest(step)
@@ -276,11 +278,12 @@ class Run(Generic[S]):
             if met.agreed["stop"]:
                 break
             if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
-                self._save()
+                self._save(beside=True)
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
         if self._state.saved_after != self.steps_done:
             self._save()
+        self._state.settle()
         self._sites.rest(self._done)
         self._ended = time.perf_counter()
         engine.end()
@@ -299,6 +302,7 @@ class Run(Generic[S]):
                 touched = self._state.touched_since_break(one_stream=self.settings.virtual_ranks == 1)
                 now = {"step": self.steps_done, "field": "the state", "from": "the last step's", "to": touched}
                 self._save([now] if touched else [])
+            self._state.settle()
             self._sites.rest(self._done)
         self._over = True
 
@@ -417,12 +421,12 @@ class Run(Generic[S]):
 
     # -- saving
 
-    def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
+    def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
         self._table.together("a checkpoint")
         self._models.rest()
         about = {"identity": self._identity, "changes": [*self.changes, *more_changes], "promise": self.promise()}
         with self._sites.as_one([*self._models.modules, *self._models.tracked]):
-            self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
+            self._state.save(self.steps_done, about, self.settings.checkpoint, beside=beside)
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""
@@ -434,6 +438,7 @@ class Run(Generic[S]):
 
     def close(self) -> None:
         """Stop watching, and let go of the model."""
+        self._state.saver.close()
         self._watcher.close()
         self._models.close()
         if self._engine is not None:

@@ -48,6 +48,7 @@ from unisono.train.outputs import Outputs
 from unisono.train.run import Run
 from unisono.train.served import CrewRun, Parts
 from unisono.train.server import FollowerEngine, ServerEngine
+from unisono.train.stages import Shelf
 from unisono.train.step import Step
 from unisono.train.worker import WorkerEngine
 from unisono.watch.watcher import Watcher
@@ -130,10 +131,10 @@ class PacedRun(CrewRun):
             if self._leave:
                 raise Stopped
 
-    def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
+    def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
         if isinstance(self._engine, ServerEngine):
             self._parts.shown = self._engine.refresh(states=True)
-            super()._save(more_changes)
+            super()._save(more_changes, beside=beside)
 
     @contextmanager
     def _outputs(self, *args: Any) -> Iterator[Outputs]:
@@ -189,7 +190,7 @@ class PacedParts(Parts):
         optimizers = {name: o for name, o in self.tracked.items() if isinstance(o, torch.optim.Optimizer)}
         return {name: self.held(o, o.state_dict()) for name, o in optimizers.items()}
 
-    def whole(self, thing: Any, state: Any) -> Any:
+    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
         name = next(name for name, tracked in self.tracked.items() if tracked is thing)
