@@ -32,7 +32,9 @@ from unisono.train.table import LOSS, Table
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.audit import Audit
     from unisono.train.buddy import Buddy
+    from unisono.train.divergence import Divergence
     from unisono.world.mesh import Mesh
 
 
@@ -42,6 +44,11 @@ class Engine:
     buddy: Buddy | None = None
 
     own: Own | None = None  # the script's own exchange
+
+    audit: Audit | None = None
+    divergence: Divergence | None = None
+    run_dir = "RUN"
+    """As one types it, in a line that a message proposes."""
 
     def __init__(
         self,

@@ -125,6 +125,8 @@ class Step:
         engine, number = self._engine, self._passes
         exchange = gradient.exchange
         phases.enter("data")
+        if engine.audit is not None and not number:
+            yield from engine.audit.before(self, gradient)
         rounds = engine.micro_batches(self.number, number, gradient, self._kept)
         if engine.mesh.context.size > 1:
             rounds = in_slices(engine, rounds, number)
@@ -151,6 +153,8 @@ class Step:
         else:
             with peers(f"Step {self.number}'s exchange"):
                 sums = engine.meet(self, number, gradient)
+        if engine.audit is not None:
+            engine.audit.after(self)
         self._sums = {**self._sums, **sums} if number else sums
         self._passes += 1
         self._waiting = [*self._waiting, gradient]
@@ -273,6 +277,8 @@ class Step:
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
         optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
         ready = self._waiting if self._kept is None else self._ready_for(optimizers)
+        if engine.divergence is not None:
+            engine.divergence.given(self.number, ready)
         if all(gradient.finite or not gradient.may_skip for gradient in ready):
             for gradient in ready:
                 gradient.check_finite(self)
