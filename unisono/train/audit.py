@@ -139,9 +139,11 @@ class Audit:
             phases.enter("data")
             place, batch = engine._loader.fetch(Place(step.number, v, number, spare=True))
             step._place, step._ready = place, True
+            phases.Here.virtual_rank = v
             phases.enter("forward")
             yield batch
         step._place, step._ready = None, False
+        phases.Here.virtual_rank = None
         phases.enter("other")
         given = self._heard()
         buffers.leave()
@@ -205,7 +207,7 @@ class Audit:
         wrong = next((w for w in works if w.rank in verdict.wrong and w.number != verdict.right), works[0])
         right = next(w for w in works if w.number != wrong.number and verdict.right in (None, w.number))
         where = self._where(gradient, turns, wrong, right)
-        who, all_of_them = named(verdict.wrong), named(plan.ranks)
+        who, all_of_them = named(verdict.wrong or plan.ranks), named(plan.ranks)
         if verdict.right is not None:
             others = named([rank for rank in plan.ranks if rank not in verdict.wrong])
             true = f"{who} made another gradient than {others}, first of {where}."

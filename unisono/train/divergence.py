@@ -52,8 +52,7 @@ class Differs(NamedTuple):
 
     def __str__(self) -> str:
         kind, name = self.of
-        what = f"the gradient of {name}" if kind == "gradient" else name
-        wrong = self.verdict.wrong
+        what, wrong = f"gradient of {name}" if kind == "gradient" else name, self.verdict.wrong
         if self.verdict.right is None:
             who = f"{named(self.ranks)} hold different values of {what}, and no majority says which is right"
         else:
@@ -127,7 +126,8 @@ class Divergence:
         why = ""
         if self.heal:
             why = "divergence.heal needs whole models side by side." if alike is False else "So nobody can be healed."
-        raise self._diverged(done, f"{first}{detail}.", why)
+        true = f"{first}{detail}."
+        raise self._diverged(done, true[0].upper() + true[1:], why)
 
     def _detail(self, tensor: torch.Tensor, right: int) -> str:
         """How the tensor differs from that of rank `right`, in words, as the first one that has another knows it."""
@@ -145,7 +145,7 @@ class Divergence:
         self.note(f"After {plural(done, 'step')}: {first}{detail}. Healed: it has theirs now.")
         field, to = (
             f"the weights of {named(first.verdict.wrong)}",
-            f"its own, until healed after {plural(done, 'step')}",
+            f"others, until healed after {plural(done, 'step')}",
         )
         self.changes.append({"step": self.same_after, "field": field, "from": "those of all", "to": to})
         self.same_after = done

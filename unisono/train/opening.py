@@ -53,7 +53,7 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run._table.words = WORDS if engine.dealing is not None else 0
     engine.audit = build_audit(engine, settings.audit_every)
     engine.divergence = build_divergence(engine, run)
-    engine.run_dir = typed(run.dir, run.world.folder)
+    engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
     if settings.parallel.buddy:
         engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
     return engine

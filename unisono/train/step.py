@@ -57,6 +57,11 @@ class Step:
     def epoch(self) -> int:
         return self._engine.order.epoch(self.number)
 
+    @property
+    def replay(self) -> str:
+        """What to type to see this step again."""
+        return self._engine.replay(self.number)
+
     # -- the loop over micro-batches
 
     def __iter__(self) -> Iterator[Any]:
