@@ -90,7 +90,9 @@ def test_two_processes_do_it_again(tmp_path: Path) -> None:
     }
     everybody = run_ranks(audited, 2, tmp_path, cases, 0)
     assert "Rank 0 made another gradient than rank 1, first of weight: " in one_of(everybody, "once")
-    assert "Ranks 1 and 0 made the same again, each its own: nobody knows which is right." in one_of(everybody, "always")
+    assert "Ranks 1 and 0 made the same again, each its own: nobody knows which is right." in one_of(
+        everybody, "always"
+    )
 
 
 def test_one_process_does_it_twice(tmp_path: Path) -> None:

@@ -99,5 +99,3 @@ def test_replicas_of_shards_are_compared_with_their_like(tmp_path: Path) -> None
     found = run_ranks(watched, 4, tmp_path, cases, 3)
     assert found[0]["sound"]["compared"] == found[0]["gathered"]["compared"] == 7
     assert "Ranks 1 and 3 hold different values of weight" in found[0]["shards"], found[0]["shards"]
-
-

@@ -352,8 +352,8 @@ class Engine:
                 f"Step {step.number} has a loss of {loss}.",
                 f"It comes from virtual rank {bad[0]} of {self.order.virtual_ranks}"
                 f" (samples {self._samples(step.number, bad[0])}).",
-                f"look at them: {self.replay(step.number)} --virtual-rank {bad[0]}; lower the learning rate, or clip the "
-                "gradient (--set clip=1.0).",
+                f"look at them: {self.replay(step.number)} --virtual-rank {bad[0]}; lower the learning rate, or clip "
+                "the gradient (--set clip=1.0).",
             )
         return math.isfinite(loss)
 
