@@ -69,5 +69,9 @@ class PeerLost(WorldError):
     """Another process of this run died, or its host is gone."""
 
 
+class Diverged(UnisonoError):
+    """Processes that must hold the same, or have computed the same, do not: a fault of a machine, or of the loop."""
+
+
 class Stopped(BaseException):
     """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""

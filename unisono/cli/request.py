@@ -63,7 +63,7 @@ class Request:
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
-    trace: Annotated[str, Parameter(show=False)] = ""  # [evidence:]STEPS:FOLDER, for `unisono check` and `prove`
+    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]WORDS, for check, prove, replay and audit
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
     def arguments(self, run_dir: Path) -> list[str]:
@@ -196,6 +196,8 @@ OPERANDS = {
     "run": ("the name of a recipe, or the path of a script", "text"),
     "check": ("the name of a recipe, or the path of a script", "text"),
     "prove": ("the name of a recipe, or the path of a script", "text"),
+    "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
+    "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
     "copy": ("the name of a recipe", "text"),
     "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
     "export": ("a run directory, or one checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
@@ -258,7 +260,7 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
 
 FLAGS = (
     *("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks"),
-    *("--state", "--only", "--sizes", "--parallel", "--help"),
+    *("--state", "--only", "--sizes", "--parallel", "--step", "--virtual-rank", "--debug", "--help"),
 )
 
 

@@ -7,6 +7,7 @@ checks everything, joins the other processes, finds the checkpoint of a resume, 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import shlex
@@ -115,7 +116,9 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         run.differences = differences
         if group.rank == 0:
             _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
-            started = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
+            started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
+            started |= {"script": str(Path(world.folder, asked.script).resolve()), "arguments": list(request.own)}
+            started |= {"folder": world.folder}
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
@@ -260,12 +263,21 @@ CHANGING = (*KNOWN_LATER, "layout")
 """Parts of a run's identity that are compared elsewhere."""
 
 
-def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
-    from unisono.train import evidence, trace
+WATCHING = {
+    "evidence": "unisono.train.evidence:told",
+    "replay": "unisono.train.replayed:replayed",
+    "audit": "unisono.train.audited:audited",
+}
+"""Who watches a script for a command, by what its flag --trace begins with. For `unisono check` it begins with none."""
 
-    if asked.startswith("evidence:"):
-        return evidence.told(asked.removeprefix("evidence:"), rank)
-    return trace.traced(asked, rank)
+
+def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+    """The run and the engine of who watches."""
+    kind, _, words = asked.partition(":")
+    module, name = WATCHING.get(kind, "unisono.train.trace:traced").split(":")
+    build: Callable[[str, int], Any] = getattr(importlib.import_module(module), name)
+    made: tuple[type[Run[Any]], type[Engine]] = build(words if kind in WATCHING else asked, rank)
+    return made
 
 
 def _on_main(group: Group, decide: Callable[[], Any]) -> Any:

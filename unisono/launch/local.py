@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,18 @@ def run(
                 )
             )
         return supervise(tasks, screen=screen, say=say)
+
+
+def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:
+    """Run the script as plain Python does, with this terminal, for who wants to talk to it; returns its exit status.
+    Ctrl-C is its own affair."""
+    command = [sys.executable, "-u", str(script), *arguments]
+    with subprocess.Popen(command, cwd=folder, env=inherited(_for_libraries(threads))) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 def _for_libraries(threads: int) -> dict[str, str]:

@@ -105,6 +105,14 @@ class DealSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DivergenceSettings:
+    """When processes compare what all of them hold, and what is done when it is not the same."""
+
+    every: int = 1000
+    heal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every run has. A script's own class inherits from this one."""
 
@@ -126,6 +134,8 @@ class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     local: LocalSettings = field(default_factory=LocalSettings)
     deal: DealSettings = field(default_factory=DealSettings)
+    divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
+    audit_every: int = 0
 
 
 class About(NamedTuple):
@@ -195,6 +205,9 @@ ABOUT = {
     "local.overlap": About("steps that a site makes while a meeting's numbers travel", True),
     "deal.by_speed": About("give faster processes more virtual ranks", False),
     "deal.claim": About("let who is done first take what others have not begun", False),
+    "divergence.every": About("steps after which processes compare weights and gradients; 0: never", False),
+    "divergence.heal": About("who holds other weights than most gets theirs; false: the run stops", False),
+    "audit_every": About("steps after which a virtual rank is computed in two places; 0: never", False),
 }
 
 OURS = (
@@ -207,4 +220,5 @@ OURS = (
     ServerSettings,
     LocalSettings,
     DealSettings,
+    DivergenceSettings,
 )

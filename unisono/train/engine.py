@@ -32,7 +32,9 @@ from unisono.train.table import LOSS, Table
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.audit import Audit
     from unisono.train.buddy import Buddy
+    from unisono.train.divergence import Divergence
     from unisono.world.mesh import Mesh
 
 
@@ -42,6 +44,11 @@ class Engine:
     buddy: Buddy | None = None
 
     own: Own | None = None  # the script's own exchange
+
+    audit: Audit | None = None
+    divergence: Divergence | None = None
+    run_dir = "RUN"
+    """As one types it, in a line that a message proposes."""
 
     def __init__(
         self,
@@ -345,9 +352,14 @@ class Engine:
                 f"Step {step.number} has a loss of {loss}.",
                 f"It comes from virtual rank {bad[0]} of {self.order.virtual_ranks}"
                 f" (samples {self._samples(step.number, bad[0])}).",
-                "look at these samples, lower the learning rate, or clip the gradient (--set clip=1.0).",
+                f"look at them: {self.replay(step.number)} --virtual-rank {bad[0]}; lower the learning rate, or clip "
+                "the gradient (--set clip=1.0).",
             )
         return math.isfinite(loss)
+
+    def replay(self, step: int) -> str:
+        """What to type to see a step again."""
+        return f"unisono replay {self.run_dir} --step {step}"
 
     def _samples(self, step: int, virtual_rank: int) -> str:
         samples = [i for micro_batch in self.order.micro_batches(step, virtual_rank) for i in micro_batch]

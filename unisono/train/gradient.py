@@ -128,7 +128,8 @@ class Gradient:
             raise LoopError(
                 f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
                 f"{found} such elements.",
-                "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
+                "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate; "
+                f"to see where it comes from: {step.replay}",
             )
 
     def _named(self, p: torch.nn.Parameter) -> str:

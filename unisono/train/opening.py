@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
@@ -11,8 +13,10 @@ from unisono.exchange import promise_of
 from unisono.exchange.own import Build, own_exchange
 from unisono.score.order import Order
 from unisono.score.placement import Seat
+from unisono.train.audit import build_audit
 from unisono.train.buddy import Buddy
 from unisono.train.dealing import WORDS, build_dealing
+from unisono.train.divergence import build_divergence
 from unisono.train.engine import Engine
 
 if TYPE_CHECKING:
@@ -47,9 +51,18 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
     engine.dealing = build_dealing(settings, run._mesh, engine.schedule, run.steps_done, promise, run._watcher.note)
     run._table.words = WORDS if engine.dealing is not None else 0
+    engine.audit = build_audit(engine, settings.audit_every)
+    engine.divergence = build_divergence(engine, run)
+    engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
     if settings.parallel.buddy:
         engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
     return engine
+
+
+def typed(path: Path, folder: str) -> str:
+    """A path as one types it in this folder."""
+    within = path.is_relative_to(folder)
+    return shlex.quote(str(path.relative_to(folder) if within else path))
 
 
 def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate: Collate | None) -> Engine:

@@ -76,6 +76,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
         **({"deals": deals} if (deals := _deals(run)) else {}),
         **_claimed(run),
+        **({"audits": len(audit.done)} if run._engine is not None and (audit := run._engine.audit) is not None else {}),
         "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
     }
     logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}

@@ -266,6 +266,8 @@ class Run(Generic[S]):
             self._samples_here += step.samples
             self._done = step
             self._watcher.step(step)
+            if engine.divergence is not None:
+                engine.divergence.after(number)
             met = self._sites.after(engine, step)
             if met is None:
                 continue
@@ -424,6 +426,8 @@ class Run(Generic[S]):
     def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
         self._table.together("a checkpoint")
         self._models.rest()
+        if self._engine is not None and self._engine.divergence is not None and not more_changes:
+            self._engine.divergence.compare(self.steps_done)
         about = {"identity": self._identity, "changes": [*self.changes, *more_changes], "promise": self.promise()}
         with self._sites.as_one([*self._models.modules, *self._models.tracked]):
             self._state.save(self.steps_done, about, self.settings.checkpoint, beside=beside)

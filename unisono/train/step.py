@@ -51,10 +51,16 @@ class Step:
         self._engine = engine
         self.number = number
         self.samples = engine.order.batch_size(number)
+        phases.Here.step = number
 
     @property
     def epoch(self) -> int:
         return self._engine.order.epoch(self.number)
+
+    @property
+    def replay(self) -> str:
+        """What to type to see this step again."""
+        return self._engine.replay(self.number)
 
     # -- the loop over micro-batches
 
@@ -125,11 +131,14 @@ class Step:
         engine, number = self._engine, self._passes
         exchange = gradient.exchange
         phases.enter("data")
+        if engine.audit is not None and not number:
+            yield from engine.audit.before(self, gradient)
         rounds = engine.micro_batches(self.number, number, gradient, self._kept)
         if engine.mesh.context.size > 1:
             rounds = in_slices(engine, rounds, number)
         for place, batch, last in rounds:
             self._place, self._ready = place, True
+            phases.Here.virtual_rank = place.virtual_rank
             exchange.enter(place.virtual_rank, last=last)
             phases.enter("forward")
             try:
@@ -145,12 +154,15 @@ class Step:
     def _meet(self, gradient: Gradient, number: int) -> None:
         """The rounds of a pass are done: the gradient becomes whole."""
         engine = self._engine
+        phases.Here.virtual_rank = None
         phases.enter("exchange")
         if engine.group.size == 1:
             sums = engine.meet(self, number, gradient)
         else:
             with peers(f"Step {self.number}'s exchange"):
                 sums = engine.meet(self, number, gradient)
+        if engine.audit is not None:
+            engine.audit.after(self)
         self._sums = {**self._sums, **sums} if number else sums
         self._passes += 1
         self._waiting = [*self._waiting, gradient]
@@ -273,6 +285,8 @@ class Step:
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
         optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
         ready = self._waiting if self._kept is None else self._ready_for(optimizers)
+        if engine.divergence is not None:
+            engine.divergence.given(self.number, ready)
         if all(gradient.finite or not gradient.may_skip for gradient in ready):
             for gradient in ready:
                 gradient.check_finite(self)
