@@ -26,6 +26,17 @@ class Waited:
     seconds = 0.0
 
 
+class Here:
+    """Where in the run this process is, beside its phase: for whoever asks which step, and whose share of it. Written
+    where steps and micro-batches begin, read by faults, by the table of who is stuck, by a replay's debugger."""
+
+    step: int | None = None
+    """The step under way, or the last one that was; None: the first has not begun."""
+
+    virtual_rank: int | None = None
+    """Whose micro-batch is in its round; None: no round is."""
+
+
 _now = "other"
 _observers: tuple[Observer, ...] = ()
 

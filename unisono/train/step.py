@@ -51,6 +51,7 @@ class Step:
         self._engine = engine
         self.number = number
         self.samples = engine.order.batch_size(number)
+        phases.Here.step = number
 
     @property
     def epoch(self) -> int:
@@ -130,6 +131,7 @@ class Step:
             rounds = in_slices(engine, rounds, number)
         for place, batch, last in rounds:
             self._place, self._ready = place, True
+            phases.Here.virtual_rank = place.virtual_rank
             exchange.enter(place.virtual_rank, last=last)
             phases.enter("forward")
             try:
@@ -145,6 +147,7 @@ class Step:
     def _meet(self, gradient: Gradient, number: int) -> None:
         """The rounds of a pass are done: the gradient becomes whole."""
         engine = self._engine
+        phases.Here.virtual_rank = None
         phases.enter("exchange")
         if engine.group.size == 1:
             sums = engine.meet(self, number, gradient)
