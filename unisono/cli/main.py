@@ -85,6 +85,7 @@ DOCTOR_EXAMPLES = """\
 Examples:
   unisono doctor
   unisono doctor --json
+  unisono doctor --rehearse train.py --ranks 4    what is survived, and how long does it take?
 """
 
 TRAIN = Group("Train", sort_key=1)
@@ -142,11 +143,13 @@ def _obey(words: Sequence[str]) -> int:
     flags, own = split(words)
     names = [entry.name for entry in entries_of(Settings)]
     command, bound = parsed(build_app(flags), flags, "unisono", names)
-    if command in (run, check, prove):
+    if command in (run, check, prove, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:
         asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
-        raise SettingsError(asked, "Only `unisono run`, `check` and `prove` hand arguments on to a script.", do)
+        raise SettingsError(
+            asked, "Only `unisono run`, `check`, `prove` and `doctor` hand arguments on to a script.", do
+        )
     return command(*bound.args, **bound.kwargs) or 0
 
 

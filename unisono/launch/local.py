@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.env import World, draws_live_lines, inherited
+from unisono.launch.lookout import Lookout
 from unisono.launch.supervise import Outcome, Task, supervise
 
 
@@ -65,7 +66,8 @@ def run(
                     record=record,
                 )
             )
-        return supervise(tasks, screen=screen, say=say)
+        with Lookout(Path(folder), say=say):
+            return supervise(tasks, screen=screen, say=say)
 
 
 def _for_libraries(threads: int) -> dict[str, str]:

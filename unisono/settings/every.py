@@ -102,6 +102,14 @@ class DealSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StuckSettings:
+    """When a run counts as stuck, and what is done then."""
+
+    after: float = 600.0
+    then: Literal["end", "kill", "wait"] = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every run has. A script's own class inherits from this one."""
 
@@ -123,6 +131,7 @@ class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     local: LocalSettings = field(default_factory=LocalSettings)
     deal: DealSettings = field(default_factory=DealSettings)
+    stuck: StuckSettings = field(default_factory=StuckSettings)
 
 
 class About(NamedTuple):
@@ -189,6 +198,8 @@ ABOUT = {
     "local.overlap": About("steps that a site makes while a meeting's numbers travel", True),
     "deal.by_speed": About("give faster processes more virtual ranks", False),
     "deal.claim": About("let who is done first take what others have not begun", False),
+    "stuck.after": About("seconds without progress after which it is told who waits for whom; 0: never", False),
+    "stuck.then": About("what happens then: the run ends; who is to blame is killed; or it waits on", False),
 }
 
 OURS = (
@@ -201,4 +212,5 @@ OURS = (
     ServerSettings,
     LocalSettings,
     DealSettings,
+    StuckSettings,
 )
