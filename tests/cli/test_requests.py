@@ -203,7 +203,8 @@ def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.Cap
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["doctor", "--", "more"]) == 2
-    assert "Only `unisono run`, `check`, `prove` and `audit` hand arguments on to a script." in capsys.readouterr().err
+    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script."
+    assert told in capsys.readouterr().err
 
 
 def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> None:

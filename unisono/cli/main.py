@@ -99,6 +99,7 @@ DOCTOR_EXAMPLES = """\
 Examples:
   unisono doctor
   unisono doctor --json
+  unisono doctor --rehearse train.py --ranks 4    what is survived, and how long does it take?
 """
 
 TRAIN = Group("Train", sort_key=1)
@@ -158,12 +159,12 @@ def _obey(words: Sequence[str]) -> int:
     flags, own = split(words)
     names = [entry.name for entry in entries_of(Settings)]
     command, bound = parsed(build_app(flags), flags, "unisono", names)
-    if command in (run, check, prove, audit):
+    if command in (run, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:
         asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
         raise SettingsError(
-            asked, "Only `unisono run`, `check`, `prove` and `audit` hand arguments on to a script.", do
+            asked, "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script.", do
         )
     return command(*bound.args, **bound.kwargs) or 0
 

@@ -64,6 +64,7 @@ class Request:
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
     trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]WORDS, for check, prove, replay and audit
+    faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # in words: testing/plan.py
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
     def arguments(self, run_dir: Path) -> list[str]:
@@ -74,6 +75,7 @@ class Request:
         flags += [f"--accept-change={each}" for each in self.accept_change]
         flags += ["--json"] if self.json else []
         flags += [f"--trace={self.trace}"] if self.trace else []
+        flags += [f"--fault={each}" for each in self.faults]
         return [*flags, f"--run-dir={run_dir}", *(["--", *self.own] if self.own else [])]
 
     def line(self, *command: str) -> Line:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -45,6 +45,7 @@ from unisono.train.identity import agree, compare, environment
 from unisono.train.run import Run
 from unisono.train.variants import run_kind
 from unisono.watch import log, report
+from unisono.watch.stuck import Watch
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
@@ -80,7 +81,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls)
     torch.set_num_threads(loaded.settings.threads)
-    with join(world) as group, ExitStack() as kept:
+    with Watch(loaded.settings.stuck, world), join(world) as group, ExitStack() as kept:
         shown, path = _on_main(group, lambda: asked.run_dir(kept))
         run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed
         request = replace(asked.request, run_dir=Path(shown))
@@ -122,7 +123,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
-        with _signals(run), _own_arguments(request):
+        with _signals(run), _own_arguments(request), _planted(request.faults, run):
             _train(train, run, asked, color)
 
 
@@ -313,6 +314,15 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
     if shards := about_shards(s.parallel, run._mesh.axes):
         log.say(shards)
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+
+
+def _planted(faults: tuple[str, ...], run: Run[Any]) -> AbstractContextManager[None]:
+    """What is to go wrong in this run, if anything is (unisono doctor --rehearse, and tests)."""
+    if not faults:
+        return nullcontext()
+    from unisono.testing.plan import planted
+
+    return planted(faults, run.rank, run.dir / "faults")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.env import World, draws_live_lines, inherited
+from unisono.launch.lookout import Lookout
 from unisono.launch.supervise import Outcome, Task, supervise
 
 
@@ -66,7 +67,8 @@ def run(
                     record=record,
                 )
             )
-        return supervise(tasks, screen=screen, say=say)
+        with Lookout(Path(folder), say=say):
+            return supervise(tasks, screen=screen, say=say)
 
 
 def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:

@@ -78,16 +78,31 @@ def write_to(path: Path) -> None:
     _path = path
 
 
+def path() -> Path | None:
+    """Where it would be recorded; None: nobody has started us who wants to know, or it is recorded already."""
+    return _path
+
+
 def write(error: BaseException) -> Record:
     """Record why this process fails; only the first call counts. Without a launcher it only returns the record."""
     global _path
     record = Record.of(error)
     if _path is not None:
-        path, _path = _path, None
-        half = path.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
-        half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
-        half.rename(path)
+        place, _path = _path, None
+        _write(record, place)
     return record
+
+
+def write_for(place: Path, error: UnisonoError) -> None:
+    """Record for a process that cannot do it any more why it fails: it is its record if it has left none."""
+    if not place.exists():
+        _write(Record(time.time(), type(error).__qualname__, str(error), "", error.exit_status, error.problems), place)
+
+
+def _write(record: Record, place: Path) -> None:
+    half = place.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
+    half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
+    half.rename(place)
 
 
 def leave() -> None:

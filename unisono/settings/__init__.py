@@ -40,6 +40,7 @@ from unisono.settings.every import (
     ParallelSettings,
     ServerSettings,
     Settings,
+    StuckSettings,
 )
 from unisono.settings.file import lines_of
 from unisono.settings.line import Line
@@ -58,6 +59,7 @@ __all__ = [
     "ParallelSettings",
     "ServerSettings",
     "Settings",
+    "StuckSettings",
     "Loaded",
     "Entry",
     "Line",

@@ -218,4 +218,5 @@ LIMITS: dict[str, tuple[float, float]] = {
     "local.begin": (0, float("inf")),
     "local.fragments": (1, float("inf")),
     "local.overlap": (0, float("inf")),
+    "stuck.after": (0, float("inf")),
 }

@@ -113,6 +113,14 @@ class DivergenceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StuckSettings:
+    """When a run counts as stuck, and what is done then."""
+
+    after: float = 600.0
+    then: Literal["end", "kill", "wait"] = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every run has. A script's own class inherits from this one."""
 
@@ -136,6 +144,7 @@ class Settings:
     deal: DealSettings = field(default_factory=DealSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
     audit_every: int = 0
+    stuck: StuckSettings = field(default_factory=StuckSettings)
 
 
 class About(NamedTuple):
@@ -208,6 +217,8 @@ ABOUT = {
     "divergence.every": About("steps after which processes compare weights and gradients; 0: never", False),
     "divergence.heal": About("who holds other weights than most gets theirs; false: the run stops", False),
     "audit_every": About("steps after which a virtual rank is computed in two places; 0: never", False),
+    "stuck.after": About("seconds without progress after which it is told who waits for whom; 0: never", False),
+    "stuck.then": About("what happens then: the run ends; who is to blame is killed; or it waits on", False),
 }
 
 OURS = (
@@ -221,4 +232,5 @@ OURS = (
     LocalSettings,
     DealSettings,
     DivergenceSettings,
+    StuckSettings,
 )

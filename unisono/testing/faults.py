@@ -185,7 +185,7 @@ def _hold(seconds: float) -> None:
     """A call into C through PyDLL, which, unlike CDLL, does not let go of the interpreter."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
-        ctypes.PyDLL(None).sleep(int(min(math.ceil(left), 1_000_000)))
+        ctypes.PyDLL(None).sleep(math.ceil(min(left, 1e6)))
 
 
 class SlowAt:

@@ -6,6 +6,7 @@ folder before it strikes.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ KINDS: dict[str, type[Fault | SlowAt]] = {
 
 def fault_of(text: str) -> tuple[Fault | SlowAt, int | None]:
     """The fault that these words name, and the rank that it is for (None: every process). Raises ValueError."""
-    name, *words = text.split()
+    name, *words = shlex.split(text)
     if name not in KINDS:
         raise ValueError(f"there is no fault {name}; there are {', '.join(KINDS)}")
     given = {key: _value(value) for key, _, value in (word.partition("=") for word in words)}

@@ -51,7 +51,7 @@ class Step:
         self._engine = engine
         self.number = number
         self.samples = engine.order.batch_size(number)
-        phases.Here.step = number
+        phases.begin_step(number)
 
     @property
     def epoch(self) -> int:
