@@ -31,7 +31,10 @@ class World:
     local_rank: int = 0  # 0 to local_size - 1, on this host
     local_size: int = 1  # processes of this run on this host
     host: str = field(default_factory=socket.gethostname)
-    store: str | None = None  # where the processes meet: file:///path, env:// (torchrun's variables); None: alone
+    store: str | None = None  # where the processes meet: unix:///path (launch/meeting.py), file:///path, env://
+    # (torchrun's variables); None: alone
+    number: int | None = None  # of this process for good, whatever its rank becomes; None: its rank
+    joins: bool = False  # does it come in addition, to processes that are in the midst of it?
     launcher: str = "python"  # who started us: python, unisono, torchrun
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
