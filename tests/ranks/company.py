@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.env import World
+from unisono.errors import Stopped
 from unisono.launch.meeting import Meeting
 from unisono.testing import run_ranks
 
@@ -38,8 +40,10 @@ class Company:
 
     def __enter__(self) -> Company:
         self.folder = tempfile.TemporaryDirectory(prefix="u-")
-        path = str(Path(self.folder.name) / "store")
-        self.meeting = Meeting(path, self.size, silence=30.0, tell=self.events.append)
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.bind(str(Path(self.folder.name) / "store"))
+        door.listen()
+        self.meeting = Meeting(door, self.size, silence=30.0, tell=self.events.append)
         self.thread = threading.Thread(target=self.meeting.serve, daemon=True)
         self.thread.start()
         for number in range(self.size):
@@ -53,7 +57,7 @@ class Company:
             size=self.size,
             local_rank=rank,
             local_size=self.size,
-            store=f"unix://{self.folder.name}/store",
+            store=f"unix://{self.folder.name}/store" if self.size > 1 else None,
             launcher="test",
             number=number,
             joins=joins,
@@ -68,6 +72,16 @@ class Company:
         for number in numbers:
             self.killed.add(number)
             os.kill(self.processes[number].pid, signal.SIGKILL)
+
+    @property
+    def roster(self) -> list[int]:
+        """Who is in the group, by age."""
+        return list(self.meeting.roster)
+
+    @property
+    def running(self) -> bool:
+        """Is nobody done yet?"""
+        return not self.meeting.leaving
 
     @property
     def alive(self) -> list[int]:
@@ -114,6 +128,8 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
     torch.set_num_threads(1)
     try:
         pipe.send((function(world, *args), None))
+    except Stopped:
+        pipe.send((None, None))  # it was to join, and the others were done
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     finally:

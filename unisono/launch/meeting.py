@@ -1,9 +1,10 @@
 """Where the processes of a run meet: a small child of the launcher, so that it outlives every one of them. No torch.
 
-    python -u -P -m unisono.launch.meeting SOCKET SIZE SILENCE_SECONDS
+    python -u -P -m unisono.launch.meeting DOOR SIZE SILENCE_SECONDS
 
 Each process holds two connections to a Unix socket in the launcher's private folder (nobody else can reach it, and no
-port is taken). Over one it asks for keys and values, as of any store of torch's. The other is its life:
+port is taken); DOOR is that socket's descriptor. Over one it asks for keys and values, as of any store of torch's. The
+other is its life:
 
     process 0   "ready" -----> .                   .-----> "roster [0, 1, 3], generation 2"
     process 1   "ready" -----> .    the meeting    .-----> the same
@@ -68,12 +69,13 @@ class Caller:
 
 
 class Meeting:
-    """size      processes that begin together, with the numbers 0 to size - 1
+    """door      the socket at which processes arrive
+    size      processes that begin together, with the numbers 0 to size - 1
     silence   seconds after which a process that says nothing counts as dead
     tell      who wants to know what happens here
     """
 
-    def __init__(self, path: str, size: int, *, silence: float, tell: Tell) -> None:
+    def __init__(self, door: socket.socket, size: int, *, silence: float, tell: Tell) -> None:
         self.silence, self.tell = silence, tell
         self.roster = list(range(size))
         self.generation = 0
@@ -81,10 +83,9 @@ class Meeting:
         self.values: dict[str, str] = {}
         self.callers: dict[socket.socket, Caller] = {}
         self.members: dict[int, Caller] = {}
+        self.leaving: list[Caller] = []  # who are done, and wait for the others
         self.closed = False
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._door.bind(path)
-        self._door.listen(1024)
+        self._door = door
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._door, selectors.EVENT_READ)
 
@@ -174,6 +175,7 @@ class Meeting:
         if caller.number in self.roster:
             self.roster.remove(caller.number)
         caller.number = None
+        self.leaving.append(caller)
         self._form()
 
     # -- who is there
@@ -185,6 +187,8 @@ class Meeting:
             return
         if not self.roster:
             self._refuse("all who knew the run's state are gone")
+            for caller in self.leaving:
+                caller.say(over=True)
             return
         ready = [self.members[number] for number in self.roster if number in self.members]
         if len(ready) < len(self.roster) or not all(caller.ready for caller in ready):
@@ -262,14 +266,13 @@ class Meeting:
 
 def main() -> None:
     """As a child of the launcher, which hears what happens on standard output. When standard input ends, so do we."""
-    path, size, silence = sys.argv[1:]
+    door, size, silence = sys.argv[1:]
 
     def tell(what: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(what).encode() + b"\n")
 
-    meeting = Meeting(path, int(size), silence=float(silence), tell=tell)
-    tell({"open": True})
+    meeting = Meeting(socket.socket(fileno=int(door)), int(size), silence=float(silence), tell=tell)
     meeting.serve(until=0)
 
 

@@ -64,6 +64,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "survival": survival(run.settings.parallel, run._mesh.axes),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
+        **_deaths(run),
         **({"deals": deals} if (deals := _deals(run)) else {}),
         "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
     }
@@ -72,6 +73,13 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
+
+
+def _deaths(run: Run[Any]) -> dict[str, Any]:
+    """Which processes have died, and which have joined, with the steps that were done then; {}: none."""
+    survivors = run._engine.survivors if run._engine is not None else None
+    told = {"deaths": survivors.deaths, "joined": survivors.joined} if survivors is not None else {}
+    return {name: value for name, value in told.items() if value}
 
 
 def _deals(run: Run[Any]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unisono.env import World
-from unisono.errors import PeerLost, WorldError
+from unisono.errors import PeerLost, Stopped, WorldError
 from unisono.world.collectives import TIMEOUT, Group
 from unisono.world.connect import connect
 from unisono.world.keys import Keys
@@ -43,6 +43,9 @@ BEAT_SECONDS = 1.0
 
 CONFIRM_SECONDS = 5.0
 """A connection that breaks is a death if the meeting place says so within this time; else it is an error."""
+
+LEAVE_SECONDS = 300.0
+"""Once a process is done, the others are not far."""
 
 CONNECTION_SIGNS = ("closed", "reset", "Broken pipe", "broken", "refused", "imed out", "onnect", "gone", "Wait timeout")
 """What gloo says when a peer is lost, in one of many ways."""
@@ -66,6 +69,7 @@ class Company:
         self.number = world.rank if world.number is None else world.number
         self.joins = world.joins
         self.knocks = False
+        self.watchful = False  # is there somebody here who goes on when another one dies?
         self.generation = 0
         self.keys = Keys(path, TIMEOUT)
         self._lost = threading.Event()
@@ -74,7 +78,7 @@ class Company:
         self._mutex = threading.Lock()  # a descriptor's number may be another socket's as soon as it is closed
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(path)
-        self._left = threading.Event()
+        self._left, self._over = threading.Event(), threading.Event()
         self._speaking = threading.Lock()
         self._say(hello=self.number, joins=self.joins)
         for target in (self._listen, self._beat):
@@ -91,6 +95,7 @@ class Company:
             except OSError:
                 data = b""
             if not data:
+                self._over.set()
                 self._formed.put({"refused": "the meeting place of the run is gone"})
                 return
             *lines, rest = (rest + data).split(b"\n")
@@ -100,7 +105,8 @@ class Company:
     def _hear(self, words: dict[str, Any]) -> None:
         if "lost" in words and "roster" not in words:
             self._lost.set()
-            self._tear()
+            if self.watchful:
+                self._tear()
         elif "knock" in words:
             self.knocks = True
         elif "roster" in words:
@@ -109,6 +115,8 @@ class Company:
             self._formed.put(words)
         elif "refused" in words:
             self._formed.put(words)
+        elif "over" in words:
+            self._over.set()
 
     def _tear(self) -> None:
         """Nothing comes through our group's sockets any more, in either direction: who waits for it fails."""
@@ -159,12 +167,14 @@ class Company:
         join, if all are `open_` for them. `group` is the new one then. All processes must call this; `about` is for the
         launcher.
 
-        Raises PeerLost if nobody is left who has what the others know, or the meeting place is gone.
+        Raises PeerLost if nobody is left, or the meeting place is gone; in a process that was to join, Stopped.
         """
         while True:
             self._part()
             self._say(ready=about, open=open_)
             words = self._formed.get()
+            if "refused" in words and self.joins:
+                raise Stopped
             if "refused" in words:
                 raise PeerLost(
                     f"Process {self.number} was to form a group with those who are left.",
@@ -203,9 +213,13 @@ class Company:
             dist.destroy_process_group()
 
     def leave(self) -> None:
-        """In peace: nobody is to take it for a death. The group itself is left by then."""
-        self._left.set()
+        """In peace: nobody is to take it for a death. The group is left when all others have said so too, or are dead:
+        who has not may still need it."""
         self._say(bye=1)
+        self._over.wait(LEAVE_SECONDS)
+        self._left.set()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self.keys.close()

@@ -67,16 +67,6 @@ def company(world: World, device: torch.device) -> Iterator[Group]:
     if not world.joins:
         watched.form(joined)
     yield joined
-    while joined.size > 1:  # whoever dies now is not missed
-        try:
-            joined.barrier()
-            break
-        except RuntimeError as error:
-            if not watched.lost_one(error):
-                raise
-            watched.form(joined)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     watched.leave()
 
 
