@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run
 from unisono.cli.target import script_of
 from unisono.errors import Problem, SettingsError
 from unisono.launch import local
+from unisono.launch.process import CRASHES
 from unisono.launch.supervise import Outcome
 from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
 from unisono.settings.check import examine
@@ -27,7 +29,7 @@ def run(
     target: str,
     /,
     *,
-    ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 1,
+    ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
     """Train a recipe or a script.
@@ -39,18 +41,20 @@ def run(
     target
         A recipe's name, or the path to a script.
     ranks
-        How many processes. The result is the same for any number.
+        How many processes. The result is the same for any number. If one dies, the others go on, and another is
+        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left.
     """
-    line = request.line("unisono", "run", target, *(["--ranks", str(ranks)] if ranks != 1 else []))
-    script, threads = checked(target, ranks, request, line)
+    line = request.line("unisono", "run", target, *(["--ranks", ranks] if ranks != "1" else []))
+    minimum, count = numbers(ranks, line)
+    script, threads = checked(target, count, request, line)
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
     with hold(run_dir, line):
         before = _mark(run_dir)
-        outcome = local.run(script, request.arguments(run_dir), ranks=ranks, logs=run_dir / "log", threads=threads)
+        outcome = again_and_again(script, request, run_dir, ranks=count, minimum=minimum, threads=threads)
         joined = _mark(run_dir) != before
-    if ranks > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
-        raise _never_joined(script, ranks, line)
+    if count > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
+        raise _never_joined(script, count, line)
     if outcome.stopped and (outcome.early or outcome.exit_status):  # else the run itself has said how to go on
         print("\n" * outcome.in_line, end="", flush=True)
         print(_how_to_go_on(run_dir, line, killed=not outcome.early), file=sys.stderr)
@@ -58,6 +62,59 @@ def run(
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
+
+
+RESTARTS = 3
+"""So often in a row a run is started again that has died without a new checkpoint."""
+
+
+def again_and_again(
+    script: Path, request: Request, run_dir: Path, *, ranks: int, minimum: int, threads: int
+) -> Outcome:
+    """The run, from its newest checkpoint again whenever its processes have died and none could go on."""
+    saved, failures = _saved(run_dir), 0
+    while True:
+        arguments = request.arguments(run_dir)
+        outcome = local.run(script, arguments, ranks=ranks, logs=run_dir / "log", threads=threads, minimum=minimum)
+        if not _died(outcome) or not outcome.in_loop or outcome.stopped:
+            return outcome
+        now = _saved(run_dir)
+        failures, saved = (1 if now > saved else failures + 1), now
+        if failures > RESTARTS:
+            print(f"Given up: it died {failures} times without a new checkpoint.", file=sys.stderr, flush=True)
+            return outcome
+        where = f"its checkpoint after step {saved}" if saved else "its beginning, since nothing was saved yet"
+        print(f"Starting again from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
+        request = replace(request, resume=True)
+
+
+def _died(outcome: Outcome) -> bool:
+    """Did a process die, rather than fail? Those that could not go on without it say that they have lost a peer."""
+    failure = outcome.failure
+    if failure is None:
+        return False
+    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLost")
+
+
+def _saved(run_dir: Path) -> int:
+    """The step of the newest checkpoint."""
+    found = manifest.checkpoints(run_dir)
+    return found[0][0] if found else 0
+
+
+def numbers(ranks: str, line: Line) -> tuple[int, int]:
+    """The least and the usual number of processes that `--ranks N` or `--ranks MIN:MAX` asks for."""
+    least, colon, most = ranks.partition(":")
+    try:
+        found = (int(least), int(most)) if colon else (1, int(ranks))
+    except ValueError:
+        true = f"--ranks takes a whole number, which {ranks!r} is not"
+        true += "." if not colon else "; or two of them with a colon in between."
+        raise SettingsError(str(line), true, str(line.flag("--ranks", "2"))) from None
+    if colon and not 1 <= found[0] <= found[1]:
+        true = "The first number is the fewest processes, at least 1, and the second the usual number of them."
+        raise SettingsError(str(line), true, str(line.flag("--ranks", f"1:{max(1, *found)}")))
+    return found
 
 
 def _mark(run_dir: Path) -> tuple[int, int] | None:

@@ -77,7 +77,10 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
-    asked = Asked(script, Request.parse(sys.argv[1:], cls, script.name), world)
+    request = Request.parse(sys.argv[1:], cls, script.name)
+    if world.restarts and not request.resume:  # a manager has started everything again: nobody can type it
+        request = replace(request, resume=True)
+    asked = Asked(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls)
     torch.set_num_threads(loaded.settings.threads)
@@ -93,11 +96,12 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         assert axes is not None, "checked with the settings"
         identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
-        log.start(group.rank, group.size)
+        log.start(group.rank if world.number is None else world.number, world.size)
         where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
         if world.local_rank == 0:
             manifest.keep_elsewhere(run_dir, where)  # each host has a run directory, if they share none
-        found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
+        resumes = request.resume and not world.joins  # who joins later is told by the others
+        found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if resumes else None
         resumed = opened(here(Path(found), run_dir)) if found else None
         color = world.terminal and not env.variables(("NO_COLOR",))
         kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
@@ -115,7 +119,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         )
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
-        if group.rank == 0:
+        if run.is_main:
             _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
             started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
             started |= {"script": str(Path(world.folder, asked.script).resolve()), "arguments": list(request.own)}
@@ -137,14 +141,16 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
     finally:
         run.close()
         log.stop()
+    if run.waits:  # it was to join the others, and they were done before
+        return
     result = run.result()
     ended = report.read_result(run.dir) if run.is_finished_before else None
     if ended is not None and run.is_main:  # it was over already: nothing was computed, so nothing is written
         result = ended
         more = asked.line().flag("--resume").setting(f"steps={2 * run.steps_done}")
         log.say(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
-    elif run.is_main:
-        _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
+    else:
+        run.together("the run's end", lambda: _leave_result(run, result))
     if run.is_main:
         if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
@@ -159,6 +165,11 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
             print("\n".join(["", *lines]), flush=True)
         elif run.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
+
+
+def _leave_result(run: Run[Any], result: dict[str, Any]) -> None:
+    if run.is_main:
+        _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

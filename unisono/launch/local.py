@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +19,7 @@ import unisono
 from unisono.env import World, draws_live_lines, inherited
 from unisono.launch.lookout import Lookout
 from unisono.launch.supervise import Outcome, Task, supervise
+from unisono.launch.survival import Survival, room
 
 
 def run(
@@ -31,6 +32,7 @@ def run(
     screen: int | None = 1,
     say: bool = True,
     variables: Mapping[str, str] = MappingProxyType({}),
+    minimum: int | None = None,
 ) -> Outcome:
     """Run the script in `ranks` processes and return when all are gone.
 
@@ -39,36 +41,46 @@ def run(
     screen   the file descriptor that rank 0's output goes to, besides its log; None: nowhere
     say      tell on standard error why it failed
     variables  more of what a library, or Python itself, reads from its environment
+    minimum  if a process dies, and so many are left, they go on, and another one is started; None: that ends the run
     """
     terminal = screen == 1 and draws_live_lines()
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
-    with tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True) as folder:
-        tasks = []
-        for rank in range(ranks):
+    with room() as folder:
+        survives = minimum is not None and ranks > 1
+
+        def build(number: int, place: int) -> Task:
+            """Process `number`, in the place of that one."""
+            rank = place % ranks
             world = World(
                 rank=rank,
                 size=ranks,
                 local_rank=rank,
                 local_size=ranks,
                 host=socket.gethostname(),
-                store=f"file://{folder}/store",
+                store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
                 launcher="unisono",
                 folder=os.getcwd(),
                 terminal=terminal,
                 columns=os.get_terminal_size(1).columns if terminal else 0,
+                number=number if survives else None,
+                joins=number >= ranks,
             )
-            record = Path(folder) / f"rank-{rank}.json"
+            record = Path(folder) / f"rank-{number}.json"
             order = json.dumps({"world": asdict(world), "record": str(record)})
-            tasks.append(
-                Task(
-                    command=[*_python(), "-m", "unisono.launch.child", order, str(script), *arguments],
-                    environment=inherited({**_for_libraries(threads), **variables}),
-                    log=logs / f"rank-{rank}.log",
-                    record=record,
-                )
+            return Task(
+                command=[*_python(), "-m", "unisono.launch.child", order, str(script), *arguments],
+                environment=inherited({**_for_libraries(threads), **variables}),
+                log=logs / f"rank-{number}.log",
+                record=record,
+                substitute=number >= ranks,
             )
-        with Lookout(Path(folder), say=say):
-            return supervise(tasks, screen=screen, say=say)
+
+        tasks = [build(number, number) for number in range(ranks)]
+        with Lookout(Path(folder), say=say), ExitStack() as open_:
+            survival = Survival(minimum or 1, build) if survives else None
+            if survival is not None:
+                open_.enter_context(survival.open(Path(folder) / "store", ranks, _python()))
+            return supervise(tasks, screen=screen, say=say, survival=survival)
 
 
 def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:

@@ -111,6 +111,25 @@ def leave() -> None:
         _path.with_suffix(".left").touch()
 
 
+def begin_loop(*, replaceable: bool) -> None:
+    """Say that the training loop begins here. `replaceable`: if this process dies, by a signal, the others finish its
+    step, and another one may take its place."""
+    if _path is not None:
+        _path.with_suffix(".loop").touch()
+        if replaceable:
+            _path.with_suffix(".replaceable").touch()
+
+
+def in_loop(path: Path) -> bool:
+    """Has the process whose failure would be recorded at this path come to its training loop?"""
+    return path.with_suffix(".loop").exists()
+
+
+def is_replaceable(path: Path) -> bool:
+    """Has it said that the others can go on without it?"""
+    return path.with_suffix(".replaceable").exists()
+
+
 def be_spare() -> None:
     """Say that the others go on without this process, should it die (should it fail, that is still the run's end)."""
     if _path is not None:

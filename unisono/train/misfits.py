@@ -116,3 +116,11 @@ def _better_batch(order: Order, last: int) -> str:
         if replace(order, virtual_ranks=fewer).smallest(last) > 1:
             return f"--set virtual_ranks={fewer}, or GroupNorm."
     return "use GroupNorm, or more data."
+
+
+def one_by_one(optimizer: Any) -> None:
+    """torch's optimizers step many parameters in one call, which those that lie over different processes cannot share.
+    One after the other has the same bits."""
+    for group in optimizer.param_groups:
+        if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+            group |= {way: False for way in ("foreach", "fused") if way in group}

@@ -11,6 +11,7 @@ from unisono.data.streams import Stream, lies_in
 from unisono.errors import SettingsError
 from unisono.exchange import promise_of
 from unisono.exchange.own import Build, own_exchange
+from unisono.launch import record
 from unisono.score.order import Order
 from unisono.score.placement import Seat
 from unisono.train.audit import build_audit
@@ -18,6 +19,7 @@ from unisono.train.buddy import Buddy
 from unisono.train.dealing import WORDS, build_dealing
 from unisono.train.divergence import build_divergence
 from unisono.train.engine import Engine
+from unisono.train.survivors import build_survivors
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
@@ -54,6 +56,9 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     engine.audit = build_audit(engine, settings.audit_every)
     engine.divergence = build_divergence(engine, run)
     engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
+    run._engine = engine
+    engine.survivors = build_survivors(run)
+    record.begin_loop(replaceable=engine.survivors is not None)
     if settings.parallel.buddy:
         engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
     return engine
@@ -84,18 +89,23 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
     schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
     if by_layer and settings.micro_batch is not None:
         run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
-    loader = Loader(
-        data,
-        order,
-        schedule,
-        seat=seat,
-        first=run.steps_done,
-        last=last,
-        device=mesh.world.device,
-        collate=collate,
-        workers=settings.loader.workers,
-        prefetch=settings.loader.prefetch,
-        keyed=settings.virtual_ranks > 1,
-    )
+
+    def open_loader(schedule: Schedule, seat: Seat, first: int) -> Loader:
+        return Loader(
+            data,
+            order,
+            schedule,
+            seat=seat,
+            first=first,
+            last=last,
+            device=mesh.world.device,
+            collate=collate,
+            workers=settings.loader.workers,
+            prefetch=settings.loader.prefetch,
+            keyed=settings.virtual_ranks > 1,
+        )
+
     of_run = (run._models, last, run._table, run._generators, run._scale, run._carried)
-    return kind(settings, mesh, seat, order, loader, schedule, *of_run)
+    engine = kind(settings, mesh, seat, order, open_loader(schedule, seat, run.steps_done), schedule, *of_run)
+    engine.open_loader = open_loader
+    return engine

@@ -74,6 +74,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "survival": survival(run.settings.parallel, run._mesh.axes),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
+        **_deaths(run),
         **({"deals": deals} if (deals := _deals(run)) else {}),
         **_claimed(run),
         **({"audits": len(audit.done)} if run._engine is not None and (audit := run._engine.audit) is not None else {}),
@@ -84,6 +85,13 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
+
+
+def _deaths(run: Run[Any]) -> dict[str, Any]:
+    """Which processes have died, and which have joined, with the steps that were done then; {}: none."""
+    survivors = run._engine.survivors if run._engine is not None else None
+    told = {"deaths": survivors.deaths, "joined": survivors.joined} if survivors is not None else {}
+    return {name: value for name, value in told.items() if value}
 
 
 def _deals(run: Run[Any]) -> list[dict[str, Any]]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import torch
 
-from unisono import phases
 from unisono.checkpoint.load import Checkpoint
 from unisono.data.loader import Collate, length_of
 from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
-from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import refuse_hook
 from unisono.exchange.own import Build
@@ -26,21 +25,23 @@ from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
 from unisono.train.carried import Carried
+from unisono.train.dealing import deal_by_hand
 from unisono.train.engine import Engine
 from unisono.train.evaluate import Measure, evaluate
+from unisono.train.made import made
 from unisono.train.misfits import check_shapes
 from unisono.train.models import Models
 from unisono.train.opening import open_loop
-from unisono.train.outputs import Forward, Outputs, at_rest
+from unisono.train.outputs import Forward
 from unisono.train.predict import predict
 from unisono.train.result import plain, promise, result
 from unisono.train.sites import sites
 from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
+from unisono.train.survivors import join
 from unisono.train.table import Table
 from unisono.train.timed import Example
 from unisono.watch.watcher import Watcher
-from unisono.world.collectives import peers
 from unisono.world.mesh import build_mesh
 from unisono.world.verbs import Collectives
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
+T = TypeVar("T")
 
 
 class Run(Generic[S]):
@@ -80,7 +82,7 @@ class Run(Generic[S]):
         engine: type[Engine] = Engine,
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
-        self.rank, self.size, self.device = group.rank, group.size, group.device
+        self._everybody, self.device = group, group.device
         self.steps_done = resumed.steps if resumed else 0
         self.results: dict[str, Any] = {}
         self.changes: list[dict[str, Any]] = list(resumed.about["changes"]) if resumed else []
@@ -102,7 +104,8 @@ class Run(Generic[S]):
         self._total_steps = settings.steps
         self._kind = engine
         self._engine: Engine | None = None
-        self._watcher = Watcher(run_dir, group.rank, output, live=world.terminal, columns=world.columns, color=color)
+        rank = group.rank if world.number is None else world.number  # who joins later is alone until then
+        self._watcher = Watcher(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
         self._over = False  # the script has returned, and all is saved
         self._last_step: Step | None = None
@@ -112,9 +115,22 @@ class Run(Generic[S]):
         self._samples_here = 0
 
     @property
+    def rank(self) -> int:
+        return self._everybody.rank
+
+    @property
+    def size(self) -> int:
+        return self._everybody.size
+
+    @property
     def is_main(self) -> bool:
         """Is this the process that speaks for all?"""
-        return self.rank == 0
+        return self.rank == 0 and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Was this process started to join others, and has not joined them yet?"""
+        return self._everybody.company is not None and self._everybody.company.joins
 
     @property
     def total_steps(self) -> int:
@@ -240,6 +256,8 @@ class Run(Generic[S]):
         return self._steps(self._engine)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
+        if self.world.joins:
+            join(engine.survivors)
         self._state.begin()
         self.changes += [
             {"step": self.steps_done, "field": name, "from": a, "to": b} for name, a, b in self._state.changes
@@ -281,6 +299,8 @@ class Run(Generic[S]):
                 break
             if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
                 self._save(beside=True)
+            if met.agreed["joins"] and engine.survivors is not None and self.steps_done < engine.last:
+                engine.survivors.admit()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
         if self._state.saved_after != self.steps_done:
@@ -292,7 +312,7 @@ class Run(Generic[S]):
 
     def finish(self) -> None:
         """The script has returned. If it left the loop with break, what its last step did is saved as well."""
-        self._table.together("the script's end")
+        self.together("the script's end", lambda: self._table.together("the script's end"))
         if self._engine is not None and self._engine.buddy is not None:
             self._engine.buddy.settle()
         if self._engine is not None and self._ended is None and self._last_step is not None:
@@ -337,11 +357,7 @@ class Run(Generic[S]):
         """
         assert self._engine is not None
         self._table.together("run.deal")
-        horizon = torch.tensor([self._engine.horizon], device=self.device)
-        first = int(self._group.max_(horizon).item())
-        self._engine.schedule.change(first, spans)
-        self._engine.dealing = None  # what somebody has dealt by hand stays
-        return first
+        return deal_by_hand(self._engine, self._group, spans)
 
     @property
     def collectives(self) -> Collectives:
@@ -382,8 +398,8 @@ class Run(Generic[S]):
 
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
-        with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
-            return evaluate(outputs, measure, self._models.context)
+        fold = partial(evaluate, measure=measure, context=self._models.context)
+        return made(self, "run.evaluate", fold, model, data, forward, collate_fn)
 
     def predict(
         self,
@@ -400,30 +416,20 @@ class Run(Generic[S]):
         LoopError for an output without one row for each sample, or with rows of several shapes, and DataError for data
         without samples.
         """
-        with self._outputs("run.predict", model, data, forward, collate_fn) as outputs:
-            return predict(outputs)
+        return made(self, "run.predict", predict, model, data, forward, collate_fn)
 
-    @contextmanager
-    def _outputs(
-        self, verb: str, model: torch.nn.Module, data: Any, forward: Forward | None, collate: Collate | None
-    ) -> Iterator[Outputs]:
-        if self._last_step is not None:
-            self._last_step.refuse_within(verb)
-        self._table.together(verb)
-        abreast = self._models.abreast
-        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
-        models = [model, *self._models.modules, *self._models.tracked]
-        as_one = self._sites.as_one(models)
-        with phases.phase("evaluate"), peers(verb), as_one, at_rest(models, self.device), self._models.around_loss():
-            self._models.busy = True
-            hurry = lambda: self._leave and self._ended is not None  # noqa: E731
-            yield Outputs(model, walk, forward=forward, hurry=hurry, pipeline=self._models.pipeline)
-            self._models.busy = False
-            self._models.rest()
+    def together(self, what: str, body: Callable[[], T]) -> T:
+        """What all processes do together between two steps; where they can go on without one that dies, it is made
+        again then."""
+        survivors = self._engine.survivors if self._engine is not None else None
+        return body() if survivors is None else survivors.together(what, body)
 
     # -- saving
 
     def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
+        self.together("a checkpoint", lambda: self._save_together(more_changes, beside))
+
+    def _save_together(self, more_changes: Sequence[dict[str, Any]], beside: bool) -> None:
         self._table.together("a checkpoint")
         self._models.rest()
         if self._engine is not None and self._engine.divergence is not None and not more_changes:

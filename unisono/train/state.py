@@ -81,6 +81,11 @@ class State:
             if self.resumed is not None:
                 self._restore(name, thing, self.resumed)
 
+    def take(self, checkpoint: loading.Checkpoint) -> None:
+        """Everything that is tracked becomes what it is there, between two steps."""
+        for name, thing in self.tracked.items():
+            self._restore(name, thing, checkpoint)
+
     def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
         if name not in checkpoint.states:
             raise CheckpointError(

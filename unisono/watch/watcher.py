@@ -67,7 +67,16 @@ class Watcher:
             log.through(self._progress)
             if self._live:  # the script's own print goes above the line that is being redrawn
                 sys.stdout = Aside(self._output, self._progress)
+        self._whole = total_steps, samples_seen, first_step
         self.clock.start()
+
+    def lead(self, steps_done: int) -> None:
+        """This process speaks for all from now on, since the one that did is gone."""
+        if self._progress is None and self._timeline is not None:
+            total, samples, first = self._whole
+            self._rank = 0
+            self._progress = Progress(self._output, False, total, max(first, steps_done), samples, color=False)
+            log.through(self._progress)
 
     def step(self, step: Done) -> None:
         """A step is over. Quick steps share a line, so that watching them costs nothing."""

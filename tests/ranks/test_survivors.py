@@ -1,0 +1,201 @@
+"""Processes die at any moment, others join, and the result is that of a run which nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ranks.company import Company
+from tests.ranks.training import MLP, Points, loop, settings, train
+from unisono import phases
+from unisono.env import World
+from unisono.settings import CheckpointSettings, Settings
+from unisono.testing import build_run, run_ranks
+from unisono.world.start import group as join
+
+
+def die_at(phase: str, times: int) -> None:
+    """This process is killed when it comes to a phase for so many times."""
+    left = times
+
+    def observe(_: str, entered: str) -> None:
+        nonlocal left
+        left -= entered == phase
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    phases.observe(observe)
+
+
+def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], kind: str = "mlp") -> Any:
+    with join(world) as group:
+        assert world.number is not None
+        if world.number in deaths:
+            die_at(*deaths[world.number])
+        run = build_run(config, world, group, folder)
+        out = loop(run, kind, 101, {}, None, True)
+        run.finish()
+        run.close()
+        result = run.result()
+        return out["losses"], run._state.fingerprint(), result
+
+
+def undisturbed(folder: Path, kind: str = "mlp", **changes: Any) -> Any:
+    (alone,) = run_ranks(train, 1, kind, settings(**changes), str(folder / "alone"), 101, False, None, None, True)
+    return alone["losses"], alone["state"]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [("forward", 9), ("backward", 10), ("exchange", 3), ("update", 3), ("data", 8), ("other", 13)],
+    ids=lambda death: death[0],
+)
+def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int]) -> None:
+    losses, state = undisturbed(tmp_path)
+    with Company(work, 3, settings(), tmp_path, {1: death}) as company:
+        company.killed = {1}
+        found = company.results()
+    for value in found.values():
+        assert value[1] == state
+        assert value[0] == losses
+        assert [each["process"] for each in value[2]["deaths"]] == [1]
+    assert sorted(found) == [0, 2]
+
+
+def test_one_after_the_other_dies_until_one_is_left_and_claims_and_passes_go_on(tmp_path: Path) -> None:
+    losses, state = undisturbed(tmp_path)
+    deaths = {0: ("backward", 3), 1: ("exchange", 8), 3: ("forward", 14)}
+    with Company(work, 4, settings(), tmp_path, deaths) as company:
+        company.killed = set(deaths)
+        (found,) = company.results().values()
+    assert found[:2] == (losses, state)
+    assert {each["process"] for each in found[2]["deaths"]} == {0, 1, 3}
+
+
+def test_a_process_that_joins_takes_its_share(tmp_path: Path) -> None:
+    losses, state = undisturbed(tmp_path, steps=30)
+    with Company(work, 2, settings(steps=30), tmp_path, {1: ("forward", 9)}) as company:
+        company.killed = {1}
+        company.start(2, joins=True)
+        found = company.results()
+    assert found[0][:2] == (losses, state)
+    assert found[2][1] == state
+    assert 0 < len(found[2][0]) < 30
+    assert found[2][0] == losses[-len(found[2][0]) :]
+    assert found[0][2]["ranks"] == 2
+
+
+def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path) -> None:
+    expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
+    for death in (("evaluate", 2), ("checkpoint", 2)):
+        with Company(
+            evaluated, 3, settings(checkpoint=CheckpointSettings(every=2)), tmp_path / death[0], {0: death}
+        ) as company:
+            company.killed = {0}
+            found = company.results()
+        assert found == {1: expected, 2: expected}
+        assert [path.name for path in sorted((tmp_path / death[0] / "checkpoints").iterdir())][-1] == "step-00000008"
+
+
+def evaluated(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
+    with join(world) as group:
+        if world.number in deaths:
+            die_at(*deaths[world.number])
+        run = build_run(config, world, group, folder)
+        model = run.place(MLP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        points, found = Points(101), []
+        for step in run.steps(points):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            step.update(optimizer)
+            found.append(run.evaluate(model, points, right))
+            found.append(run.predict(model, points).sum().item())
+        run.finish()
+        run.close()
+        return found, run._state.fingerprint()
+
+
+def right(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
+    return float((out.argmax(-1) == y).sum()), len(y)
+
+
+PHASES = ("data", "forward", "backward", "exchange", "update", "checkpoint", "other", "evaluate")
+
+
+def long_work(
+    world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], resume: bool = False
+) -> Any:
+    """Every step evaluates and has a checkpoint soon; each process notes what it has finished."""
+    with join(world) as group:
+        if world.number in deaths:
+            die_at(*deaths[world.number])
+        run = build_run(config, world, group, folder, resume=resume)
+        model = run.place(MLP)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        points, finished = Points(101), []
+        for step in run.steps(points):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            step.update(optimizer)
+            finished.append(step.number)
+            if step.every(5):
+                run.evaluate(model, points, right)
+        run.finish()
+        run.close()
+        return finished, run._state.fingerprint()
+
+
+@pytest.mark.slow
+def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+    config = settings(steps=2000, checkpoint=CheckpointSettings(every=7))
+    ((_, state),) = run_ranks(long_work, 1, config, tmp_path / "alone", {}, seconds=300)
+    chance = random.Random(7)
+    deaths = {number: (chance.choice(PHASES), chance.randrange(3, 60)) for number in range(200) if number % 2}
+    with Company(long_work, 4, config, tmp_path / "soak", deaths, seconds=300) as company:
+        kills = 0
+        while kills < 40 and company.running:
+            time.sleep(chance.uniform(0.1, 1.0))
+            alive = company.alive
+            fallen = [n for n in company.processes if n not in alive and n not in company.killed and n in deaths]
+            company.killed |= set(fallen)
+            members = [n for n in alive if n in company.roster]
+            if len(members) > 2:
+                victims = chance.sample(members, 1 + (chance.random() < 0.2))
+                victims += [company.roster[0]] * (chance.random() < 0.2 and len(members) > 3)
+                company.kill(*set(victims))
+                fallen += victims
+            kills += len(set(fallen))
+            for _ in set(fallen):
+                company.start(len(company.processes), joins=True)
+        company.killed |= set(deaths)
+        found = company.results()
+    assert kills >= 30
+    assert found
+    for finished, fingerprint in (value for value in found.values() if value is not None):  # None: too late to join
+        assert fingerprint == state
+        assert finished == list(range(finished[0], 2000))
+
+
+@pytest.mark.slow
+def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processes(tmp_path: Path) -> None:
+    config = settings(steps=400, checkpoint=CheckpointSettings(every=7))
+    ((_, state),) = run_ranks(long_work, 1, config, tmp_path / "alone", {}, seconds=120)
+    chance = random.Random(11)
+    for _ in range(20):
+        with Company(long_work, chance.randrange(1, 6), config, tmp_path / "run", {}, True) as company:
+            time.sleep(chance.uniform(0.2, 2.0))
+            company.kill(*company.alive)
+            company.results(dead=True)
+    with Company(long_work, 3, config, tmp_path / "run", {}, True, seconds=200) as company:
+        assert {fingerprint for _, fingerprint in company.results().values()} == {state}
