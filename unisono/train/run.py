@@ -339,8 +339,7 @@ class Run(Generic[S]):
             self._engine.asked["stop"] = True
 
     def leave(self) -> None:
-        """A signal came: save and leave after the step under way. After the last one there is nothing left to save,
-        and when the script has returned, all that is left is to say how it ended."""
+        """A signal came: save and leave after the step under way, if one is, and something is left to save."""
         if self._over:
             return
         self._leave = True
@@ -350,11 +349,8 @@ class Run(Generic[S]):
             self._engine.asked["leave"] = True
 
     def deal(self, spans: Spans) -> int:
-        """Deal the virtual ranks anew (spans[r] is what process r computes); returns the first step it holds for.
-
-        Every process must call it between the same two steps. What has been fetched ahead is still computed where it
-        was fetched, so nobody waits. The result does not change by a bit.
-        """
+        """Deal the virtual ranks anew (spans[r] is what process r computes), without changing a bit of the result.
+        Every process calls it between the same two steps; returns the first step that nobody has fetched for."""
         assert self._engine is not None
         self._table.together("run.deal")
         return deal_by_hand(self._engine, self._group, spans)
@@ -419,8 +415,7 @@ class Run(Generic[S]):
         return made(self, "run.predict", predict, model, data, forward, collate_fn)
 
     def together(self, what: str, body: Callable[[], T]) -> T:
-        """What all processes do together between two steps; where they can go on without one that dies, it is made
-        again then."""
+        """What all processes do together between two steps; made again, where they go on without one that dies."""
         survivors = self._engine.survivors if self._engine is not None else None
         return body() if survivors is None else survivors.together(what, body)
 
