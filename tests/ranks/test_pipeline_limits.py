@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -156,3 +157,42 @@ def test_buffers_that_forward_changes_are_refused(tmp_path: Path) -> None:
     for told in run_ranks(attempt, 2, tmp_path, counting, settings(batch=8, virtual_ranks=4, parallel=PIPED)):
         assert isinstance(told, str), told
         assert "changed buffers" in told
+
+
+class Decides(nn.Module):
+    """Python decides something between its modules: how much is dropped, what is drawn, what comes out."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for row in self.rows:
+            x = nn.functional.dropout(row(x).tanh(), 0.3, self.training) if self.kind == "drops" else row(x)
+            if self.kind == "draws":
+                x = x + 0.1 * torch.randn(3)
+        return self.out(x)
+
+
+def looked_at(run: Run[Any], kind: str) -> Any:
+    """Losses, an evaluation after each step, predictions."""
+    model = run.place(lambda: Decides(kind))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps(Numbers()):
+        step.run(model, squares)
+        step.update(optimizer)
+        told.append([step.loss, run.evaluate(model, Numbers(9), squares)])
+    return [*told, run.predict(model, Numbers(9)).tolist(), run.promise()[0]]
+
+
+@pytest.mark.parametrize("kind", ["drops", "draws"])
+def test_what_python_decides_in_forward_is_decided_anew(tmp_path: Path, kind: str) -> None:
+    config = settings(batch=8, virtual_ranks=4, steps=3)
+    (alone,) = run_ranks(attempt, 1, tmp_path / "1", partial(looked_at, kind=kind), config)
+    assert isinstance(alone, list), alone
+    piped = replace(config, parallel=PIPED)
+    assert run_ranks(attempt, 2, tmp_path / "2", partial(looked_at, kind=kind), piped) == [alone] * 2

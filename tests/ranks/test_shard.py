@@ -229,6 +229,69 @@ def sparse(run: Run[Any]) -> Any:
     return train(run, build=lambda: nn.ModuleList([nn.Linear(3, 2), nn.Embedding(20, 2, sparse=True)]))
 
 
+def hooked(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        model = linear()
+        model.get_parameter("weight").register_hook(lambda grad: grad * 2)
+        return model
+
+    return train(run, build=build)
+
+
+def hooked_later(run: Run[Any]) -> Any:
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        whole(step, model, x, i)
+
+    def make(model: nn.Module) -> Any:
+        model.get_parameter("weight").register_hook(lambda grad: grad * 2)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    return train(run, body, make=make)
+
+
+def empty(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        model = linear()
+        model.register_parameter("spare", nn.Parameter(torch.zeros(0, 2)))
+        return model
+
+    return train(run, build=build)
+
+
+class Chooses(nn.Module):
+    """Which layer it calls depends on what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.rows[int(x.sum() > 1.5)](x))
+        return out
+
+
+def chosen(run: Run[Any]) -> Any:
+    model = run.place(Chooses)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        step.update(optimizer)
+        told.append([step.loss, run.evaluate(model, Numbers(13), scores)])
+    return [*told, run.predict(model, Numbers(13)).tolist()]
+
+
+def test_gathered_once_a_step_it_does_not_matter_who_calls_which_layer(tmp_path: Path) -> None:
+    config = settings(batch=8, virtual_ranks=8, micro_batch=1, steps=3)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", chosen, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    assert run_ranks(attempt, 2, tmp_path / "2", chosen, config) == [told] * 2
+
+
 SHARED = ParallelSettings(shard=2)
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "a layer called twice": (
@@ -242,6 +305,9 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         {},
         "one kind of numbers: wide is float64 and weight is float32.*layers=",
     ),
+    "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
+    "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
+    "a parameter without elements": (empty, {}, "spare has no elements.*parallel.gather=step"),
     "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from tests.ranks.training import MLP, TinyGPT
 from unisono.errors import LoopError
 from unisono.parallel.chain import CannotFollow, Chain, compute
+from unisono.parallel.cut import Call
 from unisono.recipes.text import GPT, Model
 
 
@@ -95,3 +99,60 @@ def test_what_was_left_at_its_default_stays_there() -> None:
 def test_a_forward_that_changes_torchs_mode_is_refused() -> None:
     with pytest.raises(CannotFollow, match=r"torch\.no_grad"):
         Chain(Quiet())
+
+
+class Decides(nn.Module):
+    """Has Python decide something between its modules."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.share = what, 0.5
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        match self.what:
+            case "mode":
+                x = nn.functional.dropout(x, 0.5, self.training)
+            case "gradients":
+                x = x * 2 if torch.is_grad_enabled() else x
+            case "torch":
+                x = x + torch.randn(3)
+            case "numpy":
+                x = x + float(np.random.rand())
+            case "random":
+                x = x if random.random() < 0.5 else -x
+            case "attribute":
+                x = x * self.share
+        out: Tensor = self.second(x)
+        return out
+
+
+@pytest.mark.parametrize("what", ["mode", "gradients", "torch", "numpy", "random"])
+def test_a_forward_in_which_python_decides_is_not_followed(what: str) -> None:
+    model = Decides(what)
+    with pytest.raises(CannotFollow, match=r"eval mode|random numbers"):
+        Chain(model)
+    assert type(model) is Decides
+    assert model.training
+
+
+def test_an_attribute_that_was_read_must_stay_as_it_was() -> None:
+    model = Decides("attribute")
+    chain = Chain(model)
+    chain.settle(model, [0], [0], [id(p) for p in model.parameters()])
+    vars(model)["other"] = 3.0  # nobody has read it
+    chain.compute(model, 0, Call(model, (torch.ones(1, 3),), {}, lambda: None), [])
+    model.share = 0.25
+    with pytest.raises(LoopError, match=r"(?s)Decides.share is 0.25 now.\n  It was 0.5 when .*register_buffer"):
+        chain.compute(model, 0, Call(model, (torch.ones(1, 3),), {}, lambda: None), [])
+
+
+def test_any_number_of_arguments_is_not_followed() -> None:
+    class Any_(nn.Sequential):
+        def forward(self, *xs: Tensor) -> Tensor:
+            out: Tensor = self[1](self[0](xs[0]))
+            return out
+
+    with pytest.raises(CannotFollow, match="any number"):
+        Chain(Any_(nn.Linear(3, 3), nn.Linear(3, 3)))

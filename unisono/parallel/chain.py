@@ -12,17 +12,23 @@ later stage needs of it crosses, from stage to stage; mostly that is one tensor,
 The modules that are called keep their identity (their hooks, their mode, their names), as those of a block do, which is
 one link. torch.distributed.pipelining has a tracer of its own; it is based on torch.export, needs an example batch,
 and holds for batches of this one shape and mode.
+
+What Python decides between these modules is settled when it is followed, so nothing may depend on it: a forward that is
+another one in eval mode, or that draws random numbers there, is not followed (but run: replay.py), and when an
+attribute that it has read has another value later, that is an error.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
@@ -54,9 +60,12 @@ class Chain(Cut):
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
         self.signature = inspect.signature(model.forward)
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self.signature.parameters.values()):
+            raise CannotFollow("its forward takes any number of arguments")
         self.defaults = {
             name: p.default for name, p in self.signature.parameters.items() if p.default is not inspect.Parameter.empty
         }
+        self._read: list[tuple[nn.Module, str, Any]] = []  # attributes that the forward has read
         self.graph = self._follow(model)
         self._deep: set[fx.Node] = set()
         self._calls: list[fx.Node] = []  # of the links
@@ -64,11 +73,37 @@ class Chain(Cut):
         self.cut: list[Piece] = []
 
     def _follow(self, model: nn.Module) -> fx.Graph:
-        try:
+        within = list(opened(model))
+        before = _dice()
+
+        def follow() -> fx.Graph:
             with _noticed_makers():
-                return _Tracer(set(opened(model))).trace(model, concrete_args=dict(self.defaults))
+                return _Tracer(set(within)).trace(model, concrete_args=dict(self.defaults))
+
+        try:
+            with _noted_reads(within) as read:
+                graph = follow()
+            with _otherwise(model), torch.set_grad_enabled(not torch.is_grad_enabled()):
+                other = follow()
         except Exception as error:
-            raise CannotFollow(str(error).splitlines()[0]) from error
+            raise CannotFollow((str(error) or type(error).__name__).splitlines()[0]) from error
+        if before != _dice():
+            raise CannotFollow("it draws random numbers between its modules")
+        if str(graph) != str(other):
+            raise CannotFollow("it computes something else in eval mode, or without gradients")
+        self._read = [(part, name, _settled(vars(part)[name])) for part, name in read]
+        return graph
+
+    def _check_read(self) -> None:
+        """What Python read while the forward was followed must still be so."""
+        for part, name, was in self._read:
+            if (now := _settled(vars(part).get(name))) != was:
+                raise LoopError(
+                    f"{self.name} was called, and {type(part).__name__}.{name} is {now} now.",
+                    f"It was {was} when the model was cut into the stages of a pipeline, and its forward has read it.",
+                    "keep what changes in a buffer (self.register_buffer), or read it within a layer; or "
+                    "--set parallel.pipeline=1.",
+                )
 
     def _links(self, model: nn.Module) -> list[Link]:
         links: list[Link] = []
@@ -158,6 +193,7 @@ class Chain(Cut):
 
     def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
         call.begin()
+        self._check_read()
         return compute(model, self.cut[stage], self.bind(call.args, call.kwargs), received)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -246,6 +282,58 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m not in self.opened
+
+
+def _settled(value: Any) -> Any:
+    """What is compared of an attribute: its content, or which object it is."""
+    if isinstance(value, bool | int | float | str | bytes | None):
+        return value
+    return repr(value) if isinstance(value, list | tuple | dict | set) else id(value)
+
+
+def _dice() -> tuple[Any, ...]:
+    """Where the random number generators stand."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
+
+
+@contextmanager
+def _otherwise(model: nn.Module) -> Iterator[None]:
+    """In it, the model is in eval mode if it is not, and the other way round."""
+    modes = {part: part.training for part in model.modules()}
+    model.train(not model.training)
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
+@contextmanager
+def _noted_reads(modules: Collection[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """In it, attributes of these modules that are read are noted: those that are no tensors and no modules."""
+    read: dict[tuple[nn.Module, str], None] = {}
+    kinds = {part: type(part) for part in modules}
+    noted: list[tuple[nn.Module, str]] = []
+    try:
+        for part, kind in kinds.items():
+
+            def note(self: nn.Module, name: str) -> Any:
+                value = object.__getattribute__(self, name)
+                held = object.__getattribute__(self, "__dict__")
+                if name in held and name not in OURS:
+                    read[self, name] = None
+                return value
+
+            part.__class__ = type(kind.__name__, (kind,), {"__getattribute__": note})
+        yield noted
+        noted += read
+    finally:
+        for part, kind in kinds.items():
+            part.__class__ = kind
+
+
+OURS = {*vars(nn.Module())}
+"""What every module has: those of tensors and modules, hooks, and its mode."""
 
 
 def _modes() -> tuple[bool, ...]:

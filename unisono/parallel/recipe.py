@@ -32,6 +32,8 @@ def parallelize(
     """
     device = mesh.world.device
     _check(model, plan)
+    if mesh.tensor.size > 1 or mesh.shard.size > 1:
+        _refuse_hooks(model)
     if parallel.split > 1:
         from unisono.parallel.devices import devices_of
         from unisono.parallel.split import apply_split
@@ -87,6 +89,18 @@ def _check(model: nn.Module, plan: Any) -> None:
         f"That is no mapping of names to styles, and as a placement it lacks {' and '.join(lacks)}.",
         "give it all of promise = 'exact', reason = 'why' and def apply(self, model, mesh).",
     )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """A parameter that is divided is another object, without the hooks of the whole one."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks:
+            raise LoopError(
+                f"run.place was to divide a {type(model).__name__} among several processes.",
+                f"{name} has a gradient hook (register_hook), which would not be called for parts of it.",
+                "change p.grad after the rounds, which is the mean over the batch then; or --set parallel.shard=1 and "
+                "parallel.tensor=1.",
+            )
 
 
 def promised(

@@ -138,6 +138,13 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
         )
     if parallel.gather == "layer":
         _refuse_sparse(model, mesh.size())
+    empty = [name for name, p in model.named_parameters() if not p.numel()]
+    if empty and parallel.gather == "layer":
+        raise LoopError(
+            f"run.place was to divide a {type(model).__name__} among {mesh.size()} processes, gathered by layer.",
+            f"{empty[0]} has no elements, which FSDP2 does not add up.",
+            "--set parallel.gather=step, or leave it out of the model.",
+        )
     ordered = apply_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,

@@ -29,6 +29,7 @@ from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
+from unisono.world.collectives import lies_apart
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
@@ -359,7 +360,16 @@ class Engine:
             )
 
     def _refuse_hooks(self) -> None:
-        """A hook that runs after accumulation sees whatever this process has added up so far."""
+        """A hook that runs after accumulation sees whatever this process has added up so far; one of a parameter that
+        is divided is never called."""
+        for p in self.models.trained:
+            if p._backward_hooks and lies_apart(p):
+                raise LoopError(
+                    "run.steps was asked for a step.",
+                    f"{self.models.names.get(id(p), 'A parameter')} has a gradient hook (register_hook), and this "
+                    "process holds a part of it, for which nobody calls it.",
+                    "change p.grad after the rounds: it is the mean over the batch then.",
+                )
         if self.order.virtual_ranks == 1:
             return
         for p in self.models.trained:

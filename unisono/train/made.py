@@ -41,6 +41,8 @@ def made(
         as_one, rest = run._sites.as_one(all_models), at_rest(all_models, run.device)
         with phases.phase("evaluate"), peers(verb), as_one, rest, models.around_loss():
             models.busy = True
+            if run.settings.parallel.gather == "step":
+                models.gather()
             hurry = lambda: run._leave and run._ended is not None  # noqa: E731
             found = fold(Outputs(model, walk, forward=forward, hurry=hurry, pipeline=models.pipeline))
             models.busy = False

@@ -187,6 +187,11 @@ class Models:
         context: AbstractContextManager[None] = loss_parallel()
         return context
 
+    def gather(self) -> None:
+        """Every layer is there, until `rest`: then it does not matter who calls which."""
+        for layer in self.layers:
+            layer.gather()
+
     def rest(self) -> None:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""
         for layer in self.layers:
