@@ -1,6 +1,6 @@
 """What a checkpoint costs: how long training stands still when it is written beside the steps, and when they wait.
 
-    python -m benchmarks.checkpoint            about two minutes
+    python -m benchmarks.checkpoint            about two minutes; --ours leaves torch's out
     python -m benchmarks.checkpoint --quick    a smoke test
 
 One process, a model with AdamW's state of 240 MB, in a real run. Saves take turns, on one disk: `waiting`
@@ -99,17 +99,18 @@ class Bench:
         return stalled - began, computed - stalled
 
 
-def measure(rounds: int, width: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Stall and steps of each way to save, over so many rounds."""
+def measure(rounds: int, width: int, steps: int, folder: Path, *, torchs: bool) -> dict[str, Any]:
+    """Stall and steps of each way to save, over so many rounds; `torchs`: of torch's own as well."""
     torch.set_num_threads(1)
     world = World(rank=0, size=1, local_rank=0, local_size=1, store=f"file://{folder}/store", launcher="test")
     settings = Settings(steps=10_000, virtual_ranks=1, checkpoint=CheckpointSettings(keep=1))
     with group(world) as alone:
         run = build_run(settings, world, alone, folder)
         bench = Bench(run, width, steps, folder)
-        ways = {"waiting": bench.waiting, "beside": bench.beside, "torch.save": bench.torch_save}
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        ways["torch's async_save"] = bench.torch_async
+        ways = {"waiting": bench.waiting, "beside": bench.beside}
+        if torchs:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            ways |= {"torch.save": bench.torch_save, "torch's async_save": bench.torch_async}
         first = bench.turn(bench.beside)[0]  # makes the memory
         for save in ways.values():
             bench.turn(save)
@@ -120,7 +121,8 @@ def measure(rounds: int, width: int, steps: int, folder: Path) -> dict[str, Any]
                 told[name].append(bench.turn(ways[name]))
         size = bench.bytes
         run.close()
-        dist.destroy_process_group()
+        if torchs:
+            dist.destroy_process_group()
     stalls = {name: [stall for stall, _ in turns] for name, turns in told.items()}
     return {
         "bytes": size,
@@ -147,12 +149,13 @@ def table(figures: dict[str, Any]) -> str:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int, default=9)
+    flags.add_argument("--ours", action="store_true", help="leave torch's own out")
     asked = flags.parse_args()
     warnings.filterwarnings("ignore", module="torch")
-    rounds, width, steps = (2, 100, 2) if asked.quick else (asked.rounds, WIDTH, 20)
+    rounds, width, steps = (2, 100, 2) if asked.quick else (asked.rounds, WIDTH, 6)
     folder = Path(tempfile.mkdtemp(prefix="unisono-bench-"))
     try:
-        figures = measure(rounds, width, steps, folder)
+        figures = measure(rounds, width, steps, folder, torchs=not asked.ours)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show("checkpoint", figures, lambda: table(figures), as_json=asked.json)

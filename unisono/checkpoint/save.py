@@ -243,7 +243,8 @@ class Saver:
             problem = self.group.share(job.problem)
         if problem:
             if self.group.rank == 0:
-                job.there.discard(job.steps)
+                with suppress(Exception):  # of a place that is in trouble: what is left there is no checkpoint
+                    job.there.discard(job.steps)
             raise CheckpointError(*problem)
 
     def abandon(self) -> None:
@@ -257,6 +258,7 @@ class Saver:
     def close(self) -> None:
         """The run is over. If it broke, what was begun may still become a checkpoint, if that does not take long."""
         if self.job is not None:
+            self.job.written.wait()
             self.job.over.wait(PATIENCE_SECONDS)
             self.job.unwanted.set()
             self.job = None
