@@ -10,6 +10,7 @@ from unisono import errors
 from unisono.errors import (
     CheckpointError,
     DataError,
+    Diverged,
     LoopError,
     PeerLost,
     Problem,
@@ -18,7 +19,7 @@ from unisono.errors import (
     WorldError,
 )
 
-ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost]
+ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost, Diverged]
 
 
 def test_a_message_has_three_parts() -> None:
