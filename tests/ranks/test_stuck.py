@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import hangs
+from unisono.launch.lookout import Lookout
 from unisono.testing import run_ranks
 
 slow = pytest.mark.slow
@@ -47,6 +48,14 @@ SAID = {
     ),
 }
 QUICK = ("a rank sleeps", "a rank is in another collective", "a loader's worker blocks")
+
+
+@slow
+@pytest.mark.parametrize("name", hangs.SLOW)
+def test_who_is_slow_is_not_ended(tmp_path: Path, name: str) -> None:
+    with Lookout(tmp_path, say=False):
+        run_ranks(hangs.train, 2, str(tmp_path), name, 2)
+    assert not list(tmp_path.glob("rank-*.json"))
 
 
 def test_without_our_launcher_the_first_process_says_it(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +101,14 @@ def test_where_a_thread_stands() -> None:
     assert code in ("here.set()", "gone.wait()")
     assert whom == ""
     assert stands(None) == ("", "", "")
+
+
+def test_who_asks_a_person_is_not_stuck() -> None:
+    scope: dict[str, Any] = {"sys": sys, "stands": stands, "input": lambda place: place}
+    source = "def asks():\n    return input(stands(sys._getframe()))\n"
+    linecache.cache["asking.py"] = (len(source), None, source.splitlines(keepends=True), "asking.py")
+    exec(compile(source, "asking.py", "exec"), scope)
+    assert scope["asks"]() == ("asking.py:2 in asks", "return input(stands(sys._getframe()))", "person")
 
 
 def test_a_stack_of_faulthandlers() -> None:

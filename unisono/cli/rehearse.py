@@ -27,6 +27,7 @@ from unisono.watch.timeline import read as read_timeline
 
 STEPS = 8
 EVERY = 2
+COURSE = (f"steps={STEPS}", "epochs=none", f"checkpoint.every={EVERY}", "checkpoint.keep=3")
 STRIKE = 5
 """The step in which it goes wrong, counted from 0: one after that behind which a checkpoint is, so one is repeated."""
 
@@ -80,7 +81,7 @@ class Played:
 
     survived  with the weights of the undisturbed run
     how       in words
-    seconds   from the moment it went wrong to the end of the next step that was made; None: there was none
+    seconds   from the moment it went wrong to the end of that step, wherever it was made in the end; None: it never was
     """
 
     scene: str
@@ -95,6 +96,7 @@ def rehearse(target: str, ranks: int, request: Request) -> int:
     refuse_unfit(line, STEPS, request)
     if ranks < 2:
         raise SettingsError(str(line), "Of a single process nobody is left.", str(line.flag("--ranks", "2")))
+    request = replace(request, sets=(*request.sets, *COURSE))
     script, threads = checked(target, ranks, request, line)
     with tempfile.TemporaryDirectory(prefix="unisono-rehearse-") as folder:
         return Rehearsal(script, threads, ranks, request, line, Path(folder)).play()
@@ -134,7 +136,7 @@ class Rehearsal:
             if played is None:
                 return self._stopped()
             self.played.append(played)
-            took = f"; the next step after {played.seconds:.1f} s" if played.seconds is not None else ""
+            took = f"; that step was done after {played.seconds:.1f} s" if played.seconds is not None else ""
             self._say(f"{'survived' if played.survived else 'LOST':9} {scene.name:46} {played.how}{took}")
         lost = [played.scene for played in self.played if not played.survived]
         self._say(f"\n{len(self.played) - len(lost)} of {len(self.played)} survived.")
@@ -149,12 +151,12 @@ class Rehearsal:
         if outcome.stopped:
             return None
         if outcome.exit_status:
-            why = _first_words(reason_of(outcome)[0])
+            why = _why(outcome)
             outcome = self._run(scene, limit, resume=True)
             if outcome.stopped:
                 return None
             if outcome.exit_status:
-                then = _first_words(reason_of(outcome)[0])
+                then = _why(outcome)
                 return Played(scene.name, False, f"ended ({why}); --resume failed: {then}", None)
             how = f"ended ({why}), went on with --resume"
         result, seconds = self._result(scene.name), self._seconds(scene)
@@ -169,10 +171,9 @@ class Rehearsal:
             shutil.rmtree(run_dir, ignore_errors=True)
             run_dir.mkdir(parents=True)
         known = {"step": STRIKE, "torn": EVERY * (STRIKE // EVERY) - 1, "last": self.ranks - 1, "folder": str(run_dir)}
-        steps = (f"steps={STEPS}", "epochs=none", f"checkpoint.every={EVERY}", "checkpoint.keep=3")
         request = replace(
             self.request,
-            sets=(*self.request.sets, *steps, *(text.format(limit=limit) for text in scene.sets)),
+            sets=(*self.request.sets, *(text.format(limit=limit) for text in scene.sets)),
             faults=tuple(text.format(**known) for text in scene.faults),
             resume=resume,
             json=False,
@@ -207,12 +208,13 @@ class Rehearsal:
         return max(told, default=0.0)
 
     def _seconds(self, scene: Scene) -> float | None:
-        """From the moment it went wrong last to the end of the next step."""
+        """From the moment it went wrong last to the end of the step in which it did, or of one behind that."""
         marks = list((self._run_dir(scene.name) / "faults").glob("fault-*"))
         if not marks:
             return None
         struck = max(mark.stat().st_mtime for mark in marks)
-        after = [line["t"] for line in self._lines(scene.name) if "step" in line and line["t"] > struck]
+        lines = self._lines(scene.name)
+        after = [line["t"] for line in lines if line.get("step", -1) >= STRIKE and line["t"] > struck]
         return min(after) - struck if after else None
 
     # -- what is said
@@ -231,7 +233,9 @@ class Rehearsal:
         return status
 
 
-def _first_words(message: str) -> str:
-    """One line of it, and not all of that."""
-    first = message.strip().partition("\n")[0].rstrip(".")
-    return first if len(first) <= 70 else f"{first[:67]}..."
+def _why(outcome: Outcome) -> str:
+    """Why a run ended, in some words of it."""
+    record = outcome.failure.record if outcome.failure is not None else None
+    said = record.problems[0].true if record is not None and record.problems else reason_of(outcome)[0]
+    first = said.strip().partition("\n")[0].partition(": usually")[0].rstrip(".")
+    return first if len(first) <= 80 else f"{first[:77]}..."

@@ -21,7 +21,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from unisono.launch import record
-from unisono.launch.places import SILENT_SECONDS, Place, line_of_silent, now, read, seconds_of, stacks_path, state_of
+from unisono.launch.places import Place, line_of_silent, now, read, seconds_of, stacks_path, state_of
 from unisono.launch.stuck import Telling, Verdict, judge
 
 LOOK_SECONDS = 0.5
@@ -74,7 +74,7 @@ class Lookout:
             if place is None or told.exists() or record.left_at(told) is not None or not _lives(place.pid):
                 continue
             silence = now() - place.written
-            if silence > SILENT_SECONDS:
+            if silence > place.patience:
                 began, seconds = self._used.setdefault(place.pid, (time.monotonic(), seconds_of(place.pid)))
                 span = time.monotonic() - began
                 share = (seconds_of(place.pid) - seconds) / span if span > LOOK_SECONDS / 2 else None

@@ -34,7 +34,8 @@ SIGNAL = signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
 """What asks a process for its stacks. Nobody else uses it: Slurm, Ray and torch send the classic ones."""
 
 SILENT_SECONDS = 3.0
-"""A process that is well has written its place within this time, however busy the machine."""
+"""A process that is well writes its place every second, and on a busy machine it may be late: one is silent when it has
+said nothing for this long, and for a tenth of its limit (a minute of ten)."""
 
 COMPUTES = 0.05
 """Of a core: who uses more than this is at work. A process that waits uses nothing; one that looks ten times a second
@@ -76,6 +77,11 @@ class Place:
     then: str = "end"
     thread: int = 0  # the main thread's, as its stacks name it
     silent: str = ""  # said by whoever looks: it has not written for a while, and why
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a word after which it counts as silent."""
+        return max(SILENT_SECONDS, self.limit / 10)
 
     def text(self) -> str:
         """As it is written."""

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from unisono.env import World
-from unisono.launch.places import SILENT_SECONDS, Place, state_of
+from unisono.launch.places import Place, state_of
 
 ANSWER = timedelta(seconds=2)
 """How long the store may take."""
@@ -47,7 +47,7 @@ class Board:
         found = []
         for place, heard in self._seen.values():
             silence = time.monotonic() - heard
-            if silence > SILENT_SECONDS:
+            if silence > place.patience:
                 here = place.host == self.world.host
                 why = state_of(place.pid) if here else f"says nothing (host {place.host})"
                 place = replace(place, idle=place.idle + silence, silent=why, waits="")

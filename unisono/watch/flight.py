@@ -7,22 +7,38 @@ import sys
 from typing import Any
 
 
+def signs_of_life() -> bytes:
+    """Another value as soon as a collective of any group has begun or is over. Some microseconds."""
+    told = _dump(collectives=False)
+    return told if told is not None else b""
+
+
+def _dump(*, collectives: bool) -> bytes | None:
+    torch = sys.modules.get("torch")
+    try:
+        found: bytes = torch._C._distributed_c10d._dump_fr_trace_json(  # type: ignore[union-attr]
+            includeCollectives=collectives
+        )
+    except (AttributeError, RuntimeError, TypeError):  # private, so it may be another one
+        return None
+    return found
+
+
 def last_call() -> tuple[str, bool]:
     """The oldest collective that is not over, or else the last one, in words; and whether it is not over.
 
     As in "all_reduce #12 of float32[4096]". ("", False): none, or this torch has no recorder. Two thousand entries take
     a tenth of a second, so it is asked only of a process that is still.
     """
-    torch = sys.modules.get("torch")
-    if torch is None:
+    told = _dump(collectives=True)
+    if told is None:
         return "", False
     try:
-        told = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=True))
-        entries = told.get("entries", [])
+        entries = json.loads(told)["entries"]
         pending = [entry for entry in entries if _is_pending(entry)]
         entry = pending[0] if pending else entries[-1]
         return words(entry), bool(pending)
-    except (AttributeError, RuntimeError, TypeError, ValueError, LookupError):  # private, so it may be another one
+    except (TypeError, ValueError, LookupError):
         return "", False
 
 

@@ -7,7 +7,7 @@ What it writes is a Place (launch/places.py). Under our launcher, a lookout ther
 judges. Under any other one, places go through the store where processes have met, each on a connection of its own, and
 every process judges by itself, all in the same way; the first that can speak does.
 
-What has gone on is counted: changes of phase, micro-batches (in evaluation, too), messages that have arrived. A fetch,
+What has gone on is counted: changes of phase, micro-batches (in evaluation, too), collectives of any group. A fetch,
 a forward pass or a checkpoint that takes longer than the limit by itself counts as none. As long as somebody computes,
 the run is not ended: it is slow. So a long compilation, or an evaluation by hand, is told of and nothing more. Until a
 process has done its first step its limit is three times as long, since data is fetched and memory found then.
@@ -47,7 +47,8 @@ FIRST_STEP_TIMES = 3.0
 SPEAK_SECONDS = 1.0
 """Who does not speak gives the one who does this long before it leaves."""
 
-DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "pydevd.py", "pydevd_frame.py", "interactiveshell.py", "debugpy")
+DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
+"""Files of which a frame says that a person looks."""
 
 
 class Watch:
@@ -63,9 +64,11 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._main = threading.main_thread().ident or 0
         self._idle = 0.0
+        self._counted = time.monotonic()
         self._moves: tuple[Any, ...] = ()
         self._place: Place | None = None  # where we are stuck, looked at thoroughly
         self._used: tuple[float, float] | None = None  # when it began to be still, and seconds used until then
+        self._call = "", False  # the last collective, and whether it is not over
         self._telling = Telling()
         self._path = record.path()
         self._stacks: TextIO | None = None
@@ -116,12 +119,14 @@ class Watch:
     def _count(self) -> None:
         """Has anything gone on since the last beat?"""
         here = phases.Here
-        moves = (here.moves, here.step, here.virtual_rank, phases.Waited.seconds)
+        moves = (here.moves, here.step, here.virtual_rank, phases.Waited.seconds, flight.signs_of_life())
+        now = time.monotonic()
+        passed, self._counted = min(now - self._counted, 2 * self._beat), now
         if moves != self._moves:
             self._moves, self._idle, self._place, self._used = moves, 0.0, None, None
             self._telling.reset()
         else:
-            self._idle += self._beat  # by our own count: while the machine is suspended, nobody is stuck
+            self._idle += passed  # at most two beats: while the machine is suspended, nobody is stuck
 
     @property
     def _limit(self) -> float:
@@ -154,12 +159,13 @@ class Watch:
         assert self._place is not None
         if self._used is None:
             self._used = time.monotonic(), self._seconds()
-            where, code, waits = stands(sys._current_frames().get(self._main))
-            call, pending = flight.last_call()
-            if pending and not waits and (".wait(" in code or call.startswith("nccl")):
-                waits = "others"  # in compiled code, below the script's own line
-            call = call if waits == "others" and pending else ""
-            self._place = replace(self._place, where=where, code=code, waits=waits, call=call)
+            self._call = flight.last_call()
+        where, code, waits = stands(sys._current_frames().get(self._main))
+        call, pending = self._call
+        if pending and not waits and (".wait(" in code or call.startswith("nccl")):
+            waits = "others"  # in compiled code, below the script's own line
+        call = call if waits == "others" and pending else ""
+        self._place = replace(self._place, where=where, code=code, waits=waits, call=call)
         began, seconds = self._used
         span = time.monotonic() - began
         if span >= self._beat / 2:
@@ -207,7 +213,7 @@ def stands(frame: FrameType | None) -> tuple[str, str, str]:
     innermost = frame
     while frame is not None:
         filename = frame.f_code.co_filename
-        if filename.endswith(DEBUGGERS) and "unisono" not in filename:
+        if os.path.basename(filename) in DEBUGGERS and not places.is_own(filename):
             waits = "person"
         if waits is None:
             waits = _whom(filename.replace(os.sep, "/"), frame.f_code.co_name)
@@ -219,7 +225,8 @@ def stands(frame: FrameType | None) -> tuple[str, str, str]:
         return "", "", ""
     filename, line = seen.f_code.co_filename, seen.f_lineno
     where = f"{os.path.basename(filename)}:{line} in {seen.f_code.co_name}"
-    return where, linecache.getline(filename, line).strip()[:60], waits or ""
+    code = linecache.getline(filename, line).strip()[:60]
+    return where, code, "person" if "input(" in code and not waits else waits or ""
 
 
 WHOM = (
