@@ -412,11 +412,11 @@ class Run(Generic[S]):
         """
         return made(self, "run.predict", predict, model, data, forward, collate_fn)
 
-    def together(self, what: str, body: Callable[[], T]) -> T:
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         """What all processes do together between two steps; where they can go on without one that dies, it is made
-        again then."""
+        again then, if it can be."""
         survivors = self._engine.survivors if self._engine is not None else None
-        return body() if survivors is None else survivors.together(what, body)
+        return body() if survivors is None else survivors.together(what, body, again=again)
 
     # -- saving
 

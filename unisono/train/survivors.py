@@ -81,9 +81,9 @@ class Survivors:
 
     # -- meetings
 
-    def together(self, what: str, body: Callable[[], T]) -> T:
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         """`body`, in which all processes do something together; made again if one dies in it. It changes nothing that
-        making it again does not change in the same way."""
+        making it again does not change in the same way; or else, not `again`, the death is raised."""
         while True:
             found: list[T] = []
             try:
@@ -94,7 +94,9 @@ class Survivors:
                 said = self._agree(lost, whole=bool(found))
                 self._regroup(self._next_step)
                 if not committed(said, self.meetings):
-                    continue
+                    if again:
+                        continue
+                    raise
             self.meetings += 1
             return found[0]
 
