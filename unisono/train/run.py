@@ -294,7 +294,7 @@ class Run(Generic[S]):
                 break
             if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
                 self._save()
-            if met.agreed["joins"] and engine.survivors is not None and self.steps_done < engine.last:
+            if met.agreed.get("joins") and engine.survivors is not None and self.steps_done < engine.last:
                 engine.survivors.admit()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)

@@ -206,18 +206,18 @@ class Survivors:
 
     @property
     def _next_step(self) -> int:
-        """The first step that this process has not begun, between two steps."""
+        """The first step of which this process has fetched nothing, outside of rounds."""
         step = self.run._last_step
-        return self.run.steps_done if step is None else max(self.run.steps_done, step.number + 1)
+        return self.run.steps_done if step is None or step.is_new else step.number + 1
 
     def _regroup(self, first: int) -> None:
         """From step `first` on the steps are made by the group that there is now."""
         run, engine = self.run, self.run._engine
         run._mesh.become()
-        if self.group.rank == 0:
-            run._watcher.lead(self.run.steps_done)
         if engine is None or run._over:
             return
+        if self.group.rank == 0:
+            run._watcher.lead(run.steps_done)
         engine._loader.close()
         spans = engine.spans(run.settings, run._mesh, self.group.size)
         engine.seat, engine.schedule = Seat(self.group.rank), Schedule(spans)
