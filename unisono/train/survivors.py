@@ -249,7 +249,7 @@ class Survivors:
         """The first one who knows it sends all that a resume needs to those who have just come."""
         source = next((rank for rank, each in enumerate(said) if not each.empty), None)
         if source is None:
-            raise WorldError(
+            raise PeerLost(
                 f"Process {self.company.number} was to join a run.",
                 "All processes that knew its state are gone.",
                 "go on from the newest checkpoint: the same command with --resume.",

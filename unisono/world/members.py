@@ -192,7 +192,11 @@ class Company:
                 self._connect(group, roster)
             except (RuntimeError, ConnectionError, WorldError) as error:
                 if not self.lost_one(error):
-                    raise
+                    raise PeerLost(
+                        f"Process {self.number} was to form a group with those who are left.",
+                        f"They cannot connect, though nobody else has died: {str(error).splitlines()[0]}",
+                        "go on from the newest checkpoint: the same command with --resume.",
+                    ) from error
                 continue
             self.joins = False
             return Formed(roster, tuple(words["joined"]), tuple(words["lost"]))
