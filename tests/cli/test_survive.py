@@ -69,6 +69,7 @@ def test_a_wrong_number_of_processes_is_refused(command: Command, ranks: str) ->
     assert "--ranks" in ended.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_manager_that_starts_everything_again_need_not_say_resume(command: Command) -> None:
     command.script(SCRIPT)
     whole = undisturbed(command)

@@ -73,6 +73,13 @@ class Company:
             self.killed.add(number)
             os.kill(self.processes[number].pid, signal.SIGKILL)
 
+    def wait_until_begun(self) -> None:
+        """Until all that began together have told so."""
+        deadline = time.monotonic() + self.seconds
+        while len({event["number"] for event in self.events if "begun" in event}) < self.size:
+            assert time.monotonic() < deadline, "they do not begin"
+            time.sleep(0.01)
+
     @property
     def roster(self) -> list[int]:
         """Who is in the group, by age."""

@@ -17,7 +17,7 @@ from tests.ranks.company import Company
 from tests.ranks.training import MLP, Points, loop, settings, train
 from unisono import phases
 from unisono.env import World
-from unisono.settings import CheckpointSettings, Settings
+from unisono.settings import CheckpointSettings, DealSettings, LoaderSettings, Settings
 from unisono.testing import build_run, run_ranks
 from unisono.world.start import group as join
 
@@ -53,10 +53,12 @@ def undisturbed(folder: Path, kind: str = "mlp", **changes: Any) -> Any:
     return alone["losses"], alone["state"]
 
 
+QUICK = [("backward", 10), ("exchange", 3), ("update", 3)]
+SLOW = [("forward", 9), ("data", 8), ("other", 13)]
+
+
 @pytest.mark.parametrize(
-    "death",
-    [("forward", 9), ("backward", 10), ("exchange", 3), ("update", 3), ("data", 8), ("other", 13)],
-    ids=lambda death: death[0],
+    "death", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=lambda death: death[0]
 )
 def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int]) -> None:
     losses, state = undisturbed(tmp_path)
@@ -70,7 +72,7 @@ def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, in
     assert sorted(found) == [0, 2]
 
 
-def test_one_after_the_other_dies_until_one_is_left_and_claims_and_passes_go_on(tmp_path: Path) -> None:
+def test_one_after_the_other_dies_until_one_is_left(tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path)
     deaths = {0: ("backward", 3), 1: ("exchange", 8), 3: ("forward", 14)}
     with Company(work, 4, settings(), tmp_path, deaths) as company:
@@ -149,7 +151,9 @@ def long_work(
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             step.update(optimizer)
             finished.append(step.number)
-            if step.every(5):
+            if len(finished) == 1 and group.company is not None:
+                group.company.tell(begun=True)
+            if step.every(20):
                 run.evaluate(model, points, right)
         run.finish()
         run.close()
@@ -157,15 +161,17 @@ def long_work(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    config = settings(steps=2000, checkpoint=CheckpointSettings(every=7))
+    config = settings(steps=600, checkpoint=CheckpointSettings(every=7))
     ((_, state),) = run_ranks(long_work, 1, config, tmp_path / "alone", {}, seconds=300)
     chance = random.Random(7)
     deaths = {number: (chance.choice(PHASES), chance.randrange(3, 60)) for number in range(200) if number % 2}
     with Company(long_work, 4, config, tmp_path / "soak", deaths, seconds=300) as company:
         kills = 0
-        while kills < 40 and company.running:
-            time.sleep(chance.uniform(0.1, 1.0))
+        company.wait_until_begun()
+        while kills < 36 and company.running:
+            time.sleep(chance.uniform(0.1, 0.6))
             alive = company.alive
             fallen = [n for n in company.processes if n not in alive and n not in company.killed and n in deaths]
             company.killed |= set(fallen)
@@ -184,12 +190,13 @@ def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_pat
     assert found
     for finished, fingerprint in (value for value in found.values() if value is not None):  # None: too late to join
         assert fingerprint == state
-        assert finished == list(range(finished[0], 2000))
+        assert finished == list(range(finished[0], 600))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processes(tmp_path: Path) -> None:
-    config = settings(steps=400, checkpoint=CheckpointSettings(every=7))
+    config = settings(steps=300, checkpoint=CheckpointSettings(every=7))
     ((_, state),) = run_ranks(long_work, 1, config, tmp_path / "alone", {}, seconds=120)
     chance = random.Random(11)
     for _ in range(20):
@@ -199,3 +206,42 @@ def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processe
             company.results(dead=True)
     with Company(long_work, 3, config, tmp_path / "run", {}, True, seconds=200) as company:
         assert {fingerprint for _, fingerprint in company.results().values()} == {state}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "sometimes"])
+def test_claims_loader_workers_and_odd_models_go_on(tmp_path: Path, kind: str) -> None:
+    more = {"deal": DealSettings(claim=True), "loader": LoaderSettings(workers=1), "micro_batch": 1}
+    (alone,) = run_ranks(train, 1, kind, settings(micro_batch=1), str(tmp_path / "alone"), 101, False, None, None, True)
+    with Company(work, 3, settings(**more), tmp_path, {0: ("backward", 12), 2: ("exchange", 9)}, kind) as company:
+        company.killed = {0, 2}
+        (found,) = company.results().values()
+    assert found[:2] == (alone["losses"], alone["state"])
+
+
+@pytest.mark.slow
+def test_a_step_of_two_passes_goes_on(tmp_path: Path) -> None:
+    expected = run_ranks(two_passes, 1, settings(), tmp_path / "alone", {})[0]
+    for times in (4, 5, 8, 9):
+        with Company(two_passes, 3, settings(), tmp_path / str(times), {1: ("exchange", times)}) as company:
+            company.killed = {1}
+            assert company.results() == {0: expected, 2: expected}
+
+
+def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
+    with join(world) as group:
+        if world.number in deaths:
+            die_at(*deaths[world.number])
+        run = build_run(config, world, group, folder)
+        one, other = run.place(MLP), run.place(MLP)
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
+        run.track(one=one, other=other, first=first, second=second)
+        for step in run.steps(Points(101)):
+            for x, y in step.over(first):
+                step.backward(F.cross_entropy(one(x) + other(x), y, reduction="sum"), weight=len(y))
+            for x, y in step.over(second):
+                step.backward(F.cross_entropy(one(x) - other(x), y, reduction="sum"), weight=len(y))
+            step.update(first, second)
+        run.finish()
+        run.close()
+        return run._state.fingerprint()

@@ -47,7 +47,7 @@ class Caller:
         self.joins = False
         self.ready: dict[str, Any] | None = None
         self.heard_at = time.monotonic()
-        self.waits: tuple[list[str], int] | None = None  # for these keys, in this generation
+        self.waits: tuple[list[str], int, float] | None = None  # for these keys, in this generation, until then
         self._rest = b""
 
     def hear(self) -> list[dict[str, Any]] | None:
@@ -103,6 +103,7 @@ class Meeting:
                 elif key.fileobj in self.callers:  # it may have been let go in this very round
                     self._attend(self.callers[key.fileobj])
             self._look_for_silence()
+            self._look_at_waits()
         for caller in list(self.callers.values()):
             caller.line.close()
         self._door.close()
@@ -248,20 +249,23 @@ class Meeting:
         elif do == "check":
             caller.say(value=all(key in values for key in words["keys"]))
         elif do == "wait":
-            caller.waits = words["keys"], words["generation"]
+            caller.waits = words["keys"], words["generation"], time.monotonic() + words["seconds"]
             self._look_at_waits()
 
     def _look_at_waits(self) -> None:
         for caller in list(self.callers.values()):
             if caller.waits is None:
                 continue
-            keys, generation = caller.waits
+            keys, generation, deadline = caller.waits
             if all(key in self.values for key in keys):
                 caller.waits = None
                 caller.say(value=True)
             elif generation < self.generation or (self.lost and generation == self.generation):
                 caller.waits = None
                 caller.say(value=False)  # whoever was to set it has left that generation, or the world
+            elif time.monotonic() > deadline:
+                caller.waits = None
+                caller.say(value=None)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@ if one of them dies meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,4 +49,4 @@ def made(
             models.rest()
         return found
 
-    return run.together(verb, body)
+    return run.together(verb, body, again=not isinstance(data, Iterator))  # which can be walked through only once

@@ -299,7 +299,7 @@ class Run(Generic[S]):
                 break
             if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
                 self._save(beside=True)
-            if met.agreed["joins"] and engine.survivors is not None and self.steps_done < engine.last:
+            if met.agreed.get("joins") and engine.survivors is not None and self.steps_done < engine.last:
                 engine.survivors.admit()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
@@ -414,10 +414,10 @@ class Run(Generic[S]):
         """
         return made(self, "run.predict", predict, model, data, forward, collate_fn)
 
-    def together(self, what: str, body: Callable[[], T]) -> T:
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         """What all processes do together between two steps; made again, where they go on without one that dies."""
         survivors = self._engine.survivors if self._engine is not None else None
-        return body() if survivors is None else survivors.together(what, body)
+        return body() if survivors is None else survivors.together(what, body, again=again)
 
     # -- saving
 

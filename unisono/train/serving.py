@@ -136,10 +136,10 @@ class PacedRun(CrewRun):
             self._parts.shown = self._engine.refresh(states=True)
             super()._save(more_changes, beside=beside)
 
-    def together(self, what: str, body: Callable[[], T]) -> T:
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         if isinstance(self._engine, ServerEngine) and what in ("run.evaluate", "run.predict"):
             self._engine.refresh()
-        return super().together(what, body)
+        return super().together(what, body, again=again)
 
     def _stop_now(self) -> None:
         """Between two updates: save what is there."""

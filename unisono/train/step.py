@@ -350,6 +350,11 @@ class Step:
         return self._engine.order.epoch(self.number + 1) != self.epoch or self.number + 1 == self._engine.last
 
     @property
+    def is_new(self) -> bool:
+        """Has nobody walked over it yet?"""
+        return self._state == "new"
+
+    @property
     def is_half_done(self) -> bool:
         """Has it begun, without its update?"""
         return self._state not in ("new", "updated")

@@ -81,9 +81,9 @@ class Survivors:
 
     # -- meetings
 
-    def together(self, what: str, body: Callable[[], T]) -> T:
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         """`body`, in which all processes do something together; made again if one dies in it. It changes nothing that
-        making it again does not change in the same way."""
+        making it again does not change in the same way; or else, not `again`, the death is raised."""
         while True:
             found: list[T] = []
             try:
@@ -94,7 +94,9 @@ class Survivors:
                 said = self._agree(lost, whole=bool(found))
                 self._regroup(self._next_step)
                 if not committed(said, self.meetings):
-                    continue
+                    if again:
+                        continue
+                    raise
             self.meetings += 1
             return found[0]
 
@@ -204,18 +206,18 @@ class Survivors:
 
     @property
     def _next_step(self) -> int:
-        """The first step that this process has not begun, between two steps."""
+        """The first step of which this process has fetched nothing, outside of rounds."""
         step = self.run._last_step
-        return self.run.steps_done if step is None else max(self.run.steps_done, step.number + 1)
+        return self.run.steps_done if step is None or step.is_new else step.number + 1
 
     def _regroup(self, first: int) -> None:
         """From step `first` on the steps are made by the group that there is now."""
         run, engine = self.run, self.run._engine
         run._mesh.become()
-        if self.group.rank == 0:
-            run._watcher.lead(self.run.steps_done)
         if engine is None or run._over:
             return
+        if self.group.rank == 0:
+            run._watcher.lead(run.steps_done)
         engine._loader.close()
         spans = engine.spans(run.settings, run._mesh, self.group.size)
         engine.seat, engine.schedule = Seat(self.group.rank), Schedule(spans)
@@ -247,7 +249,7 @@ class Survivors:
         """The first one who knows it sends all that a resume needs to those who have just come."""
         source = next((rank for rank, each in enumerate(said) if not each.empty), None)
         if source is None:
-            raise WorldError(
+            raise PeerLost(
                 f"Process {self.company.number} was to join a run.",
                 "All processes that knew its state are gone.",
                 "go on from the newest checkpoint: the same command with --resume.",

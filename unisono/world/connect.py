@@ -19,9 +19,9 @@ ATTEMPTS = 5
 attempt may take twice as long as the one before it: two minutes in all."""
 
 
-def connect(store: dist.Store, rank: int, size: int, backend: str) -> None:
+def connect(store: dist.Store, rank: int, size: int, backend: str, first: timedelta = CONNECT) -> None:
     """torch's group of these processes. Wait until everybody is there, however long a host takes to start; then
-    connect, and soon, or try again."""
+    connect, and soon (`first`: how long the first attempt may take), or try again."""
     count(store, size, "here")
 
     def connect_here(attempt: int, patience: timedelta) -> None:
@@ -37,7 +37,7 @@ def connect(store: dist.Store, rank: int, size: int, backend: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    all_together(store, rank, size, "connected", connect_here, part)
+    all_together(store, rank, size, "connected", connect_here, part, first)
     distributed_c10d._set_pg_timeout(TIMEOUT)
 
 
@@ -48,12 +48,13 @@ def all_together(
     what: str,
     connect: Callable[[int, timedelta], None],
     part: Callable[[], None],
+    first: timedelta = CONNECT,
 ) -> None:
     """Connect, with everybody; where one process cannot, all `part` again and try anew, with more patience."""
     for attempt in range(1, ATTEMPTS + 1):
         error: RuntimeError | None = None
         try:
-            connect(attempt, 2 ** (attempt - 1) * (CONNECT + size * timedelta(seconds=0.1)))
+            connect(attempt, 2 ** (attempt - 1) * (first + size * timedelta(seconds=0.1)))
         except RuntimeError as caught:
             error = caught
         # who has connected to somebody who has not must try again as well

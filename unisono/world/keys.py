@@ -27,7 +27,6 @@ class Keys(dist.Store):
         self.limit = limit
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(path)
-        self._line.settimeout(limit.total_seconds())
         self._rest = b""
         self._one = threading.Lock()  # at a time: gloo asks from wherever it connects
 
@@ -62,8 +61,10 @@ class Keys(dist.Store):
         return str(self._ask("compare", key=key, old=old, value=new)).encode("latin-1")
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        if not self._ask("wait", keys=list(keys), generation=self.generation):
-            raise RuntimeError(GONE)
+        seconds = (limit or self.limit).total_seconds()
+        found = self._ask("wait", keys=list(keys), generation=self.generation, seconds=seconds)
+        if not found:
+            raise RuntimeError(GONE if found is False else f"Wait timeout: {seconds:g} s for {', '.join(keys)}")
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", keys=list(keys)))

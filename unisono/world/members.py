@@ -24,6 +24,7 @@ import queue
 import socket
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -46,6 +47,10 @@ CONFIRM_SECONDS = 5.0
 
 LEAVE_SECONDS = 300.0
 """Once a process is done, the others are not far."""
+
+CONNECT_AGAIN = timedelta(seconds=1)
+"""The first attempt to connect may take so long (and a tenth of a second more for each process), since all are there;
+usually it takes 30 ms. Whoever dies in it is waited for in vain: gloo cannot be woken while it connects."""
 
 CONNECTION_SIGNS = ("closed", "reset", "Broken pipe", "broken", "refused", "imed out", "onnect", "gone", "Wait timeout")
 """What gloo says when a peer is lost, in one of many ways."""
@@ -187,7 +192,11 @@ class Company:
                 self._connect(group, roster)
             except (RuntimeError, ConnectionError, WorldError) as error:
                 if not self.lost_one(error):
-                    raise
+                    raise PeerLost(
+                        f"Process {self.number} was to form a group with those who are left.",
+                        f"They cannot connect, though nobody else has died: {str(error).splitlines()[0]}",
+                        "go on from the newest checkpoint: the same command with --resume.",
+                    ) from error
                 continue
             self.joins = False
             return Formed(roster, tuple(words["joined"]), tuple(words["lost"]))
@@ -199,7 +208,7 @@ class Company:
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
         before = _sockets()
-        connect(store, rank, size, dist.get_default_backend_for_device(group.device))
+        connect(store, rank, size, dist.get_default_backend_for_device(group.device), CONNECT_AGAIN)
         with self._mutex:
             self._sockets = _sockets() - before
         if self._lost.is_set():  # before we had them
