@@ -170,7 +170,8 @@ from unisono.errors import Problem, SettingsError
         (
             "xyzzy",
             "unisono xyzzy --json",
-            "There is no verb xyzzy. There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
+            "There is no verb xyzzy. "
+            "There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
             "unisono --help",
         ),
         (

@@ -24,12 +24,11 @@ from unisono.train.buffers import Gathered, bits_of, versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
-from unisono.train.misfits import alone, check_optimizer, check_schedule, one_by_one
+from unisono.train.misfits import alone, check_optimizer, check_schedule, one_by_one, refuse_hooks
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
-from unisono.world.collectives import lies_apart
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
@@ -126,7 +125,7 @@ class Engine:
                     "update first; a pass needs nothing frozen: only its optimizers' parameters get a gradient.",
                 )
             self._forget()
-            self._refuse_hooks()
+            refuse_hooks(self.models.trained, self.models.names, self.order.virtual_ranks)
         if optimizers is None and self._whole is not None:
             return self._whole
         params = self.models.trained
@@ -358,29 +357,6 @@ class Engine:
                 "next.",
                 "--set micro_batch=none, or --set parallel.gather=step",
             )
-
-    def _refuse_hooks(self) -> None:
-        """A hook that runs after accumulation sees whatever this process has added up so far; one of a parameter that
-        is divided is never called."""
-        for p in self.models.trained:
-            if p._backward_hooks and lies_apart(p):
-                raise LoopError(
-                    "run.steps was asked for a step.",
-                    f"{self.models.names.get(id(p), 'A parameter')} has a gradient hook (register_hook), and this "
-                    "process holds a part of it, for which nobody calls it.",
-                    "change p.grad after the rounds: it is the mean over the batch then.",
-                )
-        if self.order.virtual_ranks == 1:
-            return
-        for p in self.models.trained:
-            if p._post_accumulate_grad_hooks:
-                name = self.models.names.get(id(p), "A parameter")
-                raise LoopError(
-                    "run.steps was asked for a step.",
-                    f"{name} of shape {tuple(p.shape)} has a hook of its own that runs after its gradient is "
-                    "accumulated, and what has been accumulated then depends on the placement.",
-                    "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
-                )
 
     def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> bool:
         """Is the loss finite? Refuse what cannot be divided, and a loss that no smaller scale would mend."""
