@@ -203,7 +203,7 @@ def test_a_wrong_request_is_answered_with_the_line_to_type(
 def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
-    assert main(["doctor", "--", "more"]) == 2
+    assert main(["fingerprint", "runs", "--", "more"]) == 2
     told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script."
     assert told in capsys.readouterr().err
 
