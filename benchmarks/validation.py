@@ -45,6 +45,7 @@ def arms() -> list[Arm]:
         Arm("tree, topk", 2, ("compress.kind=topk", "compress.keep=0.25", *late_forms)),
         Arm("tree, powersgd of rank 4", 2, ("compress.kind=powersgd", *late_forms)),
         Arm("tree, powersgd of rank 16", 2, ("compress.kind=powersgd", "compress.rank=16", *late_forms)),
+        Arm("tree, powersgd of rank 24", 2, ("compress.kind=powersgd", "compress.rank=24", *late_forms)),
     ]
     sites = ("exchange=local", "local.every=20", "local.momentum=0.5")  # 0.9 is for runs with hundreds of meetings
     mean = ("exchange=local", "local.every=20", "local.outer=average")
