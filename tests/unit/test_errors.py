@@ -15,11 +15,12 @@ from unisono.errors import (
     PeerLost,
     Problem,
     SettingsError,
+    Stuck,
     UnisonoError,
     WorldError,
 )
 
-ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost, Diverged]
+ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost, Diverged, Stuck]
 
 
 def test_a_message_has_three_parts() -> None:
