@@ -206,25 +206,31 @@ def between_steps(run: Run[Any]) -> Any:
     return train(run, after=after)
 
 
-def on_one_process(run: Run[Any], behind: bool) -> Any:
-    """A verb that one process calls while the others begin a step, or leave."""
-    told = train(run, after=lambda step, optimizer: step.update(optimizer) if behind else _verb(run, step, optimizer))
-    return _verb(run) if behind else told
+def between_steps_on_one(run: Run[Any]) -> Any:
+    """The others begin the next step."""
 
-
-def _verb(run: Run[Any], step: Any = None, optimizer: Any = None) -> Any:
-    if step is not None:
+    def after(step: Any, optimizer: Any) -> None:
         step.update(optimizer)
+        if run.is_main:
+            run.collectives.all_reduce(torch.ones(3))
+
+    return train(run, after=after)
+
+
+def behind_the_loop_on_one(run: Run[Any]) -> Any:
+    """The others evaluate."""
+    train(run)
     if run.is_main:
         run.collectives.all_reduce(torch.ones(3))
-    elif step is None:
+    else:
         run.evaluate(linear(), Numbers(), lambda output, x, i: (output.sum(), len(i)))
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_collective_that_one_process_calls_is_told_on_all(tmp_path: Path, behind: bool) -> None:
-    for told in run_ranks(attempt, 2, tmp_path, partial(on_one_process, behind=behind)):
-        other = "run.evaluate" if behind else "a step"
+@pytest.mark.parametrize(
+    ("loop", "other"), [(between_steps_on_one, "a step"), (behind_the_loop_on_one, "run.evaluate")]
+)
+def test_a_collective_that_one_process_calls_is_told_on_all(tmp_path: Path, loop: Any, other: str) -> None:
+    for told in run_ranks(attempt, 2, tmp_path, loop):
         assert "came to" in told
         assert f"1 at {other} and 1 at run.collectives" in told
 

@@ -239,14 +239,11 @@ def hooked(run: Run[Any]) -> Any:
 
 
 def hooked_later(run: Run[Any]) -> Any:
-    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
-        whole(step, model, x, i)
-
     def make(model: nn.Module) -> Any:
         model.get_parameter("weight").register_hook(lambda grad: grad * 2)
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    return train(run, body, make=make)
+    return train(run, make=make)
 
 
 def empty(run: Run[Any]) -> Any:
