@@ -19,7 +19,7 @@ SAID = {
     "a rank sleeps": (1, r"Ranks 0 and 2 wait for rank 1: it sleeps at hangs\.py:\d+ in sleeps \(time\.sleep\(1e6\)\)"),
     "a rank is in another collective": (
         1,
-        rf"They wait for each other, in different places: rank 0 waits in all_reduce #\d+ of float64\[32\] {ROUNDS}; "
+        rf"They wait for each other, in different places: rank 0 waits in all_reduce #\d+ of float64\[\d+\] {ROUNDS}; "
         r"rank 1 waits for a message at hangs\.py:\d+ in in_another_collective",
     ),
     "a loader's worker blocks": (

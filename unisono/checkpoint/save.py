@@ -13,6 +13,14 @@ Agreeing is one small message: can everybody save, and what is this attempt call
 made at the first save (sheet.Stage); it is all that training waits for (Mohan et al., CheckFreq, FAST 2021). A word is
 a small file: which of the tensors in a sheet are parts, its size and sha256. What goes wrong in a writer is raised by
 everybody: after the next step, at the next save, or at the end, which waits for the last one.
+
+Where the others go on without a process that dies (world/members.py), models lie whole, and so one process writes:
+
+    process 0   copy | writes .... x killed             a draft, which nobody takes for a checkpoint
+    process 1   copy |  knows of it ........... settle  "rank 0 does not write it": lost, until the next save
+    process 2                 joins ........... settle  knows of none, and hears the same
+
+If another one dies, the save goes on beside the step that is finished without it.
 """
 
 from __future__ import annotations
@@ -87,10 +95,15 @@ class Job:
         self.unwanted = threading.Event()
         self.all_written: float | None = None  # when that was known
 
+    @property
+    def publishes(self) -> bool:
+        """Is this the main process, which makes it a checkpoint?"""
+        return self.plain is not None
+
     def write(self, chunks: Iterable[memoryview]) -> None:
         """This process's sheet, and its word that it is there."""
         try:
-            if self.plain is not None:
+            if self.publishes:
                 self.there.claim()
             if self.rank in self.ranks:
                 sheet = self.there.write(self.steps, f"{_stem(self.rank)}{SUFFIX}", self._while_wanted(chunks))
@@ -185,7 +198,7 @@ class Job:
 
 class Saver:
     """Saves of one run, one after the other, with one memory and at most one writer. All processes of `group` call the
-    same verbs of it together."""
+    same verbs of it together; who they are may change in between, and whoever has just come knows of no save."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -207,8 +220,9 @@ class Saver:
         wait: bool,
     ) -> None:
         """Save what this process has now: its tensors, and (what counts is the main process's) all that is none. Either
-        beside whatever comes next, or, with `wait`, before it. Raises CheckpointError on all of them if one cannot."""
-        self.settle()
+        beside whatever comes next, or, with `wait`, before it. What was begun before is settled. Raises CheckpointError
+        on all of them if one cannot."""
+        assert self.job is None, "there is one memory, and one writer"
         main = self.group.rank == 0
         problem = list(state.problems[0]) if isinstance(state, CheckpointError) else None
         has = not isinstance(state, CheckpointError) and bool(state[0])
@@ -227,33 +241,31 @@ class Saver:
         if wait:
             self.settle()
 
-    def settle(self) -> None:
-        """What was begun is over: it is a checkpoint, or all of them raise CheckpointError."""
-        if self.job is None:
-            return
-        job, self.job = self.job, None
-        job.written.wait()
-        problems = self.group.gather(job.problem)
-        if any(problems):
+    def settle(self) -> bool:
+        """What was begun is over: it is a checkpoint, or all of them raise CheckpointError. False: it is lost with the
+        process that was to make it one. It may be called again, should somebody die in it."""
+        job = self.job
+        if job is None and self.group.company is None:  # then it is so everywhere
+            return True
+        if job is not None:
+            job.written.wait()
+        said = self.group.gather([job is not None, job is not None and job.publishes, job and job.problem])
+        lost = not said[0][1]  # whoever began it as the main process still is that, or dead
+        problem = next((problem for _, _, problem in said if problem), None)
+        if job is not None and (lost or problem):
             job.abandon()
-            problem = next(problem for problem in problems if problem)
-        else:
-            job.all_written = time.monotonic()
-            job.over.wait()
-            problem = self.group.share(job.problem)
+        elif any(knows for knows, _, _ in said):
+            if job is not None:
+                job.all_written = time.monotonic()
+                job.over.wait()
+            problem = self.group.share(job and job.problem)
+        self.job = None
         if problem:
-            if self.group.rank == 0:
+            if job is not None and job.publishes:
                 with suppress(Exception):  # of a place that is in trouble: what is left there is no checkpoint
                     job.there.discard(job.steps)
             raise CheckpointError(*problem)
-
-    def abandon(self) -> None:
-        """Processes are gone, and nobody can agree on anything: what is under way is given up, unless it is over."""
-        if self.job is not None:
-            self.job.abandon()
-            if self.group.rank == 0 and self.job.problem is not None:
-                self.job.there.discard(self.job.steps)
-            self.job = None
+        return not (lost and any(knows for knows, _, _ in said))
 
     def close(self) -> None:
         """The run is over. If it broke, what was begun may still become a checkpoint, if that does not take long."""

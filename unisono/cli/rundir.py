@@ -130,12 +130,18 @@ def _not_writable(path: Path, reason: str, line: Line) -> Problem:
     return Problem(f"Keep the run in {path}", f"It cannot be written: {reason}.", do)
 
 
+LOOK_SECONDS = 0.05
+"""Between two tries to lock a directory that another process lets go of."""
+
+
 @contextmanager
-def hold(path: Path, line: Line) -> Iterator[None]:
-    """A block in which this run directory is ours. Raises SettingsError where another process has it.
+def hold(path: Path, line: Line, *, patience: float = 0.0) -> Iterator[None]:
+    """A block in which this run directory is ours. Raises SettingsError where another process has it, and keeps it for
+    so many seconds.
 
     The kernel lets go of the lock when we die, however we die: the file that stays is no obstacle.
     """
+    until = time.monotonic() + patience
     try:
         file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
     except OSError:  # no locks on this file system: training matters more
@@ -143,9 +149,10 @@ def hold(path: Path, line: Line) -> Iterator[None]:
         return
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError.of([_busy(path, _who(file), line)]) from None
+            while not _locked(file):
+                if time.monotonic() >= until:
+                    raise SettingsError.of([_busy(path, _who(file), line)])
+                time.sleep(LOOK_SECONDS)
         except OSError:
             yield
             return
@@ -160,6 +167,15 @@ def hold(path: Path, line: Line) -> Iterator[None]:
 
 
 _ours: list[TextIO] = []
+
+
+def _locked(file: TextIO) -> bool:
+    """Is it ours now?"""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _let_go() -> None:

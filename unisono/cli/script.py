@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -97,9 +98,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
         log.start(group.rank if world.number is None else world.number, world.size)
-        where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
-        if world.local_rank == 0:
-            manifest.keep_elsewhere(run_dir, where)  # each host has a run directory, if they share none
+        if not world.joins:  # who joins later finds all that
+            where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
+            if world.local_rank == 0:
+                manifest.keep_elsewhere(run_dir, where)  # each host has a run directory, if they share none
         resumes = request.resume and not world.joins  # who joins later is told by the others
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if resumes else None
         resumed = opened(here(Path(found), run_dir)) if found else None
@@ -117,6 +119,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             accepted=request.accept_change,
             engine=engine,
         )
+        run.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
         if run.is_main:
@@ -221,19 +224,26 @@ class Asked:
         return str(path), str(Path(self.world.folder, path))
 
     def save_in(self, where: str | None, run_dir: Path, kept: ExitStack) -> str | None:
-        """Where checkpoints are kept from now on, as text; None: in the run directory. A folder is ours until `kept` is
-        closed. Raises SettingsError."""
+        """Where checkpoints are kept from now on, as text; None: in the run directory. This process writes them.
+        Raises SettingsError."""
         if where is not None and "://" not in where:
             where = str(Path(self.world.folder, where))
-        folder = settle_in(run_dir, where, resume=self.request.resume)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            try:
-                kept.enter_context(hold(folder, self.line()))
-            except SettingsError as error:
-                another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
-                raise SettingsError(f"checkpoint.dir = {where}", error.problems[0].true, str(another)) from None
+        settle_in(run_dir, where, resume=self.request.resume)
+        self.lead(run_dir, kept)
         return manifest.elsewhere(run_dir)[0]
+
+    def lead(self, run_dir: Path, kept: ExitStack, *, patience: float = 0.0) -> None:
+        """This process writes the checkpoints from now on: their folder, where it is not in the run directory, is ours
+        until `kept` is closed. Raises SettingsError where another run has it, and keeps it for so many seconds."""
+        where = manifest.elsewhere(run_dir)[0]
+        if where is None or "://" in where:
+            return
+        Path(where).mkdir(parents=True, exist_ok=True)
+        try:
+            kept.enter_context(hold(Path(where), self.line(), patience=patience))
+        except SettingsError as error:
+            another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
+            raise SettingsError(f"checkpoint.dir = {where}", error.problems[0].true, str(another)) from None
 
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
         """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""
@@ -264,6 +274,9 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
         if name not in KNOWN_LATER and before.get(name) != identity.get(name)
     ]
 
+
+HANDED_ON_SECONDS = 5.0
+"""A process that is dying lets go of its locks within a moment."""
 
 KNOWN_LATER = ("length", "ties", "own exchange")
 """Parts of a run's identity that follow from its data, its model and its script: the run compares them."""
@@ -333,7 +346,8 @@ def _planted(faults: tuple[str, ...], run: Run[Any]) -> AbstractContextManager[N
         return nullcontext()
     from unisono.testing.plan import planted
 
-    return planted(faults, run.rank, run.dir / "faults")
+    number = run.world.number
+    return planted(faults, run.rank if number is None else number, run.dir / "faults")
 
 
 @contextmanager

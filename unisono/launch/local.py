@@ -47,10 +47,11 @@ def run(
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
     with room() as folder:
         survives = minimum is not None and ranks > 1
+        seats: dict[int, int] = {}  # by number: who replaces process 4, which replaced 2, sits there as well
 
         def build(number: int, place: int) -> Task:
             """Process `number`, in the place of that one."""
-            rank = place % ranks
+            rank = seats[number] = seats.get(place, place)
             world = World(
                 rank=rank,
                 size=ranks,

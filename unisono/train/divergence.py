@@ -68,8 +68,10 @@ class Divergence:
         settings = run.settings.divergence
         self.engine, self.state, self.changes, self.note = engine, run._state, run.changes, run._watcher.note
         self.every, self.heal = settings.every, settings.heal
+        self.together = run.together
         self.same_after = run.steps_done
         """After so many steps all held the same; a run begins so."""
+        self._compared_after: int | None = run.steps_done  # None: others have come or gone since, who may not have
         self.compared = 0  # how often
         self._given: dict[str, int] = {}  # the gradients' digests, of the step that is compared
 
@@ -86,14 +88,18 @@ class Divergence:
     def after(self, step: int) -> None:
         """A step is over."""
         if self._due(step + 1):
-            self.compare(step + 1)
+            self.together(WHAT, lambda: self.compare(step + 1))
+
+    def doubt(self) -> None:
+        """Processes have died, or joined: some may have compared what others have not."""
+        self._given, self._compared_after = {}, None
 
     def compare(self, done: int, *, now: bool = False) -> bool:
         """After `done` steps: compare, if that has not been done; or `now`, whatever the settings say. True: all held
         the same; False: they do since they were healed. Raises Diverged on every process."""
-        gradients, self._given = self._given, {}
-        if (done == self.same_after or not self.every) and not now:
+        if (done == self._compared_after or not self.every) and not now:
             return True
+        gradients = self._given
         self.engine.models.rest()
         world, held = self.engine.mesh.world, dict(self._held())
         weights = digests(held.values())
@@ -101,15 +107,20 @@ class Divergence:
             said = world.gather([self._place(), mix(*weights), mix(*gradients.values())])
             self.compared += 1
             if all(row == other for row in said for other in said if row[0] == other[0]):
-                self.same_after = done
+                self._met_after(done)
                 return True
             mine = {("gradient", name): found for name, found in gradients.items()}
             mine |= {("weights", name): found for name, found in zip(held, weights, strict=True)}
             everybody = world.gather([self._place(), [[*key, found] for key, found in mine.items()]])
-            self._met(done, _first(everybody), everybody, held)
+            self._object(done, _first(everybody), everybody, held)
         return False
 
-    def _met(
+    def _met_after(self, done: int) -> None:
+        """All hold the same."""
+        self.same_after = self._compared_after = done
+        self._given = {}
+
+    def _object(
         self, done: int, first: Differs | None, everybody: Sequence[Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """They differ: heal, or raise Diverged."""
@@ -148,7 +159,7 @@ class Divergence:
             f"others, until healed after {plural(done, 'step')}",
         )
         self.changes.append({"step": self.same_after, "field": field, "from": "those of all", "to": to})
-        self.same_after = done
+        self._met_after(done)
 
     def _diverged(self, done: int, true: str, why: str) -> Diverged:
         before = plural(self.same_after, "step")
@@ -211,7 +222,8 @@ def build_divergence(engine: Engine, run: Run[Any]) -> Divergence | None:
     """The watch of a run; None, where no two processes must hold the same: under parameter servers, and on machines
     that are unlike, whose replicas drift apart in their last bits."""
     mesh = engine.mesh
-    if mesh.replicate.size == mesh.context.size == 1 or isinstance(mesh.world, Crew):
+    alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.company is None  # and nobody will join
+    if alone or isinstance(mesh.world, Crew):
         return None
     if run.differences:
         if run.settings.divergence.every:

@@ -35,6 +35,7 @@ from unisono.train.opening import open_loop
 from unisono.train.outputs import Forward
 from unisono.train.predict import predict
 from unisono.train.result import plain, promise, result
+from unisono.train.saving import save, settle
 from unisono.train.sites import sites
 from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
@@ -108,6 +109,8 @@ class Run(Generic[S]):
         self._watcher = Watcher(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
         self._over = False  # the script has returned, and all is saved
+        self.on_lead: Callable[[], None] = lambda: None
+        """What a process does that becomes the main one, since those before it have died."""
         self._last_step: Step | None = None
         self._done: Step | None = None  # the last one whose update was made
         self._began: float | None = None
@@ -290,7 +293,7 @@ class Run(Generic[S]):
             if met is None:
                 continue
             if met.agreed.get("unsaved"):
-                self._state.settle()  # raises what it was
+                settle(self)  # raises what it was
             if met.agreed["leave"]:
                 self._save()
                 self._sites.rest(step)
@@ -303,9 +306,9 @@ class Run(Generic[S]):
                 engine.survivors.admit()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
+        settle(self)
         if self._state.saved_after != self.steps_done:
             self._save()
-        self._state.settle()
         self._sites.rest(self._done)
         self._ended = time.perf_counter()
         engine.end()
@@ -320,11 +323,11 @@ class Run(Generic[S]):
                 self._done = self._last_step
                 self.steps_done = self._last_step.number + 1
                 self._sites.after(self._engine, self._last_step)
+            settle(self)
             if self._state.saved_after != self.steps_done:
                 touched = self._state.touched_since_break(one_stream=self.settings.virtual_ranks == 1)
                 now = {"step": self.steps_done, "field": "the state", "from": "the last step's", "to": touched}
                 self._save([now] if touched else [])
-            self._state.settle()
             self._sites.rest(self._done)
         self._over = True
 
@@ -419,19 +422,8 @@ class Run(Generic[S]):
         survivors = self._engine.survivors if self._engine is not None else None
         return body() if survivors is None else survivors.together(what, body, again=again)
 
-    # -- saving
-
     def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
-        self.together("a checkpoint", lambda: self._save_together(more_changes, beside))
-
-    def _save_together(self, more_changes: Sequence[dict[str, Any]], beside: bool) -> None:
-        self._table.together("a checkpoint")
-        self._models.rest()
-        if self._engine is not None and self._engine.divergence is not None and not more_changes:
-            self._engine.divergence.compare(self.steps_done)
-        about = {"identity": self._identity, "changes": [*self.changes, *more_changes], "promise": self.promise()}
-        with self._sites.as_one([*self._models.modules, *self._models.tracked]):
-            self._state.save(self.steps_done, about, self.settings.checkpoint, beside=beside)
+        save(self, more_changes, beside=beside)
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""

@@ -217,7 +217,7 @@ class State:
         beside  return when everything is copied, and write beside what comes next, if the settings allow that
         """
         with phases.phase("checkpoint"):
-            self.saver.settle()  # before anything is copied: there is one memory, and one writer
+            self.settle()  # before anything is copied: there is one memory, and one writer
             main = self.group.rank == 0
             tensors = Tensors(speaks=main, begins=partial(start_of, mesh=self.mesh))
             states = self._parts(tensors)
@@ -232,7 +232,8 @@ class State:
     def settle(self) -> None:
         """What is being written beside the steps is written; all raise if it could not be. Every process calls it."""
         with phases.phase("checkpoint"):
-            self.saver.settle()
+            if not self.saver.settle():
+                self.saved_after = None
 
     def _parts(self, tensors: Tensors) -> dict[str, Any]:
         """The states of all that is tracked, by name. What lies over several processes does so here as well."""

@@ -44,6 +44,7 @@ from unisono.train.engine import Engine
 from unisono.world.collectives import Message, peers, wait_for
 
 if TYPE_CHECKING:
+    from unisono.train.divergence import Divergence
     from unisono.train.gradient import Gradient
     from unisono.train.run import Run
     from unisono.train.step import Step
@@ -77,6 +78,7 @@ class Survivors:
         self.meetings = 0
         self.deaths: list[dict[str, int]] = []
         self.joined: list[dict[str, int]] = []
+        self._leads = run.is_main
         self._regrouped = -1  # the step that was under way when the group last changed
 
     # -- meetings
@@ -200,6 +202,10 @@ class Survivors:
 
     _empty = False
 
+    @property
+    def _watch(self) -> Divergence | None:
+        return self.run._engine.divergence if self.run._engine is not None else None
+
     def _note(self, lost: Sequence[int], joined: Sequence[int]) -> None:
         self.deaths += [{"process": number, "step": self.run.steps_done} for number in lost]
         self.joined += [{"process": number, "step": self.run.steps_done} for number in joined]
@@ -216,8 +222,10 @@ class Survivors:
         run._mesh.become()
         if engine is None or run._over:
             return
-        if self.group.rank == 0:
+        if self.group.rank == 0 and not self._leads:
+            self._leads = True
             run._watcher.lead(run.steps_done)
+            run.on_lead()
         engine._loader.close()
         spans = engine.spans(run.settings, run._mesh, self.group.size)
         engine.seat, engine.schedule = Seat(self.group.rank), Schedule(spans)
@@ -227,6 +235,8 @@ class Survivors:
             gradient.stale = True
         before = engine.dealing.deals if engine.dealing is not None else []
         promise, _ = promise_of(run.settings, self.group.size)
+        if self._watch is not None:
+            self._watch.doubt()
         engine.dealing = build_dealing(run.settings, run._mesh, engine.schedule, first, promise, run._watcher.note)
         run._table.words = WORDS if engine.dealing is not None else 0
         if engine.dealing is not None:
@@ -286,6 +296,7 @@ class Survivors:
             "names": list(tensors),
             "columns": run._table.names,
             "saved_after": run._state.saved_after,
+            "same_after": self._watch.same_after if self._watch is not None else 0,
             "machine": {name: run._identity.get(name) for name in ENVIRONMENT},
             "changes": run.changes,
             "deaths": [self.deaths, self.joined],
@@ -305,6 +316,8 @@ class Survivors:
         run.steps_done, self.meetings = told["steps"], told["meetings"]
         run._table.names, run._state.saved_after = told["columns"], told["saved_after"]
         run.changes[:] = told["changes"]
+        if self._watch is not None:
+            self._watch.same_after = told["same_after"]
         self.deaths, self.joined = told["deaths"]
 
 
@@ -321,11 +334,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def build_survivors(run: Run[Any]) -> Survivors | None:
     """Who goes on when a process dies; None, where nobody can: then the newest checkpoint is the way."""
     company, engine = run._group.company, run._engine
-    plain = run._mesh.torchs is None and (engine is None or engine.own is None) and run._kind is Engine
-    if company is None or not plain or run.settings.virtual_ranks == 1 or not survives(run.settings):
+    if company is None or not may_survive(run) or (engine is not None and engine.own is not None):
         return None
     company.watchful = True
     return Survivors(run, company)
+
+
+def may_survive(run: Run[Any]) -> bool:
+    """Can those who are left go on without a process that dies, as far as the settings tell? (An audit compares what
+    processes have made that were there before.)"""
+    settings = run.settings
+    plain = run._mesh.torchs is None and run._kind is Engine and not settings.audit_every
+    return run._group.company is not None and plain and settings.virtual_ranks > 1 and survives(settings)
 
 
 def join(survivors: Survivors | None) -> None:

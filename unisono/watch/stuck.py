@@ -137,7 +137,7 @@ class Watch:
         here = phases.Here
         if self._place is None or self._idle < self._limit / 2:
             self._place = Place(
-                rank=self.world.rank,
+                rank=self.world.rank if self.world.number is None else self.world.number,  # as its log is named
                 size=self.world.size,
                 pid=os.getpid(),
                 host=self.world.host or socket.gethostname(),
