@@ -21,6 +21,7 @@ from unisono.launch.meeting import Meeting
 from unisono.testing import run_ranks
 
 context = mp.get_context("forkserver")
+DIED = object()
 
 
 class Company:
@@ -37,6 +38,7 @@ class Company:
         self.ends: dict[int, Connection] = {}
         self.events: list[dict[str, Any]] = []
         self.killed: set[int] = set()
+        self.told: dict[int, Any] = {}  # of those that are over
 
     def __enter__(self) -> Company:
         self.folder = tempfile.TemporaryDirectory(prefix="u-")
@@ -73,12 +75,22 @@ class Company:
             self.killed.add(number)
             os.kill(self.processes[number].pid, signal.SIGKILL)
 
-    def wait_until_begun(self) -> None:
-        """Until all that began together have told so."""
-        deadline = time.monotonic() + self.seconds
-        while len({event["number"] for event in self.events if "begun" in event}) < self.size:
-            assert time.monotonic() < deadline, "they do not begin"
-            time.sleep(0.01)
+    def look(self, doomed: set[int]) -> None:
+        """Raise what somebody has failed of, or that one has died that is not `doomed` to."""
+        for number, end in self.ends.items():
+            if number not in self.told and end.poll():
+                self._hear(number, may_die=number in doomed)
+
+    def _hear(self, number: int, *, may_die: bool) -> None:
+        """What this process returns, or fails of; it is over."""
+        try:
+            value, error = self.ends[number].recv()
+        except EOFError:
+            assert may_die or number in self.killed, f"process {number} died"
+            self.told[number] = DIED
+            return
+        assert not error, f"process {number} failed:\n{error}"
+        self.told[number] = value
 
     @property
     def roster(self) -> list[int]:
@@ -86,30 +98,18 @@ class Company:
         return list(self.meeting.roster)
 
     @property
-    def running(self) -> bool:
-        """Is nobody done yet?"""
-        return not self.meeting.leaving
-
-    @property
     def alive(self) -> list[int]:
         return [number for number, process in self.processes.items() if process.is_alive()]
 
     def results(self, *, dead: bool = False) -> dict[int, Any]:
         """What those return that are not killed. `dead`: any may have died by itself."""
-        deadline, found = time.monotonic() + self.seconds, {}
-        waiting = dict(self.ends)
-        while waiting:
+        deadline = time.monotonic() + self.seconds
+        while waiting := {number: end for number, end in self.ends.items() if number not in self.told}:
             ready = wait(list(waiting.values()), timeout=max(deadline - time.monotonic(), 0))
             assert ready, f"processes {sorted(waiting)} still run after {self.seconds:g} s"
             for number in [n for n, end in waiting.items() if end in ready]:
-                try:
-                    value, error = waiting.pop(number).recv()
-                except EOFError:
-                    assert dead or number in self.killed, f"process {number} died"
-                    continue
-                assert not error, f"process {number} failed:\n{error}"
-                found[number] = value
-        return found
+                self._hear(number, may_die=dead)
+        return {number: value for number, value in self.told.items() if value is not DIED}
 
     def __exit__(self, *_: Any) -> None:
         for process in self.processes.values():
