@@ -250,22 +250,22 @@ class Saver:
         if job is not None:
             job.written.wait()
         said = self.group.gather([job is not None, job is not None and job.publishes, job and job.problem])
-        lost = not said[0][1]  # whoever began it as the main process still is that, or dead
+        lost = any(knows for knows, _, _ in said) and not said[0][1]  # who began it as the main one is that, or dead
         problem = next((problem for _, _, problem in said if problem), None)
-        if job is not None and (lost or problem):
-            job.abandon()
-        elif any(knows for knows, _, _ in said):
+        if said[0][1] and not problem:
             if job is not None:
                 job.all_written = time.monotonic()
                 job.over.wait()
             problem = self.group.share(job and job.problem)
+        elif job is not None:
+            job.abandon()
         self.job = None
         if problem:
             if job is not None and job.publishes:
                 with suppress(Exception):  # of a place that is in trouble: what is left there is no checkpoint
                     job.there.discard(job.steps)
             raise CheckpointError(*problem)
-        return not (lost and any(knows for knows, _, _ in said))
+        return not lost
 
     def close(self) -> None:
         """The run is over. If it broke, what was begun may still become a checkpoint, if that does not take long."""
