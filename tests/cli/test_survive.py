@@ -14,6 +14,8 @@ DYING = SCRIPT.replace(
     """        name = f"died-{step.number}-{world.number if world.number is not None else world.rank}"
         if f"{step.number}:{name[-1]}" in run.settings.deaths and not Path(__file__).with_name(name).exists():
             Path(__file__).with_name(name).touch()
+            for lock in Path(__file__).parent.glob("kept/.lock"):
+                Path(__file__).with_name("lock-of-the-first").write_text(lock.read_text())
             os.kill(os.getpid(), signal.SIGKILL)
         step.update(""",
 ).replace(
@@ -25,16 +27,24 @@ DYING = SCRIPT.replace(
 def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
     wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
-    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
+    ended = command.run(
+        *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0", "--set", "checkpoint.dir=kept")
+    )
     assert ended.status == 0, ended.err
+    assert (command.folder / "kept" / "step-00000024").exists()
+    locked = (command.folder / "kept" / ".lock").read_text()
+    assert len(locked.splitlines()) == 1
+    assert locked != (command.folder / "lock-of-the-first").read_text()  # who leads now has locked it anew
     found = result(command, "out")
     assert (found["steps"], found["ranks"]) == (24, 3)
     assert [each["process"] for each in found["deaths"]] == [0]
-    assert found["joined"] == [{"process": 3, "step": 5}]
+    assert [each["process"] for each in found["joined"]] == [3]
+    joined = found["joined"][0]["step"]
+    assert joined in (5, 6)
     told = ended.err.splitlines()
     assert told[0].startswith("Process 0 died of SIGKILL after ")
     assert told[0].endswith(" steps; 2 finish its step and go on. Its log is out/log/rank-0.log")
-    assert told[1:] == ["Process 3 has joined, after 5 steps: 3 go on."]
+    assert told[1:] == [f"Process 3 has joined, after {joined} steps: 3 go on."]
     assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
     command.script(SCRIPT)
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]

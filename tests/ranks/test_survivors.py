@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from tests.ranks.company import Company
 from tests.ranks.training import MLP, Points, loop, settings, train
 from unisono import phases
+from unisono.checkpoint.load import newest
 from unisono.env import World
 from unisono.settings import CheckpointSettings, DealSettings, LoaderSettings, Settings
 from unisono.testing import build_run, run_ranks
@@ -129,6 +130,53 @@ def evaluated(world: World, config: Settings, folder: Path, deaths: dict[int, tu
 
 def right(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
     return float((out.argmax(-1) == y).sum()), len(y)
+
+
+def test_a_save_is_lost_with_the_process_that_writes_it_and_made_again_when_the_next_is_due(tmp_path: Path) -> None:
+    config = settings(checkpoint=CheckpointSettings(every=2, keep=10))
+    alone = run_ranks(large, 1, config, tmp_path / "alone", {})[0]
+    with Company(large, 3, config, tmp_path / "run", {0: 2}) as company:
+        company.killed = {0}
+        assert company.results() == {1: alone, 2: alone}
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert kept == {"step-00000002", "step-00000006", "step-00000008"}  # after 4 it was being written
+    assert newest(tmp_path / "run", print).name == "step-00000008"
+
+
+def test_a_save_goes_on_if_its_writer_lives(tmp_path: Path) -> None:
+    config = settings(checkpoint=CheckpointSettings(every=2, keep=10))
+    alone = run_ranks(large, 1, config, tmp_path / "alone", {})[0]
+    with Company(large, 3, config, tmp_path / "run", {1: 2, 2: 2}) as company:
+        company.killed = {1, 2}
+        assert company.results() == {0: alone}
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {f"step-0000000{n}" for n in "2468"}
+
+
+def large(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> Any:
+    """A state that takes a while to write; who is to die does so when so many saves have begun."""
+    with join(world) as group:
+        left = deaths.get(world.number or 0, 0) if group.size > 1 else 0
+
+        def observe(before: str, entered: str) -> None:
+            nonlocal left
+            left -= before == "checkpoint" != entered
+            if left == 0 and before == "checkpoint" != entered:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        phases.observe(observe)
+        run = build_run(config, world, group, folder)
+        model = run.place(MLP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ballast = torch.nn.Module()
+        ballast.register_buffer("zeros", torch.zeros(10_000_000))
+        run.track(model=model, optimizer=optimizer, ballast=ballast)
+        for step in run.steps(Points(101)):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            step.update(optimizer)
+        run.finish()
+        run.close()
+        return run._state.fingerprint()
 
 
 PHASES = ("data", "forward", "backward", "exchange", "update", "checkpoint", "other", "evaluate")

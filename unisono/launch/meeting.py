@@ -1,6 +1,6 @@
 """Where the processes of a run meet: a small child of the launcher, so that it outlives every one of them. No torch.
 
-    python -u -P -m unisono.launch.meeting DOOR SIZE SILENCE_SECONDS
+    python -u -P -m unisono.launch.meeting DOOR SIZE MINIMUM SILENCE_SECONDS
 
 Each process holds two connections to a Unix socket in the launcher's private folder (nobody else can reach it, and no
 port is taken); DOOR is that socket's descriptor. Over one it asks for keys and values, as of any store of torch's. The
@@ -71,12 +71,13 @@ class Caller:
 class Meeting:
     """door      the socket at which processes arrive
     size      processes that begin together, with the numbers 0 to size - 1
+    minimum   of them that must be left for the others to go on, when one dies
     silence   seconds after which a process that says nothing counts as dead
     tell      who wants to know what happens here
     """
 
-    def __init__(self, door: socket.socket, size: int, *, silence: float, tell: Tell) -> None:
-        self.silence, self.tell = silence, tell
+    def __init__(self, door: socket.socket, size: int, *, silence: float, tell: Tell, minimum: int = 1) -> None:
+        self.silence, self.tell, self.minimum = silence, tell, minimum
         self.roster = list(range(size))
         self.generation = 0
         self.lost: list[int] = []  # since the last generation began
@@ -186,6 +187,9 @@ class Meeting:
         if self.generation == 0 and self.lost:
             self._refuse(f"process {self.lost[0]} was gone before all had met")
             return
+        if self.lost and len(self.roster) + len(self.leaving) < self.minimum:
+            self._refuse(f"the run needs {self.minimum} processes, and has {len(self.roster)}")
+            return
         if not self.roster:
             self._refuse("all who knew the run's state are gone")
             for caller in self.leaving:
@@ -270,14 +274,14 @@ class Meeting:
 
 def main() -> None:
     """As a child of the launcher, which hears what happens on standard output. When standard input ends, so do we."""
-    door, size, silence = sys.argv[1:]
+    door, size, minimum, silence = sys.argv[1:]
 
     def tell(what: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(what).encode() + b"\n")
 
-    meeting = Meeting(socket.socket(fileno=int(door)), int(size), silence=float(silence), tell=tell)
-    meeting.serve(until=0)
+    there = socket.socket(fileno=int(door))
+    Meeting(there, int(size), minimum=int(minimum), silence=float(silence), tell=tell).serve(until=0)
 
 
 if __name__ == "__main__":

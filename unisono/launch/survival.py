@@ -52,7 +52,13 @@ class Survival:
             door.bind(str(path))
             door.listen(1024)
             self.meeting = subprocess.Popen(
-                [*python, "-m", "unisono.launch.meeting", str(door.fileno()), str(size), str(SILENCE_SECONDS)],
+                [
+                    *python,
+                    "-m",
+                    "unisono.launch.meeting",
+                    str(door.fileno()),
+                    *map(str, (size, self.minimum, SILENCE_SECONDS)),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[door.fileno()],
