@@ -51,14 +51,9 @@ class Survival:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.bind(str(path))
             door.listen(1024)
+            arguments = map(str, (door.fileno(), size, self.minimum, SILENCE_SECONDS))
             self.meeting = subprocess.Popen(
-                [
-                    *python,
-                    "-m",
-                    "unisono.launch.meeting",
-                    str(door.fileno()),
-                    *map(str, (size, self.minimum, SILENCE_SECONDS)),
-                ],
+                [*python, "-m", "unisono.launch.meeting", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[door.fileno()],
