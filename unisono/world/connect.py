@@ -1,4 +1,9 @@
-"""Connecting with everybody or with nobody: all processes try together, and again, until all are connected."""
+"""Connecting with everybody or with nobody: all processes try together, and again, until all are connected.
+
+torch names a group by a counter, under which its processes look for each other. It goes up in an attempt that fails as
+well, and back to 0 where a group was made and left. So a process that had connected and one that had not would look for
+each other under different names in all attempts to come (torch 2.13); before each one the counter is set.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,7 @@ def connect(store: dist.Store, rank: int, size: int, backend: str, first: timede
     count(store, size, "here")
 
     def connect_here(attempt: int, patience: timedelta) -> None:
+        count_groups_from(0)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"attempt-{attempt}", store),
@@ -39,6 +45,11 @@ def connect(store: dist.Store, rank: int, size: int, backend: str, first: timede
 
     all_together(store, rank, size, "connected", connect_here, part, first)
     distributed_c10d._set_pg_timeout(TIMEOUT)
+
+
+def count_groups_from(number: int) -> None:
+    """The group that is made next has this number, on every process that says so."""
+    distributed_c10d._world.group_count = number
 
 
 def all_together(

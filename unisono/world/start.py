@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from unisono.env import World
 from unisono.errors import WorldError
 from unisono.world.collectives import TIMEOUT, Group
-from unisono.world.connect import all_together, connect
+from unisono.world.connect import all_together, connect, count_groups_from
 from unisono.world.keys import Keys
 from unisono.world.members import SCHEME, Company
 from unisono.world.shared import find_neighbours
@@ -79,8 +79,10 @@ def build_group(world: World, device: torch.device) -> Group:
 def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int) -> dist.ProcessGroup:
     """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together."""
     made: list[dist.ProcessGroup] = []
+    known = distributed_c10d._world.group_count
 
     def connect_here(attempt: int, patience: timedelta) -> None:
+        count_groups_from(known + (attempt - 1) * len(lines))  # what a failed attempt has left lies under other names
         made.extend(dist.new_group(list(line), timeout=patience) for line in lines)
 
     def part() -> None:
