@@ -157,7 +157,7 @@ class Company:
 
     def lost_one(self, error: BaseException) -> bool:
         """Is it a process's death that this error tells of? Waits a moment for the news."""
-        if not isinstance(error, (RuntimeError, ConnectionError, PeerLost)):
+        if not isinstance(error, (RuntimeError, ConnectionError, WorldError)):
             return False
         if self._lost.is_set():
             return True
