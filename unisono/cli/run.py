@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +14,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
+from unisono.checkpoint.place import checkpoints_at, places_of
 from unisono.cli.machine import problems_here
 from unisono.cli.request import WHERE, Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
-from unisono.errors import Problem, SettingsError
+from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
 from unisono.launch.process import CRASHES
 from unisono.launch.supervise import Outcome
@@ -97,9 +99,10 @@ def _died(outcome: Outcome) -> bool:
 
 
 def _saved(run_dir: Path) -> int:
-    """The step of the newest checkpoint."""
-    found = manifest.checkpoints(run_dir)
-    return found[0][0] if found else 0
+    """The step of the newest checkpoint, wherever it is; 0: there is none, or nobody can tell."""
+    with suppress(UnisonoError):
+        return max((steps for there in places_of(run_dir) for steps in checkpoints_at(there)), default=0)
+    return 0
 
 
 def numbers(ranks: str, line: Line) -> tuple[int, int]:

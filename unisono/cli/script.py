@@ -44,6 +44,7 @@ from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
 from unisono.train.run import Run
+from unisono.train.survivors import may_survive
 from unisono.train.variants import run_kind
 from unisono.watch import log, report
 from unisono.watch.stuck import Watch
@@ -337,6 +338,8 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if shards := about_shards(s.parallel, run._mesh.axes):
         log.say(shards)
+    if run.size > 1 and may_survive(run):
+        log.say("if a process dies, the others finish its step, and another one takes its place")
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
 
 

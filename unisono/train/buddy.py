@@ -40,8 +40,15 @@ if TYPE_CHECKING:
     from unisono.world.mesh import Mesh
 
 
-def survival(parallel: ParallelSettings, axes: Axes) -> str:
-    """Who else has what a process has, if it is lost. "checkpoint": nobody, as it is after the last step."""
+def survival(parallel: ParallelSettings, axes: Axes, *, survivors: bool = False) -> str:
+    """Who else has what a process has, if it is lost, in words of result.json:
+
+    survivors    whole models, whose processes go on by themselves (train/survivors.py)
+    replicas     others have it, but the run ends; "buddy": the next one on the axis
+    checkpoint   nobody has it as it is after the last step
+    """
+    if survivors and axes.replicate > 1:
+        return "survivors"
     others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.buddy
     return " and ".join(others) or "checkpoint"
 

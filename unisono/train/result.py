@@ -15,6 +15,7 @@ from unisono.train.buddy import survival
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
+    from unisono.train.survivors import Survivors
 
 
 def plain(value: Any) -> Any:
@@ -71,7 +72,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **run._sites.told,
         "promise": promised_here,
         "reason": reason,
-        "survival": survival(run.settings.parallel, run._mesh.axes),
+        "survival": survival(run.settings.parallel, run._mesh.axes, survivors=_survivors(run) is not None),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
         **_deaths(run),
@@ -87,9 +88,13 @@ def result(run: Run[Any]) -> dict[str, Any]:
     }
 
 
+def _survivors(run: Run[Any]) -> Survivors | None:
+    return run._engine.survivors if run._engine is not None else None
+
+
 def _deaths(run: Run[Any]) -> dict[str, Any]:
     """Which processes have died, and which have joined, with the steps that were done then; {}: none."""
-    survivors = run._engine.survivors if run._engine is not None else None
+    survivors = _survivors(run)
     told = {"deaths": survivors.deaths, "joined": survivors.joined} if survivors is not None else {}
     return {name: value for name, value in told.items() if value}
 
