@@ -149,12 +149,11 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
         return
     result = run.result()
     ended = report.read_result(run.dir) if run.is_finished_before else None
-    if ended is not None and run.is_main:  # it was over already: nothing was computed, so nothing is written
+    if ended is not None:  # it was over already: nothing was computed, so nothing is written
         result = ended
         more = asked.line().flag("--resume").setting(f"steps={2 * run.steps_done}")
         log.say(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
-    else:
-        run.together("the run's end", lambda: _leave_result(run, result))
+    run.together("the run's end", lambda: _leave_result(run, result, new=ended is None))
     if run.is_main:
         if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
@@ -171,8 +170,8 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
             print(json.dumps(result), flush=True)
 
 
-def _leave_result(run: Run[Any], result: dict[str, Any]) -> None:
-    if run.is_main:
+def _leave_result(run: Run[Any], result: dict[str, Any], *, new: bool) -> None:
+    if run.is_main and new:
         _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
 
 
