@@ -133,9 +133,6 @@ class _Supervisor:
         while self.signals:
             self._obey(self.signals.pop(0))
         for process in self.processes:
-            deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
-            while process.alive and not process.has_ended() and time.monotonic() < deadline:
-                time.sleep(0.001)
             if process.alive and process.has_ended():
                 self._bury(process)
         if not self.failing and any(
@@ -274,6 +271,9 @@ class _Supervisor:
             self._say(f"Process {number} has joined, after {step} steps: {len(formed['roster'])} go on.")
         for number in formed["lost"]:
             process = self.processes[number]
+            deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
+            while process.alive and not process.has_ended() and time.monotonic() < deadline:
+                time.sleep(0.001)
             if process.alive and process.has_ended():
                 self._bury(process)
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
