@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
 from unisono.env import World
+from unisono.parallel.notes import Gather
 from unisono.recipes.text import GPT, Model, surprise
 from unisono.settings import ParallelSettings, Settings
 from unisono.testing import build_run, run_ranks
@@ -39,14 +40,16 @@ class Counter:
 
     def watch(self) -> None:
         """Count from now on what FSDP2 gathers."""
-        torchs = _fsdp_collectives.DefaultAllGather.__call__
+        for kind in (_fsdp_collectives.DefaultAllGather, Gather):  # once a step, and layer by layer
+            kind.__call__ = self._counted(kind.__call__)  # type: ignore[method-assign]
 
+    def _counted(self, as_it_is: Any) -> Any:
         def gather(comm: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
             self.bytes["parameters"] += output_tensor.nbytes - input_tensor.nbytes
             self.bytes["at once"] = max(self.bytes["at once"], output_tensor.nbytes)
-            return torchs(comm, output_tensor, input_tensor, *more, **named)
+            return as_it_is(comm, output_tensor, input_tensor, *more, **named)
 
-        _fsdp_collectives.DefaultAllGather.__call__ = gather  # type: ignore[method-assign, assignment]
+        return gather
 
 
 def counted(world: World, kind: str, gather: Any, model: Model, folder: str) -> dict[str, int]:

@@ -40,10 +40,28 @@ def pictures(run: Run[Any]) -> Any:
     return train(run, build=Pictures, data=Numbers(24))
 
 
+class Transposed(nn.Module):
+    """A weight that is stored transposed, and used outside of its module's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(3, 32) for _ in range(1))
+        self.out = nn.Linear(32, 16)
+        self.out.weight = nn.Parameter(torch.randn(32, 16).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.rows[0](x), self.out.weight, self.out.bias)
+
+
+def transposed(run: Run[Any]) -> Any:
+    return train(run, build=Transposed, data=Numbers(24))
+
+
 @pytest.mark.parametrize("gather", ["layer", "step"])
-def test_shards_compute_in_the_order_of_one_process(tmp_path: Path, gather: Any) -> None:
-    (alone,) = run_ranks(attempt, 1, tmp_path / "one", pictures)
+@pytest.mark.parametrize("loop", [pictures, transposed])
+def test_shards_compute_in_the_order_of_one_process(tmp_path: Path, loop: Any, gather: Any) -> None:
+    (alone,) = run_ranks(attempt, 1, tmp_path / "one", loop)
     config = replace(SETTINGS, parallel=ParallelSettings(shard=2, gather=gather))
-    shards = run_ranks(attempt, 2, tmp_path / "two", pictures, config)
+    shards = run_ranks(attempt, 2, tmp_path / "two", loop, config)
     assert isinstance(alone, list), alone
     assert shards == [alone] * 2

@@ -358,9 +358,64 @@ def test_what_is_called_several_times(tmp_path: Path) -> None:
     assert run_ranks(attempt, 2, tmp_path / "2", twice, config) == [told] * 2
 
 
+class Elsewhere(nn.Module):
+    """Uses a layer's weight outside of that layer; so does its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in self.rows:
+            x = row(x).relu()
+        out: torch.Tensor = self.out(x) + self.rows[0].get_parameter("weight").square().sum()
+        return out
+
+
+def elsewhere(run: Run[Any]) -> Any:
+    def penalised(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        step.backward((model(x) - 1).square().sum() + len(i) * penalty, weight=len(i))
+
+    return train(run, penalised, build=Elsewhere)
+
+
+def thaws(run: Run[Any]) -> Any:
+    """Two layers that begin to learn after the first step."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        model[:2].requires_grad_(False)
+        return model
+
+    def after(step: Any, optimizer: Any) -> None:
+        step.update(optimizer)
+        run._models.modules[0].requires_grad_(True)
+
+    return train(run, after=after, build=build)
+
+
+@pytest.mark.parametrize(("loop", "gather"), [(elsewhere, "step"), (thaws, "step"), (thaws, "layer")])
+def test_weights_used_elsewhere_and_layers_that_thaw(tmp_path: Path, loop: Any, gather: Any) -> None:
+    config = settings(steps=3, batch=8, virtual_ranks=4, parallel=Low())
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=Low(shard=2, gather=gather))
+    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "running statistics": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1 is a BatchNorm1d.*GroupNorm"),
     "a list of its own": (lambda: nn.LSTM(3, 2), "It is a LSTM, which keeps a list.*param_dtype=fp32"),
+    "a spectral norm": (
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2))),
+        "1 is a ParametrizedLinear with a spectral norm.*param_dtype=fp32",
+    ),
+    "a spectral norm as it was": (
+        lambda: nn.utils.spectral_norm(nn.Linear(3, 2)),
+        "It is a Linear with a spectral norm.*param_dtype=fp32",
+    ),
     "other numbers": (lambda: nn.Linear(3, 2).double(), "weight is torch.float64.*model.float"),
 }
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from tests.ranks.loops import Numbers, attempt, linear, whole
 from tests.ranks.loops import train as train_linear
-from tests.ranks.test_pipeline import deep, squares
+from tests.ranks.test_pipeline import UNEVEN, Deep, deep, squares
 from tests.ranks.training import settings
+from unisono.errors import LoopError
 from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -196,3 +197,32 @@ def test_what_python_decides_in_forward_is_decided_anew(tmp_path: Path, kind: st
     assert isinstance(alone, list), alone
     piped = replace(config, parallel=PIPED)
     assert run_ranks(attempt, 2, tmp_path / "2", partial(looked_at, kind=kind), piped) == [alone] * 2
+
+
+def thawing(run: Run[Any]) -> Any:
+    """The first half rests, then the second, then none of it, and then all."""
+    model = run.place(Deep)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps(Numbers(53)):
+        for name, p in model.named_parameters():
+            p.requires_grad_(step.number == 2 or (int(name.partition(".")[0]) > 4) is (step.number == 0))
+            p.requires_grad_(p.requires_grad and step.number < 3)
+        try:
+            step.run(model, squares)
+        except LoopError as error:
+            return [*told, str(error), run._state.fingerprint()]
+        norm = step.grad_norm
+        step.update(optimizer)
+        told.append([step.loss, norm])
+    return told
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_stage_may_have_nothing_to_learn_for_a_while(tmp_path: Path, schedule: Any) -> None:
+    (alone,) = run_ranks(attempt, 1, tmp_path / "1", thawing, UNEVEN)
+    assert isinstance(alone, list), alone
+    assert "none of their parameters needs a gradient" in alone[3]
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule=schedule))
+    assert run_ranks(attempt, 2, tmp_path / "2", thawing, config) == [alone] * 2

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from tests.ranks import training
-from tests.ranks.loops import Numbers, attempt, linear, train, whole
+from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, whole
 from tests.ranks.test_passes import CONFIG, alternating, together
 from tests.ranks.training import settings
 from unisono.env import World
 from unisono.settings import ParallelSettings
 from unisono.testing import build_run, run_ranks
+from unisono.train.misfits import parts_told
 from unisono.train.run import Run
 from unisono.world.collectives import local
 from unisono.world.start import group as join
@@ -255,6 +256,16 @@ def empty(run: Run[Any]) -> Any:
     return train(run, build=build)
 
 
+def penalised(run: Run[Any]) -> Any:
+    """Adds up squares of weights by hand."""
+
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(loss_of(model, x) + model.get_parameter("weight").square().sum(), weight=len(i))
+
+    with parts_told(run.settings.parallel):
+        return train(run, body)
+
+
 class Chooses(nn.Module):
     """Which layer it calls depends on what comes."""
 
@@ -289,6 +300,51 @@ def test_gathered_once_a_step_it_does_not_matter_who_calls_which_layer(tmp_path:
     assert run_ranks(attempt, 2, tmp_path / "2", chosen, config) == [told] * 2
 
 
+class Skips(Chooses):
+    """A layer that not all samples go through: in `where`, its forward, or what comes of it in the loss."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        some = bool(x.sum() > 1.5)
+        x = self.rows[0](x)
+        through = self.rows[1](x) if some or self.where == "loss" else x
+        out: torch.Tensor = self.out(through if some else x)
+        return out
+
+
+def skips(run: Run[Any], where: str) -> Any:
+    return train(run, build=lambda: Skips(where))
+
+
+def evaluated_otherwise(run: Run[Any]) -> Any:
+    """In evaluations only, and at the end of a pass: nothing comes behind it that could be met instead."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+            self.out = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.rows[0](x))
+            return out + self.rows[1](x).sum() if self.training or x[0, 0] > 0 else out
+
+    model = run.place(Late)
+    optimizer = sgd(model)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        step.update(optimizer)
+        return run.evaluate(model, Numbers(2), scores)
+    return None
+
+
+CHOOSE = {"batch": 8, "virtual_ranks": 8, "micro_batch": 1, "steps": 3}
+
 SHARED = ParallelSettings(shard=2)
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "a layer called twice": (
@@ -305,8 +361,25 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
     "a parameter without elements": (empty, {}, "spare has no elements.*parallel.gather=step"),
+    "a weight outside of its layer": (penalised, {}, "outside of its layer's call.*parallel.gather=step.*weight_decay"),
     "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
+    "another layer for other samples": (
+        chosen,
+        CHOOSE,
+        "was to gather the Linear rows.[01]; at that moment, on process .*gather the Linear rows.*gather=step",
+    ),
+    "a layer that some samples skip": (
+        partial(skips, where="forward"),
+        CHOOSE,
+        "gather the Linear rows.1.*gather=step",
+    ),
+    "a layer whose output some samples do not use": (
+        partial(skips, where="loss"),
+        CHOOSE,
+        "the Linear rows.1.*gather=step",
+    ),
+    "another layer in an evaluation": (evaluated_otherwise, CHOOSE, "the Linear rows.1.*|gone or silent.*"),
     "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),
     "a class that the model has not": (
         unknown_layer,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks.agreement import GPT, Came, Sentences, agree, come
@@ -50,6 +52,86 @@ def test_it_agrees_with_one_process(tmp_path: Path, truth: Came, size: int, axes
     agree(came, truth)
     assert came.promise[0] == "exact"
     assert f"other layouts than tensor={size}" in came.promise[1]
+
+
+def test_one_virtual_rank_is_clipped_where_some_gradients_are_cut_and_some_are_not(tmp_path: Path) -> None:
+    config = replace(CONFIG, virtual_ranks=1)
+    agree(trained(2, tmp_path / "2", config, tensor=2), trained(1, tmp_path / "1", config))
+
+
+class Marked(GPT):
+    """Its norms do not train, and what has no rows is marked for the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in self.named_parameters():
+            p.requires_grad_("norm" not in name)
+            p.no_decay = p.dim() < 2  # type: ignore[attr-defined]
+
+
+def marks(run: Run[Any]) -> Any:
+    return [(name, p.requires_grad, p.__dict__["no_decay"]) for name, p in run.place(Marked).named_parameters()]
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2, "sequence": True}, {"shard": 2}])
+def test_divided_parameters_train_and_are_marked_as_the_whole_ones_were(tmp_path: Path, axes: dict[str, Any]) -> None:
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", marks)
+    config = replace(CONFIG, parallel=ParallelSettings(**axes))
+    assert run_ranks(attempt, 2, tmp_path / "2", marks, config) == [truth, truth]
+
+
+class Counting(GPT):
+    """Its blocks count all heads, where a part of them is; in torch's attention or in one by hand."""
+
+    def __init__(self, by_hand: bool, width: int = -1) -> None:
+        super().__init__()
+
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.query, self.out_proj = nn.Linear(16, 16), nn.Linear(16, 16)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q = self.query(x).view(*x.shape[:2], 4, width).transpose(1, 2)
+                mask = torch.ones(x.shape[1], x.shape[1]).tril().log()
+                seen = (q @ q.mT + mask).softmax(-1) @ q if by_hand else F.scaled_dot_product_attention(q, q, q)
+                out: torch.Tensor = x + self.out_proj(seen.transpose(1, 2).flatten(2))
+                return out
+
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+
+def counting(run: Run[Any]) -> Any:
+    run.place(lambda: Counting(False))(torch.zeros(2, 12, dtype=torch.long))
+
+
+def by_hand_counting(run: Run[Any]) -> Any:
+    run.place(lambda: Counting(True))(torch.zeros(2, 12, dtype=torch.long))
+
+
+def four_wide(run: Run[Any]) -> Any:
+    run.place(lambda: Counting(True, 4))(torch.zeros(2, 12, dtype=torch.long))
+
+
+class Encoder(nn.Module):
+    """torch's own layers: attention that computes with its matrices itself, and a feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(24, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(16, 24)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_attention_of_torchs_own_stays_whole(tmp_path: Path) -> None:
+    agree(trained(2, tmp_path / "2", build=Encoder, tensor=2), trained(1, tmp_path / "1", build=Encoder))
 
 
 def same_bits(folder: Path, beside: list[tuple[int, dict[str, Any]]], **ways: Any) -> None:
@@ -152,8 +234,36 @@ def no_such_module(run: Run[Any]) -> Any:
     run.place(GPT, plan=strange_plan())
 
 
+def no_style(run: Run[Any]) -> Any:
+    plan: Any = {"blocks.*.down": "rowwise"}
+    run.place(GPT, plan=plan)
+
+
+def not_for_norms(run: Run[Any]) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    run.place(GPT, plan={"blocks.*.norm_think": ColwiseParallel()})
+
+
 def tied_in_two_ways(run: Run[Any]) -> Any:
     run.place(GPT, plan=cut_in_two_ways())
+
+
+def whole_beside_parts(run: Run[Any]) -> Any:
+    class Placed(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place = nn.Parameter(torch.zeros(12, 16))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.norm(self.tokens(tokens) + self.place)
+            return out
+
+    run.place(Placed)(torch.zeros(2, 12, dtype=torch.long))
+
+
+def attention_in_slices(run: Run[Any]) -> Any:
+    run.place(Encoder)
 
 
 WRONG = {
@@ -161,6 +271,16 @@ WRONG = {
     strange_names: (2, r"whether rows.1.1 comes first or second.*plan="),
     no_blocks: (2, r"no blocks in a row.*plan="),
     no_such_module: (2, r"no module called block.\*.up.*names of its own"),
+    whole_beside_parts: (
+        2,
+        r"Placed whose matrices are divided.*aten.add.Tensor, test_tensor.py.*sequence=false",
+    ),
+    counting: (2, r"heads are 2 wide with a part of its matrices, and 4.*unflatten\(-1, \(-1, head_width\)\)"),
+    by_hand_counting: (2, r"heads are 2 wide with a part of its matrices, and 4"),
+    four_wide: (2, r"cannot go on: shape .*unflatten"),
+    no_style: (2, r"'blocks.\*.down': 'rowwise', which is no style.*a style is an object"),
+    not_for_norms: (2, r"cannot follow it: ColwiseParallel currently only support.*SequenceParallel for norms"),
+    attention_in_slices: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence=false"),
     tied_in_two_ways: (2, r"share a parameter of shape \(24, 16\).*do not tie"),
 }
 
@@ -168,6 +288,7 @@ WRONG = {
 @pytest.mark.parametrize("loop", WRONG)
 def test_what_cannot_be_cut_is_told_on_every_process(tmp_path: Path, loop: Any) -> None:
     size, words = WRONG[loop]
-    for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=ParallelSettings(tensor=size))):
+    parallel = ParallelSettings(tensor=size, sequence=loop in (whole_beside_parts, attention_in_slices))
+    for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
         assert isinstance(told, str), told
         assert re.search(words, told, re.DOTALL), told

@@ -31,6 +31,22 @@ def test_what_occurs_in_a_row_is_a_layer() -> None:
     assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
 
 
+class Shelves(nn.Module):
+    """Rows of what nobody calls: a U-Net's stages are often written so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.ModuleDict({"block": Block(), "pool": nn.ReLU()}) for _ in range(2))
+        self.up = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(3, 3), Block()]) for _ in range(2))
+
+
+def test_what_stands_on_a_shelf_is_a_layer_and_the_shelf_is_none() -> None:
+    net = Shelves()
+    found = layers_of(net)
+    assert {type(layer) for layer in found} == {Block, nn.Linear}
+    assert len(found) == len(set(found)) == 2 + 2 * 3
+
+
 def test_a_class_that_is_not_there_is_told() -> None:
     with pytest.raises(LoopError, match=r"(?s)parallel\.layers names Bolck.*class Block, Linear"):
         layers_of(Net(), ["Bolck"])

@@ -43,6 +43,7 @@ from unisono.settings.check import examine
 from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
+from unisono.train.misfits import parts_told
 from unisono.train.run import Run
 from unisono.train.survivors import may_survive
 from unisono.train.variants import run_kind
@@ -138,7 +139,8 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
 def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bool) -> None:
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
-        train(run)
+        with parts_told(run.settings.parallel):
+            train(run)
         run.finish()
     except Stopped:
         pass

@@ -67,7 +67,7 @@ class Layout:
         self.buckets: list[Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device, int], Bucket] = {}
         for number in reversed(range(len(params))):
-            p, dtype = self.parts[number], params[number].grad_dtype or params[number].dtype
+            p, dtype = self.parts[number], params[number].dtype
             kind = dtype, p.device, holders[number] if holders else 0
             bucket = open_buckets.get(kind)
             if bucket is None or (bucket.size + p.numel()) * dtype.itemsize > bucket_bytes:

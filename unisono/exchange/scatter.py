@@ -44,6 +44,9 @@ class Layer(Protocol):
     """Of these parameters, as a process has them when they are gathered."""
     used: list[bool]
     """Which of them have taken part in a backward pass since somebody looked."""
+    notes: Any
+    reduced: int
+    """Those who share the parameters tell each other, under this number, that a backward pass is done with it."""
 
     def reduce_by(self, comm: Any) -> None:
         """Hand gradients to `comm` from now on."""
@@ -56,6 +59,7 @@ class Sent(NamedTuple):
     rows: Sequence[torch.Tensor]
     """Our chunk of everybody's, in the order of their turns."""
     source: torch.Tensor
+    note: Any
     works: list[Work]
 
 
@@ -171,13 +175,16 @@ class Scatter(Exchange):
         sends = [Message(rows[other], other) for other in others if rank < present]
         self._bytes += sum(message.tensor.nbytes for message in sends)
         receives = [Message(ours[turn], turn) for turn in range(present) if turn != rank]
-        self._sent = Sent(chunk, ours, gradient, self.shard.send_and_receive(sends, receives))
+        note = chunk.layer.notes.write(chunk.layer.reduced)
+        works = self.shard.send_and_receive(sends, receives, tag=chunk.layer.reduced)
+        self._sent = Sent(chunk, ours, gradient, note, works)
 
     def _settle(self) -> None:
         """What is under way arrives, and is folded."""
         if self._sent is None:
             return
-        (chunk, rows, _, works), self._sent = self._sent, None
+        (chunk, rows, _, note, works), self._sent = self._sent, None
+        chunk.layer.notes.read(note)
         wait_for(works)
         first = self.round * self.shard.size
         for (virtual_rank, number), row in zip(self.places[first:], rows, strict=False):

@@ -15,6 +15,18 @@ from unisono.exchange import Exchange, Spans, Weights
 from unisono.score.tree import Node
 
 
+class Resting(Exchange):
+    """Of a stage that has nothing to learn just now: it meets nobody."""
+
+    promise = "exact"
+    reason = "nothing is added up"
+    params: Sequence[torch.nn.Parameter] = ()
+    sent = plain = 0.0
+
+    def finish(self, weight: float) -> bool:
+        return True
+
+
 class Several:
     """parts  an exchange for each stage, over parts of `params`; a parameter that several stages use is in several"""
 

@@ -57,7 +57,7 @@ class Slices(Around):
         self.inner.finish(1.0)
         for p, used in zip(self.params, self.used, strict=True):
             if used and p.grad is None:  # another slice has used it
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+                p.grad = torch.zeros_like(p)
         whole, self._bytes = True, 0
         for some in self._some():
             self._bytes += sum(grad.nbytes for grad in some)

@@ -9,9 +9,9 @@ added up in float32. Autocast (precision.py) decides operator by operator; here 
           ^                                                                       |
           +---- update <---- sum over micro-batches, in float32 <------ cast -----+
 
-Where parameters are shared FSDP2 makes the first cast, and the exchange takes the gradient from it. Where they are
-whole (one process, replicas) the cast is an operation of autograd's, made here. Both have the same bits: what several
-uses in one call give is added up in bfloat16, and all beyond that in float32.
+Where they are gathered layer by layer FSDP2 makes the first cast, and the exchange takes the gradient from it. Where
+they are whole (one process, replicas, gathered for a step) the cast is an operation of autograd's, made here. Both have
+the same bits: what several uses in one call give is added up in bfloat16, and all beyond that in float32.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ Slot = tuple[nn.Module, str]
 """Where a parameter is found: a module, and the parameter's name in it. One that is tied has several."""
 
 
-def apply_casts(model: nn.Module, parallel: ParallelSettings, *, shared: bool) -> None:
+def apply_casts(model: nn.Module, parallel: ParallelSettings) -> None:
     """From now on the layers of a model compute in `parallel.param_dtype`, and it returns floating tensors as float32.
-
-    shared  do several processes share its parameters? Then those that are gathered come as they should be
 
     Raises LoopError for what cannot be computed so.
     """
@@ -55,7 +53,7 @@ def apply_casts(model: nn.Module, parallel: ParallelSettings, *, shared: bool) -
         slot for layer in layers for slot in slots[layer] if slot not in within
     )
     for layer in [*layers, model]:
-        layer.forward = Casts(layer, slots[layer], dtype, tied, shared=shared, last=layer is model)
+        layer.forward = Casts(layer, slots[layer], dtype, tied, last=layer is model)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -85,11 +83,10 @@ class Casts(Around):
         dtype: torch.dtype,
         tied: dict[Slot, torch.Tensor | None],
         *,
-        shared: bool,
         last: bool,
     ) -> None:
         super().__init__(module)
-        self.slots, self.dtype, self.tied, self.shared, self.last = slots, dtype, tied, shared, last
+        self.slots, self.dtype, self.tied, self.last = slots, dtype, tied, last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._low, (args, kwargs))
@@ -111,7 +108,7 @@ class Casts(Around):
             assert p is not None
             again = self.tied.get(slot) if in_backward and isinstance(p, nn.Parameter) else None
             if p not in cast:
-                cast[p] = again if again is not None else self._gathered(p) if self.shared else self._low(p)
+                cast[p] = again if again is not None else self._low(p)
             if cast[p] is not p:
                 if cast[p].requires_grad and lies_apart(p) and again is None:
                     cast[p].register_hook(partial(_added_up, p.placements))  # type: ignore[attr-defined]
@@ -123,11 +120,6 @@ class Casts(Around):
 
     def _low(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-
-    def _gathered(self, p: torch.Tensor) -> torch.Tensor:
-        """One that is gathered for a whole step takes gradients in float32 (shard.py): each use's by itself, were there
-        not this view, which adds up what comes from one call in bfloat16, as the cast above does."""
-        return p.view_as(p) if p.is_leaf and p.grad_dtype != p.dtype else p
 
 
 def _added_up(placements: Any, gradient: Any) -> Any:
@@ -144,6 +136,9 @@ def _refuse(model: nn.Module) -> None:
         if isinstance(part, _NormBase) and part.running_mean is not None:
             true = f"{called}, whose running statistics are float32: torch wants its weights to be so as well."
             raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32, or GroupNorm.")
+        if _normed(part):
+            true = f"{called} with a spectral norm, whose vectors stay float32 beside its bfloat16 weight."
+            raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32.")
         if isinstance(part, nn.RNNBase):
             true = f"{called}, which keeps a list of its weights that nobody else may change."
             raise LoopError(asked, true, "--set precision=bf16 --set parallel.param_dtype=fp32.")
@@ -151,3 +146,11 @@ def _refuse(model: nn.Module) -> None:
         if p.is_floating_point() and p.dtype != torch.float32:
             true = f"{name} is {p.dtype}; what is trained and saved is to be float32, of which bfloat16 is made."
             raise LoopError(asked, true, "model.float() before it is placed, or --set parallel.param_dtype=fp32.")
+
+
+def _normed(part: nn.Module) -> bool:
+    """Is a weight of it divided by its largest singular value, in either of torch's ways?"""
+    steps = [step for row in getattr(part, "parametrizations", {}).values() for step in row]
+    return any(
+        type(step).__name__ in ("_SpectralNorm", "SpectralNorm") for step in [*steps, *part._forward_pre_hooks.values()]
+    )

@@ -34,6 +34,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import LoopError
+from unisono.parallel.asked import WRITES, Asked, StandIn
 from unisono.parallel.cut import Call, Cut, Link, Tensors, called_alone, cost_of, opened
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
@@ -66,6 +67,7 @@ class Chain(Cut):
             name: p.default for name, p in self.signature.parameters.items() if p.default is not inspect.Parameter.empty
         }
         self._read: list[tuple[nn.Module, str, Any]] = []  # attributes that the forward has read
+        self.asked = Asked()
         self.graph = self._follow(model)
         self._deep: set[fx.Node] = set()
         self._calls: list[fx.Node] = []  # of the links
@@ -78,15 +80,20 @@ class Chain(Cut):
 
         def follow() -> fx.Graph:
             with _noticed_makers():
-                return _Tracer(set(within)).trace(model, concrete_args=dict(self.defaults))
+                return _Tracer(set(within), self.asked).trace(model, concrete_args=dict(self.defaults))
 
         try:
-            with _noted_reads(within) as read:
+            with _noted_reads(within) as read, self.asked.watching():
                 graph = follow()
             with _otherwise(model), torch.set_grad_enabled(not torch.is_grad_enabled()):
                 other = follow()
         except Exception as error:
             raise CannotFollow((str(error) or type(error).__name__).splitlines()[0]) from error
+        if self.asked.nones and self.asked.loose:
+            names = ", ".join(sorted({attribute.attr for attribute in self.asked.loose.values()}))
+            raise CannotFollow(f"it asks whether something is None, and looks at {names}")
+        if self.asked.why:
+            raise CannotFollow(self.asked.why)
         if before != _dice():
             raise CannotFollow("it draws random numbers between its modules")
         if str(graph) != str(other):
@@ -124,6 +131,8 @@ class Chain(Cut):
             elif node.op in ("placeholder", "output", "get_attr") or not any(
                 before in self._deep for before in node.all_input_nodes
             ):
+                if _writes(node):
+                    raise CannotFollow(f"{node.name} changes in place what follows from its inputs")
                 continue
             self._deep.add(node)
         return links
@@ -146,6 +155,8 @@ class Chain(Cut):
             elif node.op == "output":
                 home[node] = len(begins) - 1
         needed: list[set[fx.Node]] = [set() for _ in begins]
+        if self.asked.nones:  # what nobody uses may have been asked whether it is None: the first stage sees that
+            needed[0] |= {node for node in self.graph.nodes if not node.users and node not in home and _computes(node)}
         for node in reversed(self.graph.nodes):
             stage = home.get(node)
             for s in [stage] if stage is not None else [s for s, nodes in enumerate(needed) if node in nodes]:
@@ -194,7 +205,8 @@ class Chain(Cut):
     def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
         call.begin()
         self._check_read()
-        return compute(model, self.cut[stage], self.bind(call.args, call.kwargs), received)
+        inputs = self.bind(call.args, call.kwargs)
+        return compute(model, self.cut[stage], inputs, received, self._none if self.asked.nones else None)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the model is called with, by name. Raises LoopError for what was left at its default when it was cut."""
@@ -206,13 +218,31 @@ class Chain(Cut):
                 "It was cut into the stages of a pipeline as it is when these have their defaults.",
                 "call it with what has no default only, or leave the default out of its forward's signature.",
             )
+        nones = [name for name, value in bound.items() if value is None and name not in self.defaults]
+        if nones and self.asked.nones:
+            raise self._none(" and ".join(nones))
         return bound
+
+    def _none(self, what: str) -> LoopError:
+        return LoopError(
+            f"{self.name} was called, and {what} is None.",
+            "Its forward asks whether something is None, and it was cut into the stages of a pipeline as it is when "
+            "only what has this default is.",
+            "give it a default in forward's signature (mask=None), or let a layer ask; or --set parallel.pipeline=1.",
+        )
 
 
 def compute(
-    model: nn.Module, piece: Piece, inputs: dict[str, Any], received: Sequence[Any]
+    model: nn.Module,
+    piece: Piece,
+    inputs: dict[str, Any],
+    received: Sequence[Any],
+    none: Callable[[str], LoopError] | None = None,
 ) -> tuple[Any, list[torch.Tensor]]:
-    """One stage's part of the model's forward: its output, if this is the last stage, and what goes to the next."""
+    """One stage's part of the model's forward: its output, if this is the last stage, and what goes to the next.
+
+    none  what to raise if something computed is None; None: that is as good as any other value
+    """
     known: dict[fx.Node, Any] = dict(zip(piece.receives, received, strict=True))
     output: Any = None
 
@@ -235,6 +265,8 @@ def compute(
                 known[node] = node.target(*args, **kwargs)
             case "output":
                 output = args[0]
+        if none is not None and _computes(node) and known[node] is None:
+            raise none(node.name)
     for node in piece.sends:
         if not isinstance(known[node], torch.Tensor):
             raise LoopError(
@@ -243,6 +275,19 @@ def compute(
                 "let a stage begin elsewhere (--set 'parallel.stages=[...]'), or take it apart in the same module.",
             )
     return output, [known[node] for node in piece.sends]
+
+
+def _writes(node: fx.Node) -> bool:
+    """Does it change something in place? (A stage that needs it may not see that it needs this.)"""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if getattr(node.target, "__module__", "") == "_operator":  # which has and_ and or_
+        return name in WRITES
+    return node.op.startswith("call_") and ((name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Does it make a value, other than of an argument that has its default?"""
+    return node.op.startswith("call_") and getattr(node.target, "__name__", "") not in ("_assert_is_none", "_assert")
 
 
 def _attribute(model: nn.Module, path: str) -> Any:
@@ -270,10 +315,13 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Collection[nn.Module]) -> None:
+    def __init__(self, opened: Collection[nn.Module], asked: Asked) -> None:
         super().__init__()
-        self.opened = opened
+        self.opened, self.asked = opened, asked
         self.modes = _modes()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return StandIn(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:  # fx would leave it out without a word

@@ -35,8 +35,18 @@ def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
         found = []
         for row in rows:
             count = Counter(type(part) for part in row.children() if part in parts)
-            found += [part for part in row.children() if count[type(part)] > 1 and part not in found]
+            called = [inner for part in row.children() if count[type(part)] > 1 for inner in _called(part)]
+            found += [part for part in called if part not in found]
     return found[::-1]
+
+
+def _called(part: nn.Module) -> list[nn.Module]:
+    """What of a member of a row is called: itself, unless it is a mere shelf (a ModuleDict, a ModuleList). Nobody calls
+    that, so nothing could be gathered or recomputed around it: each of what stands on it is a layer."""
+    if not isinstance(part, nn.ModuleList | nn.ModuleDict) or type(part).forward is not nn.Module.forward:
+        return [part]
+    standing = [inner for inner in part.children() if next(inner.parameters(), None) is not None]
+    return [layer for inner in standing for layer in _called(inner)]
 
 
 def outermost(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:

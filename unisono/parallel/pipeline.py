@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
-from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from unisono.parallel.passing import Arrive, Like, accumulating, comes_from, flat, laid_out, like
 from unisono.world.collectives import Group, Message, Work, wait_for
 
 REVERSED = ("LoopedBFS",)
@@ -49,34 +49,6 @@ DTYPES = tuple(
 )
 
 Tensors = Sequence[torch.Tensor]
-
-
-class Like(NamedTuple):
-    """What a tensor that travels is like. Strides are those of one that fills its memory, in some order of dims."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def floats(self) -> bool:
-        """Does a gradient come back for it?"""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-
-
-def like(tensor: torch.Tensor) -> Like:
-    return Like(tensor.dtype, tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as one row, dim after dim as `like` says: what a message can carry."""
-    dense, kind = tensor.detach(), like(tensor)
-    if dense.stride() != kind.stride:
-        dense = kind.empty(tensor.device).copy_(dense)
-    return dense.as_strided((prod(kind.shape),), (1,), dense.storage_offset())
 
 
 class Job(Protocol):
@@ -160,7 +132,9 @@ class Stage(PipelineStage):
         if self.is_last or self._idle(bwd_chunk_id) or not self.has_backward:
             return []
         kinds = self.line.known[self.jobs[bwd_chunk_id].kind, self.stage_index + 1]
-        room = self.grads[bwd_chunk_id] = [kind.empty(self.device) for kind in kinds if kind.floats]
+        room = [kind.empty(self.device) for kind in kinds if kind.floats]
+        room.append(torch.empty(len(room), dtype=torch.uint8, device=self.device))
+        self.grads[bwd_chunk_id] = room
         return self._receive(room, self.stage_index + 1, "backward", bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -175,12 +149,16 @@ class Stage(PipelineStage):
             self.received[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
 
     def get_local_bwd_output(self, mb_index: int) -> list[torch.Tensor]:
-        """The gradients of what this stage has received, for everything of floating point."""
+        """The gradients of what this stage has received, for everything of floating point, and which of them there are:
+        where none comes back, nobody has used it, and its parameters are to have none either."""
         if self._idle(mb_index) or not self.has_backward:
             return []
         kinds = self.line.known[self.jobs[mb_index].kind, self.stage_index]
-        grads = zip(self.back.pop(mb_index), [kind for kind in kinds if kind.floats], strict=True)
-        return [kind.empty(self.device).zero_() if grad is None else grad for grad, kind in grads]
+        back = self.back.pop(mb_index)
+        pairs = zip(back, [kind for kind in kinds if kind.floats], strict=True)
+        grads = [kind.empty(self.device).zero_() if grad is None else laid_out(grad, kind) for grad, kind in pairs]
+        came = torch.tensor([grad is not None for grad in back], dtype=torch.uint8, device=self.device)
+        return [*grads, came]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         self.grads[mb_index] = list(next_stage_bwd_outputs)
@@ -198,13 +176,15 @@ class Stage(PipelineStage):
             return torch.zeros((), device=self.device)
         self._wait("forward", fwd_chunk_id)
         job, received = self.jobs[fwd_chunk_id], self.received.pop(fwd_chunk_id, [])
-        for tensor in received:
-            tensor.requires_grad_(self._wants_gradients() and like(tensor).floats)
+        anchors = received
+        if self._wants_gradients():
+            anchors = [t.new_empty(1).expand(t.shape).requires_grad_() if like(t).floats else t for t in received]
+            received = [Arrive.apply(a, t) if like(t).floats else t for a, t in zip(anchors, received, strict=True)]
         outputs = job.forward(self.stage_index, received)
         if self._wants_gradients():
             # a view cannot be let go of, which zero-bubble schedules do
             outputs = [o.clone() if o._is_view() and o.requires_grad else o for o in outputs]
-            self.made[fwd_chunk_id] = outputs, received
+            self.made[fwd_chunk_id] = outputs, anchors
         elif self.is_last:
             self.outputs.append(outputs)
         if self.is_last:
@@ -219,9 +199,13 @@ class Stage(PipelineStage):
             return
         self._wait("backward", bwd_chunk_id)
         outputs, inputs = self.made.pop(bwd_chunk_id)
-        grads: list[torch.Tensor | None] = [None] if self.is_last else list(self.grads.pop(bwd_chunk_id))
         floats = [o for o in outputs if like(o).floats]
-        pairs = [(o, g) for o, g in zip(floats, grads, strict=True) if o.requires_grad]
+        if self.is_last:
+            pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(o, None) for o in floats if o.requires_grad]
+        else:
+            *grads, came = self.grads.pop(bwd_chunk_id)
+            found = zip(floats, grads, came.tolist(), strict=True)
+            pairs = [(o, g) for o, g, yes in found if yes and o.requires_grad]
         received = [x for x in inputs if like(x).floats]
         if full_backward:
             with self.jobs[bwd_chunk_id].gathering(self.stage_index):
@@ -230,48 +214,35 @@ class Stage(PipelineStage):
         elif self.is_first:  # without a gradient of inputs, all is left for later
             self.split[bwd_chunk_id] = pairs, None
         else:
-            known: dict[str, Any] = {"stage_output": [o for o, _ in pairs], "input_values": received}
-            known["output_grads"] = None if self.is_last else [g for _, g in pairs]
+            through = [pair for pair in pairs if comes_from(pair[0], received)]
+            apart = [(o, g) for o, g in pairs if all(o is not other for other, _ in through)]
+            known: dict[str, Any] = {"stage_output": [o for o, _ in through], "input_values": received}
+            known["output_grads"] = None if self.is_last else [g for _, g in through]
             back, weights = self.backward_maybe_with_nosync("input", known)
             self.back[bwd_chunk_id] = list(back)
-            self.split[bwd_chunk_id] = [o for o, _ in pairs], weights
+            self.split[bwd_chunk_id] = apart, weights
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self._idle(bwd_chunk_id) or not self.has_backward:
             return
-        outputs, weights = self.split.pop(bwd_chunk_id)
+        pairs, weights = self.split.pop(bwd_chunk_id)
         with self.jobs[bwd_chunk_id].gathering(self.stage_index):
             if weights is None:
-                self._backward(outputs)
-            else:
-                with accumulating(list(self.submod.parameters())):
-                    self.backward_maybe_with_nosync("weight", {"stage_output": outputs, "param_groups": weights})
+                self._backward(pairs)
+                return
+            with accumulating(params := list(self.submod.parameters())):
+                if pairs:  # torch finds weights between outputs and inputs, and not where there is no input
+                    trained = [p for p in params if p.requires_grad]
+                    outputs, grads = [o for o, _ in pairs], [g for _, g in pairs]
+                    kept: dict[str, Any] = {"retain_graph": bool(weights), "allow_unused": True}
+                    found: list[Any] = list(torch.autograd.grad(outputs, trained, grads, **kept))
+                    for p, grad in zip(trained, found, strict=True):
+                        p.grad = None if grad is None else grad.clone()
+                self.backward_maybe_with_nosync("weight", {"stage_output": [], "param_groups": weights})
 
     def _backward(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-
-
-class accumulating:  # used as a context
-    """torch writes the gradients of a zero-bubble schedule's weights into p.grad itself; here they go there as
-    autograd's do, past the hooks that run after accumulation."""
-
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self.params = params
-
-    def __enter__(self) -> None:
-        self.before = [p.grad for p in self.params]
-        for p in self.params:
-            p.grad = None
-
-    def __exit__(self, *error: object) -> None:
-        for p, held in zip(self.params, self.before, strict=True):
-            new = p.grad
-            p.grad = held
-            if new is not None:
-                p.grad = new if held is None else held.add_(new)
-                for hook in (p._post_accumulate_grad_hooks or {}).values():
-                    hook(p)
 
 
 class Line:

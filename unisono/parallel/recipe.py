@@ -56,7 +56,9 @@ def parallelize(
         else:
             apply_tensor(model, across, plan, sequence=parallel.sequence, loss=parallel.loss)
     if parallel.param_dtype != "fp32" and not parallel.compile:  # what is computed again is cast again
-        _cast(model, mesh, parallel)
+        from unisono.parallel.casts import apply_casts
+
+        apply_casts(model, parallel)
     if parallel.recompute != "none":
         from unisono.parallel.recompute import apply_recompute
 
@@ -66,18 +68,14 @@ def parallelize(
 
         apply_compile(model, parallel.layers)
     if parallel.param_dtype != "fp32" and parallel.compile:  # around compiled code, which would leave roundings out
-        _cast(model, mesh, parallel)
+        from unisono.parallel.casts import apply_casts
+
+        apply_casts(model, parallel)
     if mesh.shard.size > 1:
         from unisono.parallel.shard import apply_shard
 
         return apply_shard(model, mesh.torch_mesh("shard"), parallel, device)
     return []
-
-
-def _cast(model: nn.Module, mesh: Mesh, parallel: ParallelSettings) -> None:
-    from unisono.parallel.casts import apply_casts
-
-    apply_casts(model, parallel, shared=mesh.shard.size > 1)
 
 
 def _check(model: nn.Module, plan: Any) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten, treespec_loads
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten, treespec_loads
 
 from unisono.errors import LoopError
 from unisono.parallel.cut import Call, Cut, Link, Tensors, called_alone, cost_of, opened
@@ -123,11 +123,12 @@ class Replay(Cut):
     def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
         told = decoded(received[-1]) if received else None
         act = Act(self, stage, told, received[:-1], call.begin)
+        again = call._replace(**tree_map(_itself, {"args": call.args, "kwargs": call.kwargs}))  # a dict may be emptied
         try:
             output = self._run(model, act, call)
         except Left as left:
             sent = encoded(Told(left.link, tuple(act.gave))).to(self.device)
-            return None, [*self._crossing(model, act, call, left), sent]
+            return None, [*self._crossing(model, act, again, left), sent]
         if stage < self.stages[-1] or not act.begun:
             names = ", ".join(link.name for link, of in zip(self.links, self.stages, strict=True) if of > stage)
             raise self.disorder(
@@ -351,6 +352,10 @@ def unseen(device: torch.device) -> Iterator[None]:
 
 
 # -- what goes into modules, and what comes out
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 def _is_leaf(thing: Any) -> bool:

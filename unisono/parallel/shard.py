@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from unisono.errors import LoopError
 from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.layout import apply_rows
+from unisono.parallel.notes import Gather, Notes
 from unisono.parallel.precision import DTYPES
 from unisono.world.collectives import like, local
 
@@ -42,6 +43,7 @@ class Layer:
     shapes  of these, as this process has them when they are gathered
     place   which part is this process's, and of how many
     params  the shards of these
+    notes   of who gathers what, if it is gathered whenever it is called; `reduced` says there that its gradient leaves
     """
 
     called: str
@@ -50,9 +52,17 @@ class Layer:
     shapes: list[torch.Size]
     place: tuple[int, int]
     params: list[nn.Parameter] = field(default_factory=list)
+    notes: Notes | None = None
+    reduced: int = 0
     used: list[bool] = field(default_factory=list)
     """Which of them have taken part in a backward pass since somebody looked."""
     _watched: set[int] = field(default_factory=set)
+    _trained: bool = False
+
+    @property
+    def within(self) -> str:
+        """What it is called within a sentence."""
+        return self.called[0].lower() + self.called[1:]
 
     def current(self) -> list[nn.Parameter]:
         """Its parameters as the module has them now: whole while they are gathered, shards otherwise."""
@@ -71,6 +81,10 @@ class Layer:
             if p.requires_grad and i not in self._watched:
                 self._watched.add(i)
                 p.register_post_accumulate_grad_hook(partial(_note, self.used, i))
+        trains = any(shard.requires_grad for shard in self.params)
+        if trains and not self._trained:
+            self._fsdp.unshard()  # nothing is left to gather, but FSDP2 asks again in which numbers gradients leave
+        self._trained = trains
 
     def prepare(self, *, by_layer: bool) -> None:
         """FSDP2 has just taken the module over: nothing of it is gathered yet."""
@@ -87,9 +101,6 @@ class Layer:
         """Gather it until `rest`; returns its whole parameters, the same objects every time."""
         self._fsdp.unshard()
         self.watch()
-        for whole, shard in zip(self.current(), self.params, strict=True):
-            if whole.dtype != shard.dtype:
-                whole.grad_dtype = shard.dtype  # the sum over micro-batches is as wide as what it changes
         return self.current()
 
     def divide(self, wanted: Collection[int]) -> None:
@@ -107,6 +118,11 @@ class Layer:
     def rest(self) -> None:
         """Let go of whole parameters, if there are any."""
         self._fsdp.reshard()
+
+    def listen(self, notes: Notes) -> None:
+        """From now on, whoever gathers it tells the others so, and is told what they do."""
+        self.notes, self.reduced = notes, notes.number(f"done with {self.within} in backward")
+        self._fsdp.set_custom_all_gather(Gather(self, notes))  # type: ignore[arg-type]  # it keeps that protocol
 
     def reduce_by(self, comm: Any) -> None:
         """Hand gradients to `comm` from now on, as the sums that they are."""
@@ -168,8 +184,12 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             layers.append(Layer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
-    for module, strides in ordered:
-        strides.listen(module)
+    for layer in layers:
+        ordered.of(layer.names, layer.module).listen(layer.module)
+    for part in model.modules():  # called by itself, or computed again in backward
+        ordered.of(part._parameters, part).listen(part)
+    if parallel.gather == "step":
+        ordered.listen(model)
     return layers
 
 
@@ -198,8 +218,10 @@ def _refuse_sparse(model: nn.Module, size: int) -> None:
 
 
 def policy_of(parallel: ParallelSettings) -> MixedPrecisionPolicy:
-    """In which numbers FSDP2 gathers, and hands gradients on. Inputs and outputs are cast elsewhere: casts.py."""
-    if parallel.param_dtype == "fp32":
+    """In which numbers FSDP2 gathers, and hands gradients on. What is whole for a step may be used outside of its layer
+    as well, in float32; what a layer computes with is cast then as it is on one process (casts.py), and inputs always.
+    """
+    if parallel.param_dtype == "fp32" or parallel.gather == "step":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(DTYPES[parallel.param_dtype], torch.float32, cast_forward_inputs=False)
 

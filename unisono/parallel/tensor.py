@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -30,7 +32,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import layers_of
+from unisono.parallel.heads import Heads
+from unisono.parallel.layers import Around, layers_of
 
 FIRST = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "qkv", "query_key_value"),
@@ -71,8 +74,63 @@ def apply_tensor(
     chosen = dict(plan or _models_own(model) or _found(model, sequence=sequence, loss=loss))
     _check(model, chosen, mesh.size())
     ties = _ties(model)
-    parallelize_module(model, mesh, chosen)
+    heads = Heads(model, _divided(model, chosen), mesh.size())
+    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+    _parallelize(model, mesh, chosen)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        p.requires_grad_(trained[name])  # torch's SequenceParallel makes parameters anew, and all of those train
     _tie_again(model, ties)
+    model.forward = Parts(model, heads)
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """torch's own, which tells of a style that does not know a module only when it comes there."""
+    try:
+        parallelize_module(model, mesh, dict(plan))
+    except NotImplementedError as error:
+        raise LoopError(
+            f"A plan was given for a {type(model).__name__}.",
+            f"torch cannot follow it: {error}",
+            "ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, SequenceParallel for norms; leave out "
+            "what is to stay whole.",
+        ) from error
+
+
+class Parts(Around):
+    """A forward in which some matrices are parts of themselves. torch computes with these beside whole tensors only
+    within the modules that a plan names; an operation elsewhere that meets both ends in an error that says which."""
+
+    def __init__(self, module: nn.Module, heads: Heads) -> None:
+        super().__init__(module)
+        self.heads = heads
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.heads.look(args, kwargs)
+        try:
+            return self.forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "got mixed torch.Tensor and DTensor" not in str(error):
+                raise  # a script's own
+            where, line = self._place_of(error)
+            raise LoopError(
+                f"{where} was called, in a {type(self.module).__name__} whose matrices are divided (parallel.tensor).",
+                f"Its forward pass has an operation between a divided tensor and a whole one ({str(error).split()[0]}, "
+                f"{line}): a parameter or buffer by itself beside part of a sequence, for instance, or a divided "
+                "matrix outside of the call of its module.",
+                "--set parallel.sequence=false; or put what is whole into a module, such as an nn.Embedding for "
+                "positions, and with a plan of your own name that module in it.",
+            ) from error
+
+    def _place_of(self, error: BaseException) -> tuple[str, str]:
+        """The innermost module of the model in whose own code it happened, and the line."""
+        names = {id(part): name for name, part in self.module.named_modules()}
+        where, line = "The model", ""
+        for frame, number in walk_tb(error.__traceback__):
+            part = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))  # "self", for most people
+            if isinstance(part, nn.Module) and id(part) in names and frame.f_code.co_name == "forward":
+                where = names[id(part)] or "The model"
+                line = f"{Path(frame.f_code.co_filename).name}, line {number}"
+        return where, line
 
 
 def _models_own(model: nn.Module) -> Plan:
@@ -94,8 +152,11 @@ def _found(model: nn.Module, *, sequence: bool, loss: bool) -> Plan:
     blocks = [part for part in layers_of(model) if any(isinstance(p, nn.Linear) for p in part.modules())]
     plan: dict[str, ParallelStyle] = {}
     spread = Shard(1) if sequence else Replicate()
+    alone = _on_their_own(model, sequence=sequence)
     for block in blocks:
         for name, part in block.named_modules(prefix=names[id(block)]):
+            if part in alone:
+                continue
             if isinstance(part, nn.Linear):
                 plan[name] = _style(model, name, spread)
             elif sequence and isinstance(part, nn.LayerNorm | nn.RMSNorm):
@@ -123,6 +184,20 @@ def _found(model: nn.Module, *, sequence: bool, loss: bool) -> Plan:
     return plan
 
 
+def _on_their_own(model: nn.Module, *, sequence: bool) -> set[nn.Module]:
+    """What is within an nn.MultiheadAttention. That takes the matrices and computes with them itself, so no hook of a
+    style would be called: it stays whole, and every process computes it. It also wants whole sequences."""
+    found = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)]
+    if found and sequence:
+        raise LoopError(
+            f"parallel.sequence was asked for a {type(model).__name__}.",
+            f"{found[0][0]} is an nn.MultiheadAttention, which computes with its matrices itself and knows no parts of "
+            "sequences.",
+            "--set parallel.sequence=false, or an attention of nn.Linear and F.scaled_dot_product_attention.",
+        )
+    return {inner for _, part in found for inner in part.modules()}
+
+
 def _style(model: nn.Module, name: str, spread: Any) -> ParallelStyle:
     word = name.rpartition(".")[2]
     if word in FIRST:
@@ -146,8 +221,30 @@ def _cut(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, Paralle
                 yield name, part, style
 
 
+def _divided(model: nn.Module, plan: Plan) -> Iterator[tuple[str, int]]:
+    """The matrices between which features are divided, each with the dim of its weight that is. None where a plan has
+    other styles too, which may put together in between what these divide."""
+    if any(not isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel) for style in plan.values()):
+        return
+    for name, part, style in _cut(model, plan):
+        if isinstance(part, nn.Linear):
+            if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
+                yield name, 0
+            elif isinstance(style, RowwiseParallel) and style.input_layouts == (Shard(-1),):
+                yield name, 1
+
+
 def _check(model: nn.Module, plan: Plan, size: int) -> None:
     """Can everything be cut into equal parts?"""
+    given: Mapping[str, object] = plan
+    strange = [f"{name!r}: {style!r}" for name, style in given.items() if not isinstance(style, ParallelStyle)]
+    if strange:
+        raise LoopError(
+            f"A plan was given for a {type(model).__name__}.",
+            f"In it is {', '.join(strange)}, which is no style of torch's.",
+            "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel; a style is an object: "
+            "RowwiseParallel().",
+        )
     named = list(_cut(model, plan))
     missing = [pattern for pattern in plan if not any(style is plan[pattern] for _, _, style in named)]
     if missing:

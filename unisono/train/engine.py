@@ -264,7 +264,7 @@ class Engine:
         exchange = gradient.exchange
         joins = self.group.company is not None and self.group.company.knocks
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
-        said["joins"] = joins
+        said |= {"joins": joins, "learns": bool(gradient.params)}
         if self.buddy is not None:
             self.buddy.settle()
         totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
@@ -273,6 +273,8 @@ class Engine:
         self.agreed = agreed = totals.flags
         if agreed["touched"]:
             raise touched()
+        if not agreed["learns"]:  # in no stage of a pipeline; otherwise `look` has said so before the step
+            raise self.models.idle()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gathered: Gathered = (None, None)
@@ -302,9 +304,10 @@ class Engine:
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
         """The 2-norm of the gradient of these parameters, before it is clipped to `limit`, if there is one. With one
-        virtual rank both are torch's own, to the bit; otherwise they do not depend on the placement (norm.py)."""
+        virtual rank both are torch's own, to the bit, unless matrices are cut: torch takes no cut gradients beside
+        whole ones. Otherwise they do not depend on the placement (norm.py)."""
         grads = [p.grad for p in params if p.grad is not None]
-        if self.order.virtual_ranks == 1:
+        if self.order.virtual_ranks == 1 and not any(map(lies_apart, grads)):
             torchs = torch.nn.utils.get_total_norm(grads)
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)

@@ -13,7 +13,7 @@ from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights, after_a_death, build_exchange, chosen
 from unisono.exchange.buckets import finite
 from unisono.exchange.own import Own
-from unisono.exchange.several import Several
+from unisono.exchange.several import Resting, Several
 from unisono.exchange.slices import Slices
 from unisono.train.buffers import versions
 from unisono.world.collectives import local
@@ -54,10 +54,12 @@ class Gradient:
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
+        self.notes = layers[0].notes if layers else None
         if layers and by_layer:
             self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
         elif pipeline is not None:
-            parts = [chosen(settings, of, mesh.data, mesh.world) for of in pipeline.parts_of(params)]
+            stages = pipeline.parts_of(params)
+            parts = [chosen(settings, of, mesh.data, mesh.world) if of else Resting() for of in stages]
             self.exchange = Several(params, parts)
         elif own is not None:
             self.exchange = own(self.leaves, ranks, mesh.data)
@@ -102,8 +104,10 @@ class Gradient:
     def finish(self, weight: float, *, unused: bool) -> None:
         """p.grad becomes the sum over all processes, divided by `weight`; None, where nobody used the parameter."""
         exchange = self.exchange
+        if self.notes is not None:
+            self.notes.end()
         whole = exchange.finish(weight)
-        if unused:
+        if unused and self.leaves:
             used = torch.tensor(exchange.used, dtype=torch.uint8, device=self.mesh.world.device)
             for p, by_anyone in zip(self.leaves, self.mesh.data.max_(used).tolist(), strict=True):
                 if not by_anyone:

@@ -44,9 +44,9 @@ def made(
             if run.settings.parallel.gather == "step":
                 models.gather()
             hurry = lambda: run._leave and run._ended is not None  # noqa: E731
-            found = fold(Outputs(model, walk, forward=forward, hurry=hurry, pipeline=models.pipeline))
+            outputs = Outputs(model, walk, forward=forward, hurry=hurry, over=models.over, pipeline=models.pipeline)
+            found = fold(outputs)
             models.busy = False
-            models.rest()
         return found
 
     return run.together(verb, body, again=not isinstance(data, Iterator))  # which can be walked through only once

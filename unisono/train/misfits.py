@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from unisono.errors import LoopError
 from unisono.score.order import Order
+from unisono.settings import ParallelSettings
 from unisono.world.collectives import lies_apart
 
 
@@ -74,6 +77,42 @@ def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtu
         )
 
 
+BY_ELEMENT = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop"]
+"""torch's optimizers that treat every element of a parameter by itself, so that parts of it step as the whole would.
+(Adafactor and Muon do not: they look at rows and at whole matrices.)"""
+
+
+def by_element(optimizer: Any) -> bool:
+    """Does it treat every element by itself? Of torch's we know; others say so with an attribute of this name."""
+    said = getattr(optimizer, "by_element", None)
+    if said is not None:
+        return bool(said)
+    step = inspect.unwrap(getattr(type(optimizer), "step", by_element))  # torch wraps it
+    return step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in BY_ELEMENT
+
+
+@contextmanager
+def stepping(optimizer: Any) -> Iterator[None]:
+    """An optimizer steps in here. Where it cannot do that to parts of parameters, that is told in our words.
+
+    One that does not go element by element computes with rows or whole matrices; of these operations torch can make
+    some of parts, and some not.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # NotImplementedError is one of these
+        first = str(error).partition("\n")[0]
+        if not any(
+            words in str(error) for words in ("Sharding propagation", "sharding strategy", "Tensor and DTensor")
+        ):
+            raise
+        raise LoopError(
+            f"step.update was to step {type(optimizer).__name__} with parameters of which each process has a part.",
+            f"It computes with whole tensors in a way that torch cannot do with parts of them: {first}",
+            "use AdamW or SGD, which treat every element by itself, or --set parallel.shard=1 and parallel.tensor=1.",
+        ) from error
+
+
 def check_schedule(schedule: Any) -> None:
     """Can this schedule be stepped by step.update?"""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -94,6 +133,24 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
     if name.startswith(("Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Reshape")):
         return next((f for n, _ in node.next_functions if (f := _visible_mean(n, depth - 1))), None)
     return None
+
+
+@contextmanager
+def parts_told(parallel: ParallelSettings) -> Iterator[None]:
+    """Where a part of a parameter meets a whole tensor, torch speaks of DTensors. Raises LoopError instead."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        by_layer = parallel.shard != 1 and parallel.gather == "layer"
+        raise LoopError(
+            "A parameter was used outside of its layer's call.",
+            "Each process has a part of it there, since "
+            + ("its layer is whole while it computes, and no longer." if by_layer else "parallel.tensor divides it."),
+            ("--set parallel.gather=step, with which it is whole for a step; or, " if by_layer else "")
+            + "for a penalty on weights, the optimizer's weight_decay.",
+        ).with_traceback(error.__traceback__) from None
 
 
 def alone(order: Order, last: int, name: str) -> LoopError:

@@ -17,12 +17,14 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
 from unisono.parallel.context import Context
+from unisono.parallel.marks import apply_marks, marks_of
 from unisono.parallel.recipe import parallelize
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
+    from unisono.parallel.notes import Notes
     from unisono.parallel.placement import Placement
     from unisono.parallel.shard import Layer
     from unisono.parallel.tensor import Plan
@@ -47,6 +49,8 @@ class Models:
         self.trained: list[torch.nn.Parameter] = []
         self.layers: list[Layer] = []
         """What is gathered at once, of all models, if they are sharded."""
+        self.notes: Notes | None = None
+        """Of who gathers which layer, if they are gathered one by one."""
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
@@ -85,7 +89,16 @@ class Models:
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
-        self.layers += parallelize(model, self.mesh, parallel, plan)
+        marks = marks_of(model)
+        layers = parallelize(model, self.mesh, parallel, plan)
+        if layers and parallel.gather == "layer":
+            from unisono.parallel.notes import Notes  # as much as half a second
+
+            self.notes = self.notes or Notes(self.mesh.shard)
+            for layer in layers:
+                layer.listen(self.notes)
+        self.layers += layers
+        apply_marks(model, marks)
         self.plans.append(plan)
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipeline import Pipeline  # half a second
@@ -132,7 +145,7 @@ class Models:
         ]
 
     def look(self) -> bool:
-        """See what trains now. True if that has changed; raises LoopError if nothing does."""
+        """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
         new = False
         if self._grew:
             self._grew = False
@@ -140,18 +153,22 @@ class Models:
         signature = [p.requires_grad for p in self.params]
         if signature == self._signature and not new:
             return False
-        if not any(signature):
-            placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
-            raise LoopError(
-                "run.steps was asked for a step.",
-                placed if self.modules else "No model was placed, so there is nothing to train.",
-                "place the model that trains: model = run.place(lambda: Net()).",
-            )
+        if not any(signature) and self.pipeline is None:  # otherwise other stages may have something to learn
+            raise self.idle()
         self._signature = signature
         self.trained = [p for p in self.params if p.requires_grad]
         for tell in self.heard:
             tell()
         return True
+
+    def idle(self) -> LoopError:
+        """Nothing trains."""
+        placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
+        return LoopError(
+            "run.steps was asked for a step.",
+            placed if self.modules else "No model was placed, so there is nothing to train.",
+            "place the model that trains: model = run.place(lambda: Net()).",
+        )
 
     def _look_again(self) -> bool:
         """The modules may have grown between two steps: what is new is the main process's, as with run.place."""
@@ -196,6 +213,12 @@ class Models:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""
         for layer in self.layers:
             layer.rest()
+
+    def over(self) -> None:
+        """The last forward pass of an evaluation is done."""
+        self.rest()
+        if self.notes is not None:
+            self.notes.end()
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""

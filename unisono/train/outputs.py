@@ -29,6 +29,7 @@ class Outputs:
 
     forward  forward(model, batch) -> output
     hurry    does this process want to leave?
+    over     is called when its last forward pass is done
     speaks   is what comes here to be told the others? Of several processes with the same outputs one does
     part     in this context a batch is what this process computes of it: all of it, unless somebody says otherwise
     """
@@ -40,12 +41,13 @@ class Outputs:
         *,
         forward: Forward | None,
         hurry: Callable[[], bool],
+        over: Callable[[], None],
         pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.walk, self.pipeline = model, walk, pipeline
         self.group: Group = walk.group if pipeline is None else pipeline.world
         self.speaks = pipeline is None or pipeline.speaks
-        self.forward, self.hurry = forward or call, hurry
+        self.forward, self.hurry, self.over = forward or call, hurry, over
         self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
 
@@ -60,6 +62,7 @@ class Outputs:
                 yield micro_batch._replace(batch=batch), output
         if self.pipeline is not None:
             yield from self.pipeline.walk(self.model, self.walk, self.forward)
+        self.over()
         leaves = torch.tensor([self.hurry()], dtype=torch.uint8, device=self.group.device)
         if self.group.max_(leaves).item():
             raise Stopped

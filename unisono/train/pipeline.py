@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from unisono import phases
 from unisono.data.seeding import State, give_state, take_state
@@ -31,6 +31,7 @@ from unisono.parallel.pipeline import Line, Tensors
 from unisono.parallel.replay import Replay
 from unisono.parallel.told import PLAIN
 from unisono.score.order import Place
+from unisono.train.buffers import versions
 from unisono.train.crossing import from_parts, parts_of
 from unisono.train.misfits import check_loss
 from unisono.train.outputs import Forward, call, parts
@@ -102,7 +103,7 @@ class Round:
     """One micro-batch on its way through the stages (a Job, parallel/pipeline.py).
 
     start   where the generators stand when its forward pass begins; the same on all processes of the line
-    finish  the model's output -> what the last stage has to show for it
+    finish  the micro-batch, as forward has left it, and the output -> what the last stage has to show for it
     gather  around a backward pass of a stage
     """
 
@@ -111,7 +112,7 @@ class Round:
     batch: Any
     call: Callable[[nn.Module, Any], Any]
     start: Start
-    finish: Callable[[Any], Any]
+    finish: Callable[[Any, Any], Any]
     gather: Callable[[int], Any] | None = None
 
     @property
@@ -128,20 +129,29 @@ class Round:
         across = pipeline.across
         tensors = from_parts(tensors, across) if across else tensors
         turn = pipeline.turn = Turn(stage, tensors, partial(give_dice, dice, device))
+        batch = tree_map(_itself, self.batch)  # what forward takes out of a dict is there for the next stage
+        held = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        before = versions(held)
         try:
-            output = self.call(self.model, self.batch)
+            output = self.call(self.model, batch)
         except Reached as reached:
             sends = parts_of(reached.sends, across) if across else reached.sends
             return [*sends, dice_of(device).to(device)]
         finally:
             pipeline.turn = None
+            if versions(held) != before:
+                raise LoopError(
+                    "A forward pass changed its micro-batch in place.",
+                    "In a pipeline every stage begins with the same micro-batch, and each would change it once more.",
+                    "make a new tensor of it (x = x - 1, not x -= 1), or --set parallel.pipeline=1.",
+                )
         if not turn.done:
             raise LoopError(
                 "A forward pass did not call the model.",
                 "In a pipeline each stage does its part when the model that run.place has returned is called.",
                 "call it: forward=lambda model, batch: model(batch[0]).",
             )
-        return [self.finish(output)]
+        return [self.finish(batch, output)]
 
     @contextmanager
     def gathering(self, stage: int) -> Iterator[None]:
@@ -262,7 +272,7 @@ class Pipeline:
                     batch,
                     forward or call,
                     self.start(),
-                    partial(finish, place, batch),
+                    partial(finish, place),
                     partial(gather, place),
                 )
             )
@@ -340,8 +350,12 @@ def cut_of(model: nn.Module) -> Cut:
         return Replay(model, str(error))
 
 
-def _as_it_is(output: Any) -> Any:
+def _as_it_is(batch: Any, output: Any) -> Any:
     return output
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
 
 
 def _kind(leaf: Any) -> Any:

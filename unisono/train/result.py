@@ -12,6 +12,7 @@ import torch
 from unisono.exchange import PROMISES, promise_of
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
+from unisono.train.misfits import by_element
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
@@ -35,7 +36,12 @@ def promise(run: Run[Any]) -> tuple[str, str]:
         if before.startswith(PROMISES[0]):  # or "exact until" such a step already
             return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
         return before, f"{why}; from step {first} on other mathematics: {what}"
-    return max(here, (before, why), key=lambda promised: PROMISES.index(promised[0]))
+    return max(here, (before, why), key=lambda promised: _rank(promised[0]))
+
+
+def _rank(promise: str) -> int:
+    """How little a promise binds; a placement of somebody's own may say anything."""
+    return PROMISES.index(promise) if promise in PROMISES else len(PROMISES)
 
 
 def _promise_here(run: Run[Any]) -> tuple[str, str]:
@@ -46,6 +52,12 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
     own = run._engine.own if run._engine is not None else None
     if own is not None:
         exchange = own.promise, own.reason
+    if run._mesh.axes.shard > 1 or run._mesh.axes.tensor > 1:
+        steppers = run._engine.steppers if run._engine is not None else ()
+        strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not by_element(s)]
+        if strange:
+            reason = f"{strange[0]} may compute with whole tensors, of which each process has a part"
+            return max((exchange[0], "tolerance"), key=_rank), reason
     ties = run._models.ties
     if ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"

@@ -11,7 +11,7 @@ import torch
 from unisono import phases
 from unisono.errors import LoopError, PeerLost
 from unisono.score.order import Place
-from unisono.train.misfits import check_loss
+from unisono.train.misfits import check_loss, stepping
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.slices import in_slices
 from unisono.train.table import LOSS
@@ -334,7 +334,8 @@ class Step:
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             self._engine.know(optimizer)
-            optimizer.step()
+            with stepping(optimizer):
+                optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:
                 self._engine.know_schedule(schedule)

@@ -21,7 +21,7 @@ from unisono.score.order import Place
 from unisono.score.tree import chain
 from unisono.world.collectives import Group, peers
 
-FLAGS = ("stop", "leave", "unused", "norms", "buffers", "touched", "unsaved", "news", "joins")
+FLAGS = ("stop", "leave", "unused", "norms", "buffers", "touched", "learns", "unsaved", "news", "joins")
 STEP = "a step"
 VERBS = (
     STEP,

@@ -143,16 +143,17 @@ class Group:
         work: Work = _all_gather(out, mine, group=self.handle, async_op=True)
         return work
 
-    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
-        """Begin to send and to receive these. Between two processes, messages arrive in the order they were sent.
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int = 0) -> list[Work]:
+        """Begin to send and to receive these. Between two processes, messages of one tag arrive in the order they were
+        sent; only gloo knows tags.
 
         With gloo this takes half the time of all_to_all and all_gather, which copy what stays where it is.
         """
         receives = [message for message in receives if message.tensor.numel()]
         sends = [message for message in sends if message.tensor.numel()]
         if self.device.type == "cpu":  # gloo takes them one by one anyway: without the checks of a batch
-            works = [dist.irecv(tensor, group=self.handle, group_src=peer) for tensor, peer in receives]
-            works += [dist.isend(tensor, group=self.handle, group_dst=peer) for tensor, peer in sends]
+            works = [dist.irecv(tensor, group=self.handle, group_src=peer, tag=tag) for tensor, peer in receives]
+            works += [dist.isend(tensor, group=self.handle, group_dst=peer, tag=tag) for tensor, peer in sends]
             return [Patient(work) for work in works]
         ops = [self.op(dist.irecv, message) for message in receives] + [
             self.op(dist.isend, message) for message in sends

@@ -1,0 +1,73 @@
+"""Optimizers step parts of parameters as they would the whole, or it is said that they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.ranks.loops import SETTINGS, attempt, train
+from unisono.env import World
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+
+
+class Signs(torch.optim.Optimizer):
+    """Every element a step by its gradient's sign; nobody can see from outside that it goes by elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad.sign(), alpha=-0.01)
+
+
+class SureSigns(Signs):
+    by_element = True
+
+
+class Mine(torch.optim.AdamW):
+    """One of torch's, with a name of its own."""
+
+
+def matrix() -> nn.Module:
+    return nn.Linear(3, 4, bias=False)
+
+
+MAKE = {
+    "Signs": Signs,
+    "SureSigns": SureSigns,
+    "Mine": Mine,
+    "Muon": torch.optim.Muon,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+def all_of_them(world: World, folder: Path) -> dict[str, Any]:
+    """By its name what comes of an optimizer in shards: bits and promise, or words."""
+
+    def loop(make: Any) -> Any:
+        return lambda run: (train(run, build=matrix, make=lambda model: make(model.parameters())), run.promise())
+
+    config = replace(SETTINGS, parallel=ParallelSettings(shard=world.size))
+    return {name: attempt(world, folder / name, loop(make), config) for name, make in MAKE.items()}
+
+
+def test_what_does_not_go_by_element_promises_less_in_shards(tmp_path: Path) -> None:
+    (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
+    assert all(came[1][0] == "exact" for came in truth.values())
+    for told in run_ranks(all_of_them, 2, tmp_path / "2"):
+        for name in ("SureSigns", "Mine"):
+            assert told[name] == truth[name], name
+        assert told["Signs"][0] == truth["Signs"][0]
+        for name in ("Signs", "Muon"):
+            assert told[name][1][0] == "tolerance", name
+            assert told[name][1][1].startswith(f"{name} may compute with whole tensors"), name
+        assert "was to step Rprop with parameters of which each process has a part" in told["Rprop"]
+        assert "use AdamW or SGD" in told["Rprop"]
