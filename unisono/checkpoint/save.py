@@ -250,7 +250,8 @@ class Saver:
         if job is not None:
             job.written.wait()
         said = self.group.gather([job is not None, job is not None and job.publishes, job and job.problem])
-        lost = any(knows for knows, _, _ in said) and not said[0][1]  # who began it as the main one is that, or dead
+        # ranks go by age: whoever was the main process when it began is that still, or dead
+        lost = any(knows for knows, _, _ in said) and not said[0][1]
         problem = next((problem for _, _, problem in said if problem), None)
         if said[0][1] and not problem:
             if job is not None:
