@@ -147,6 +147,7 @@ def test_no_file_can_grow(tmp_path: Path) -> None:
     assert run_ranks(fill, 1, str(tmp_path)) == [[50, 10, 10, 50, errno.EFBIG]]
 
 
+@pytest.mark.slow
 def test_lost_packets_are_sent_again(tmp_path: Path) -> None:
     """TCP does so, hence the bits are the same; and when all are lost, a run does not go on."""
     whole = run_ranks(struck, 2, None, str(tmp_path / "whole"))

@@ -47,7 +47,7 @@ SAID = {
         r"Ranks 0 and 2 wait for rank 1: it sleeps at hangs\.py:\d+ in train_here \(sleep\(\)\)",
     ),
 }
-QUICK = ("a rank sleeps", "a rank is in another collective", "a loader's worker blocks")
+QUICK = ("a rank sleeps", "a rank is in another collective")
 
 
 @slow
@@ -58,6 +58,7 @@ def test_who_is_slow_is_not_ended(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.glob("rank-*.json"))
 
 
+@slow
 def test_without_our_launcher_the_first_process_says_it(tmp_path: Path) -> None:
     """Places go through the store in which processes have met, and each ends itself."""
     with pytest.raises(AssertionError, match="died with exit code 1"):
