@@ -37,7 +37,7 @@ run: setup  ## train the text recipe on two processes (RANKS=2)
 	$(BIN)/unisono run text --ranks $(RANKS)
 
 test: lint types  ## lint, types, and every test that is not slow
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --durations 40 --durations-min 4
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
