@@ -29,6 +29,7 @@ from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
+from unisono.world.collectives import lies_apart
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
