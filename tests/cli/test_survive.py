@@ -63,12 +63,28 @@ def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Comma
 
 
 @pytest.mark.slow
+def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Command) -> None:
+    command.script(DYING.replace("(every=4)", "(every=100)"))
+    whole = undisturbed(command)
+    ended = command.run(
+        *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:1"),
+        *("--set", "parallel.shard=3", "--set", "parallel.buddy=true"),
+    )
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert found["weights_sha256"] == whole["weights_sha256"]
+    assert found["resumed_at"] in (5, 6)
+    assert found["survival"] == "buddy"
+    assert ended.err.count("Starting again from what processes have left behind") == 1
+
+
+@pytest.mark.slow
 def test_it_is_given_up_when_nothing_gets_further(command: Command) -> None:
     command.script(DYING.replace(".touch()", ".exists()"))
     ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1")
     assert ended.status == 1
     assert ended.err.count("Rank 1 of 2 died of signal 9 (SIGKILL)") == 4
-    assert "Given up: it died 4 times without a new checkpoint." in ended.err
+    assert "Given up: it died 4 times without getting further." in ended.err
 
 
 @pytest.mark.parametrize("ranks", ["0:2", "3:2", "two", "1:two"])

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from unisono import phases
 from unisono.env import World
 from unisono.errors import Stopped
 from unisono.launch.meeting import Meeting
@@ -123,6 +124,19 @@ class Company:
         self.meeting.close()
         self.thread.join()
         self.folder.cleanup()
+
+
+def die_at(phase: str, times: int) -> None:
+    """This process is killed when it comes to a phase for so many times."""
+    left = times
+
+    def observe(_: str, entered: str) -> None:
+        nonlocal left
+        left -= entered == phase
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    phases.observe(observe)
 
 
 def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tuple[Any, ...]) -> None:

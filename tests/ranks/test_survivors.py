@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks.company import Company
+from tests.ranks.company import Company, die_at
 from tests.ranks.training import MLP, Points, loop, settings, train
 from unisono import phases
 from unisono.checkpoint.load import newest
@@ -21,19 +21,6 @@ from unisono.env import World
 from unisono.settings import CheckpointSettings, DealSettings, LoaderSettings, Settings
 from unisono.testing import build_run, run_ranks
 from unisono.world.start import group as join
-
-
-def die_at(phase: str, times: int) -> None:
-    """This process is killed when it comes to a phase for so many times."""
-    left = times
-
-    def observe(_: str, entered: str) -> None:
-        nonlocal left
-        left -= entered == phase
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    phases.observe(observe)
 
 
 def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], kind: str = "mlp") -> Any:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from unisono.checkpoint import manifest
+from unisono.checkpoint import left, manifest
 from unisono.checkpoint.place import checkpoints_at, places_of
 from unisono.cli.machine import problems_here
 from unisono.cli.request import WHERE, Request
@@ -67,25 +67,29 @@ def run(
 
 
 RESTARTS = 3
-"""So often in a row a run is started again that has died without a new checkpoint."""
+"""So often in a row a run is started again that has died without getting further."""
 
 
 def again_and_again(
     script: Path, request: Request, run_dir: Path, *, ranks: int, minimum: int, threads: int
 ) -> Outcome:
     """The run, from its newest checkpoint again whenever its processes have died and none could go on."""
-    saved, failures = _saved(run_dir), 0
+    left.clear(run_dir)
+    reached, failures = _saved(run_dir), 0
     while True:
         arguments = request.arguments(run_dir)
         outcome = local.run(script, arguments, ranks=ranks, logs=run_dir / "log", threads=threads, minimum=minimum)
         if not _died(outcome) or not outcome.in_loop or outcome.stopped:
             return outcome
-        now = _saved(run_dir)
-        failures, saved = (1 if now > saved else failures + 1), now
+        saved, behind = _saved(run_dir), left.steps_left(run_dir)
+        now = max(saved, behind)
+        failures, reached = (1 if now > reached else failures + 1), now
         if failures > RESTARTS:
-            print(f"Given up: it died {failures} times without a new checkpoint.", file=sys.stderr, flush=True)
+            print(f"Given up: it died {failures} times without getting further.", file=sys.stderr, flush=True)
             return outcome
         where = f"its checkpoint after step {saved}" if saved else "its beginning, since nothing was saved yet"
+        if behind > saved:
+            where = f"what processes have left behind after step {behind}, or {where}"
         print(f"Starting again from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
         request = replace(request, resume=True)
 

@@ -40,6 +40,7 @@ from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
 from unisono.settings.check import examine
+from unisono.train.bequest import leave
 from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
@@ -144,6 +145,9 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
         run.finish()
     except Stopped:
         pass
+    except Exception as error:
+        leave(run, error)
+        raise
     finally:
         run.close()
         log.stop()

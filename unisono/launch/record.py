@@ -111,13 +111,18 @@ def leave() -> None:
         _path.with_suffix(".left").touch()
 
 
-def begin_loop(*, replaceable: bool) -> None:
-    """Say that the training loop begins here. `replaceable`: if this process dies, by a signal, the others finish its
-    step, and another one may take its place."""
+def begin_loop(*, replaceable: bool, bequeaths: bool) -> None:
+    """Say that the training loop begins here.
+
+    replaceable  if this process dies, by a signal, the others finish its step, and another one may take its place
+    bequeaths    if another one dies, this one writes down what it has, and needs a while for it
+    """
     if _path is not None:
         _path.with_suffix(".loop").touch()
         if replaceable:
             _path.with_suffix(".replaceable").touch()
+        if bequeaths:
+            _path.with_suffix(".bequeaths").touch()
 
 
 def in_loop(path: Path) -> bool:
@@ -128,6 +133,11 @@ def in_loop(path: Path) -> bool:
 def is_replaceable(path: Path) -> bool:
     """Has it said that the others can go on without it?"""
     return path.with_suffix(".replaceable").exists()
+
+
+def does_bequeath(path: Path) -> bool:
+    """Has it said that it will write down what it has?"""
+    return path.with_suffix(".bequeaths").exists()
 
 
 def be_spare() -> None:

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.launch.process import CRASHES, Failure, Process, Task
-from unisono.launch.record import in_loop, left_at, read
+from unisono.launch.record import does_bequeath, in_loop, left_at, read
 from unisono.launch.survival import Survival
 
 __all__ = ["Failure", "Outcome", "Task", "supervise"]
@@ -42,6 +42,8 @@ LOOK_SECONDS = 0.1
 """Between two looks at the records; exits and output wake us at once."""
 GRACE_SECONDS = 0.4
 """After a failure the other processes have this long to say something, so that a traceback is there within a second."""
+BEQUEST_SECONDS = 30.0
+"""The same where somebody has died, and the others write down what they have of its state (train/bequest.py)."""
 LATE_STOP_SECONDS = 300.0
 """Once a process has saved and left, the others are not far; one that waits for something in vain is killed."""
 EARLY_STOP_SECONDS = 10.0
@@ -298,7 +300,9 @@ class _Supervisor:
     def _end_the_others(self) -> None:
         """Somebody failed, so nobody can go on."""
         self.failing = True
-        self.kill_at = time.monotonic() + GRACE_SECONDS
+        died = any(-(process.popen.returncode or 0) in CRASHES for process in self.processes)
+        bequeath = died and any(does_bequeath(process.task.record) for process in self.processes)
+        self.kill_at = time.monotonic() + (BEQUEST_SECONDS if bequeath else GRACE_SECONDS)
         for process in self.processes:
             if not process.task.record.exists():
                 process.tell(group=True)

@@ -15,6 +15,7 @@ from unisono.launch import record
 from unisono.score.order import Order
 from unisono.score.placement import Seat
 from unisono.train.audit import build_audit
+from unisono.train.bequest import bequeaths, inherit
 from unisono.train.buddy import Buddy
 from unisono.train.dealing import WORDS, build_dealing
 from unisono.train.divergence import build_divergence
@@ -48,6 +49,9 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run.changes += state.check_length(identity["length"], run._accepted)
     run.changes += state.check_ties(identity["ties"])
     run.changes += state.check_exchange(identity["own exchange"], run._accepted)
+    buddy = Buddy(state.tracked, run._mesh, run._models.rest) if settings.parallel.buddy else None
+    if buddy is not None:
+        inherit(run, buddy)
     engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)
     engine.own = own
     promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
@@ -58,9 +62,8 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
     run._engine = engine
     engine.survivors = build_survivors(run)
-    record.begin_loop(replaceable=engine.survivors is not None)
-    if settings.parallel.buddy:
-        engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
+    engine.buddy = buddy
+    record.begin_loop(replaceable=engine.survivors is not None, bequeaths=bequeaths(run))
     return engine
 
 

@@ -74,7 +74,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **({"loss": run._done.loss if isfinite(run._done.loss) else None} if run._done is not None else {}),
         **({"skipped": run._scale.skipped} if run._scale.on else {}),
         "steps": run.steps_done,
-        **({"resumed_at": run._state.resumed.steps} if run._state.resumed is not None else {}),
+        **({"resumed_at": run._resumed_at} if run._resumed_at else {}),
         "samples": order.samples(run.steps_done) if order else 0,
         "seconds": round(seconds, 3),
         "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
@@ -125,7 +125,7 @@ def _claimed(run: Run[Any]) -> dict[str, int]:
 
 def _sent(run: Run[Any]) -> dict[str, int]:
     """Bytes of gradients that have left this process for others, a step; {}: nobody has counted them."""
-    steps = run.steps_done - (run._state.resumed.steps if run._state.resumed is not None else 0)
+    steps = run.steps_done - run._resumed_at
     if run._engine is None or not steps or not isfinite(run._engine.sent):
         return {}
     sent, plain = round(run._engine.sent / steps), round(run._engine.plain / steps)

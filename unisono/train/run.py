@@ -84,7 +84,7 @@ class Run(Generic[S]):
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
         self._everybody, self.device = group, group.device
-        self.steps_done = resumed.steps if resumed else 0
+        self.steps_done = self._resumed_at = resumed.steps if resumed else 0
         self.results: dict[str, Any] = {}
         self.changes: list[dict[str, Any]] = list(resumed.about["changes"]) if resumed else []
         self.differences: list[str] = []
@@ -266,7 +266,7 @@ class Run(Generic[S]):
             {"step": self.steps_done, "field": name, "from": a, "to": b} for name, a, b in self._state.changes
         ]
         seen = engine.order.samples(self.steps_done)
-        self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._state.resumed is not None)
+        self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._resumed_at > 0)
         self._sites.begin(engine, self.steps_done)
         self._began = time.perf_counter()
         checked = 0  # how many models and optimizers: a new one may come later
