@@ -1,7 +1,8 @@
 """A process of four is killed with SIGKILL: how soon the others have finished a step without it, and how soon another
 one has taken its place.
 
-    python -m benchmarks.survive                     ten kills in one run, at random moments
+    python -m benchmarks.survive            ten kills in one run, at random moments: two minutes
+    python -m benchmarks.survive --quick    two
 
 First, from the kill to the end of the first step that the three finish, on the slowest of them; then to that of the
 first step of four again, nearly all of which is the new process's own start (Python, torch, the script).
@@ -9,7 +10,6 @@ first step of four again, nearly all of which is the new process's own start (Py
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,11 +22,13 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
 
-from benchmarks.machine import line
+from benchmarks.machine import parser, show
 from unisono.env import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
+PATIENCE_SECONDS = 300.0
+"""Nothing takes that long, however busy the machine is, unless it hangs."""
 SCRIPT = """
 import json, os, time
 import torch
@@ -58,13 +60,43 @@ class Kill(NamedTuple):
     joined: float
 
 
-def told(folder: Path) -> dict[int, list[tuple[float, int, int]]]:
-    """What each process has told so far: when it had finished which step, in a group of how many."""
-    found = {}
-    for path in folder.glob("steps-*.jsonl"):
-        lines = path.read_text().split("\n")[:-1]
-        found[int(path.stem.removeprefix("steps-"))] = [tuple(json.loads(each)) for each in lines]
-    return found
+class Steps:
+    """What the processes of a run have told so far. Each line is read once: the run goes on beside us, on the same
+    cores."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ends: dict[int, int] = {}  # bytes read
+        self._last: dict[tuple[int, int], list[float]] = {}  # when steps were over, by process and group size
+
+    def read(self) -> None:
+        for path in self.folder.glob("steps-*.jsonl"):
+            pid = int(path.stem.removeprefix("steps-"))
+            with path.open("rb") as file:
+                file.seek(self._ends.setdefault(pid, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            self._ends[pid] += len(whole) + bool(whole)
+            for line in whole.splitlines():
+                at, _, size = json.loads(line)
+                self._last.setdefault((pid, size), []).append(at)
+
+    @property
+    def alive(self) -> list[int]:
+        """Processes that have told something and live."""
+        return [pid for pid in self._ends if self._ends[pid] and alive(pid)]
+
+    def first(self, since: float, size: int) -> float:
+        """Seconds from that moment until all of `size` processes had finished a step together."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            self.read()
+            found = [next((at for at in self._last.get((pid, size), []) if at > since), None) for pid in self.alive]
+            ends = [at for at in found if at is not None]
+            if len(ends) == size:
+                self._last = {}
+                return max(ends) - since
+            time.sleep(0.02)
+        raise TimeoutError(f"no step of {size} processes within {PATIENCE_SECONDS:g} s; alive: {self.alive}")
 
 
 def alive(pid: int) -> bool:
@@ -72,22 +104,6 @@ def alive(pid: int) -> bool:
         return b"unisono" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def first(folder: Path, since: float, size: int, *, patience: float = 60.0) -> float:
-    """When all of `size` processes have finished a step together after that moment."""
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        found = [
-            next((at for at, _, of in steps if at > since and of == size), None)
-            for pid, steps in told(folder).items()
-            if alive(pid)
-        ]
-        ends = [at for at in found if at is not None]
-        if len(ends) == size:
-            return max(ends) - since
-        time.sleep(0.02)
-    raise TimeoutError(f"no step of {size} processes within {patience:g} s")
 
 
 def run(kills: int, seed: int) -> list[Kill]:
@@ -103,18 +119,19 @@ def run(kills: int, seed: int) -> list[Kill]:
         )
         try:
             found = []
-            while not out.exists() or not told(out):
+            while not list(out.glob("steps-*.jsonl")):
                 assert running.poll() is None, "it did not begin"
                 time.sleep(0.1)
-            first(out, 0.0, RANKS)
+            steps = Steps(out)
+            steps.first(0.0, RANKS)
             for _ in range(kills):
                 time.sleep(chance.uniform(0.5, 1.5))
-                victim = chance.choice([pid for pid in told(out) if alive(pid)])
-                at = time.monotonic()
+                steps.read()
+                victim, at = chance.choice(steps.alive), time.monotonic()
                 os.kill(victim, signal.SIGKILL)
-                found.append(Kill(first(out, at, RANKS - 1), first(out, at, RANKS)))
+                found.append(Kill(steps.first(at, RANKS - 1), steps.first(at, RANKS)))
             (out / "enough").touch()
-            running.wait(60)
+            running.wait(PATIENCE_SECONDS)
             return found
         finally:
             running.kill()
@@ -127,14 +144,21 @@ def shown(values: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    print(line())
-    found = run(options.kills, options.seed)
-    print(f"a step of the others   {shown([kill.finished for kill in found])}")
-    print(f"{RANKS} processes again    {shown([kill.joined for kill in found])}")
+    flags = parser(__doc__)
+    flags.add_argument("--kills", type=int, default=10)
+    flags.add_argument("--seed", type=int, default=1)
+    asked = flags.parse_args()
+    found = run(2 if asked.quick else asked.kills, asked.seed)
+    show("survive", [kill._asdict() for kill in found], lambda: table(found), as_json=asked.json)
+
+
+def table(found: list[Kill]) -> str:
+    return "\n".join(
+        [
+            f"a step of the others   {shown([kill.finished for kill in found])}",
+            f"{RANKS} processes again    {shown([kill.joined for kill in found])}",
+        ]
+    )
 
 
 if __name__ == "__main__":

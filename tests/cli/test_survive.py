@@ -67,8 +67,8 @@ def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Com
     command.script(DYING.replace("(every=4)", "(every=100)"))
     whole = undisturbed(command)
     ended = command.run(
-        *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:1"),
-        *("--set", "parallel.shard=3", "--set", "parallel.buddy=true"),
+        *("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=6:1"),
+        *("--set", "parallel.shard=2", "--set", "parallel.buddy=true"),
     )
     assert ended.status == 0, ended.err
     found = result(command, "out")

@@ -119,7 +119,8 @@ def _problems_of_writing(path: Path, line: Line) -> list[Problem]:
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         return [_not_writable(path, f"{there} is not a folder", line)]
-    for folder in (there, *(there / name for name in FOLDERS)):
+    inner = FOLDERS if there == path.absolute() else ()  # what lies beside it may be called as it likes
+    for folder in (there, *(there / name for name in inner)):
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             return [_not_writable(path, f"Permission denied in {folder}", line)]
     return []

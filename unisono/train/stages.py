@@ -62,8 +62,8 @@ class Names:
 
     @property
     def speaks(self) -> bool:
-        """Is this line the first of those that have the same stages?"""
-        return self.mesh.replicate.rank == 0
+        """Is this line the first of those that have the same stages, or parts of the same?"""
+        return all(getattr(self.mesh, axis).rank == 0 for axis in self.mesh.axes._fields if axis != "pipeline")
 
     @property
     def tied(self) -> list[str]:

@@ -237,12 +237,17 @@ class State:
 
     def _parts(self, tensors: Tensors) -> dict[str, Any]:
         """The states of all that is tracked, by name. What lies over several processes does so here as well."""
-        states = {name: simple(thing.state_dict(), self.mesh) for name, thing in self.tracked.items()}
+        stages = self.stages
+        found = {name: thing.state_dict() for name, thing in self.tracked.items()}
+        if stages is not None:  # one that is divided as well is whole on the first process of those that share it
+            states = {name: whole(state, keep=stages.speaks) for name, state in found.items()}
+        else:
+            states = {name: simple(state, self.mesh) for name, state in found.items()}
         for name in states.keys() & self.models.keys():
             states[name] = tied(states[name], self.models[name])
-        if self.stages is not None:
-            shelves = {name: Shelf(tensors, name, self.stages.speaks) for name in states}
-            return {n: self.stages.whole(self.tracked[n], state, shelves[n]) for n, state in states.items()}
+        if stages is not None:
+            shelves = {name: Shelf(tensors, name, stages.speaks) for name in states}
+            return {n: stages.whole(self.tracked[n], state, shelves[n]) for n, state in states.items()}
         return states
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:

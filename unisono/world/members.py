@@ -222,10 +222,11 @@ class Company:
             dist.destroy_process_group()
 
     def leave(self) -> None:
-        """In peace: nobody is to take it for a death. The group is left when all others have said so too, or are dead:
-        who has not may still need it."""
+        """In peace: nobody is to take it for a death. The group, if we are in one, is left when all others have said so
+        too, or are dead: who has not may still need it."""
         self._say(bye=1)
-        self._over.wait(LEAVE_SECONDS)
+        if dist.is_initialized():  # servers and workers have parted before, and one of these may stand still
+            self._over.wait(LEAVE_SECONDS)
         self._left.set()
         if dist.is_initialized():
             dist.destroy_process_group()
