@@ -50,6 +50,7 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Command) -> None:
     command.script(DYING)
     whole = undisturbed(command)

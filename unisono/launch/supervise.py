@@ -126,7 +126,7 @@ class _Supervisor:
                 os.read(key.fd, 4096)  # only there to wake us
             elif key.data is self.survival:
                 self._hear(self.survival)
-            else:
+            elif not key.data.stdout.closed:  # it may have been buried in this very round
                 self._forward(key.data)
         now = time.monotonic()
         if not self.signals and now < self.look_at:

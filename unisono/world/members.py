@@ -79,8 +79,8 @@ class Company:
         self.keys = Keys(path, TIMEOUT)
         self._lost = threading.Event()
         self._formed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._sockets: set[int] = set()  # of the group that we are in
-        self._mutex = threading.Lock()  # a descriptor's number may be another socket's as soon as it is closed
+        self._sockets: set[str] = set()  # of the group that we are in
+        self._mutex = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(path)
         self._left, self._over = threading.Event(), threading.Event()
@@ -126,7 +126,9 @@ class Company:
     def _tear(self) -> None:
         """Nothing comes through our group's sockets any more, in either direction: who waits for it fails."""
         with self._mutex:
-            for descriptor in self._sockets:
+            for name, descriptor in _sockets().items():
+                if name not in self._sockets:
+                    continue
                 try:
                     end = socket.socket(fileno=os.dup(descriptor))
                 except OSError:
@@ -207,10 +209,10 @@ class Company:
         if size == 1:
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
-        before = _sockets()
+        before = _sockets().keys()
         connect(store, rank, size, dist.get_default_backend_for_device(group.device), CONNECT_AGAIN)
         with self._mutex:
-            self._sockets = _sockets() - before
+            self._sockets = _sockets().keys() - before
         if self._lost.is_set():  # before we had them
             self._tear()
         group.become(rank, size, find_neighbours(group))
@@ -235,13 +237,13 @@ class Company:
         self.keys.close()
 
 
-def _sockets() -> set[int]:
-    """The descriptors of this process's sockets."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
-        except OSError:
-            continue
+def _sockets() -> dict[str, int]:
+    """The descriptors of this process's sockets, by the kernel's names, "socket:[4711]": a descriptor's number may be
+    another socket's as soon as it is closed."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket:"):
+                found[name] = int(number)
     return found
