@@ -64,12 +64,14 @@ def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Comma
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Command) -> None:
     command.script(DYING.replace("(every=4)", "(every=100)"))
     whole = undisturbed(command)
     ended = command.run(
         *("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=6:1"),
         *("--set", "parallel.shard=2", "--set", "parallel.buddy=true"),
+        times=2,
     )
     assert ended.status == 0, ended.err
     found = result(command, "out")
@@ -80,9 +82,10 @@ def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Com
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_it_is_given_up_when_nothing_gets_further(command: Command) -> None:
     command.script(DYING.replace(".touch()", ".exists()"))
-    ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1")
+    ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1", times=4)
     assert ended.status == 1
     assert ended.err.count("Rank 1 of 2 died of signal 9 (SIGKILL)") == 4
     assert "Given up: it died 4 times without getting further." in ended.err
