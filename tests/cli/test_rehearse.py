@@ -44,6 +44,7 @@ def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.Capture
     told = json.loads(capsys.readouterr().out)
     found = {played["scene"]: played for played in told["scenes"]}
     assert found[killed.name]["survived"]
+    assert found[killed.name]["how"] == "the others finished its step"
     assert found[killed.name]["seconds"] > 0
     assert found[hangs.name]["survived"]
     assert "rank 1: it sleeps" in found[hangs.name]["how"]

@@ -162,6 +162,8 @@ class Rehearsal:
         result, seconds = self._result(scene.name), self._seconds(scene)
         if result is None:
             return Played(scene.name, False, f"{how}, and left no result", seconds)
+        if result.get("deaths") and how == "by itself":
+            how = "the others finished its step"
         same = result["weights_sha256"] == whole
         return Played(scene.name, same, how if same else f"{how}; other weights than undisturbed", seconds)
 
@@ -186,6 +188,7 @@ class Rehearsal:
             threads=self.threads,
             screen=None,
             say=False,
+            minimum=1,  # as under `unisono run`: where others can go on, they do
         )
 
     def _run_dir(self, name: str) -> Path:
