@@ -19,10 +19,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median, quantiles
 from typing import NamedTuple
 
-from benchmarks.machine import parser, show
+from benchmarks.machine import parser, show, spread
 from unisono.env import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,8 +138,7 @@ def run(kills: int, seed: int) -> list[Kill]:
 
 
 def shown(values: list[float]) -> str:
-    low, _, high = quantiles(values, n=4) if len(values) > 1 else [*values, 0.0, *values]
-    return f"median {median(values):.3f} s ({low:.3f} to {high:.3f}), longest {max(values):.3f} s"
+    return f"{spread(values):.3f} s, longest {max(values):.3f} s"
 
 
 def main() -> None:
@@ -149,7 +147,7 @@ def main() -> None:
     flags.add_argument("--seed", type=int, default=1)
     asked = flags.parse_args()
     found = run(2 if asked.quick else asked.kills, asked.seed)
-    show("survive", [kill._asdict() for kill in found], lambda: table(found), as_json=asked.json)
+    show("survive", {"kills": [kill._asdict() for kill in found]}, lambda: table(found), as_json=asked.json)
 
 
 def table(found: list[Kill]) -> str:
