@@ -32,6 +32,7 @@ _door = {
     "DataError": "unisono.errors",
     "LoopError": "unisono.errors",
     "CheckpointError": "unisono.errors",
+    "Diverged": "unisono.errors",
 }
 
 __all__ = ["__version__", *_door]
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from unisono.env import World as World
     from unisono.errors import CheckpointError as CheckpointError
     from unisono.errors import DataError as DataError
+    from unisono.errors import Diverged as Diverged
     from unisono.errors import LoopError as LoopError
     from unisono.errors import SettingsError as SettingsError
     from unisono.errors import UnisonoError as UnisonoError

@@ -31,7 +31,13 @@ class World:
     local_rank: int = 0  # 0 to local_size - 1, on this host
     local_size: int = 1  # processes of this run on this host
     host: str = field(default_factory=socket.gethostname)
-    store: str | None = None  # where the processes meet: file:///path, env:// (torchrun's variables); None: alone
+    store: str | None = None  # where the processes meet: unix:///path (launch/meeting.py), file:///path, env://
+    # (torchrun's variables); None: alone
+    number: int | None = None  # of this process for good, whatever its rank becomes; None: its rank
+    restarts: int = (
+        0  # how often a manager (torchrun, Slurm) has started this run again, as it does when a process dies
+    )
+    joins: bool = False  # does it come in addition, to processes that are in the midst of it?
     launcher: str = "python"  # who started us: python, unisono, torchrun
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
@@ -48,6 +54,10 @@ class World:
         """The World that our launcher assigned, or torchrun's, or one plain process. Raises WorldError."""
         return _assigned or _from_torchrun() or cls(terminal=draws_live_lines())
 
+
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""https://docs.pytorch.org/docs/2.13/elastic/run.html and https://slurm.schedmd.com/sbatch.html: how often it was begun
+again."""
 
 _assigned: World | None = None
 
@@ -92,6 +102,7 @@ def _from_torchrun() -> World | None:
     if missing:
         raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
     rank, size = _number("RANK", asked, do), _number("WORLD_SIZE", asked, do)
+    restarts = [_number(name, asked, do) for name in RESTARTS if name in os.environ]
     local = variables(("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     local_rank = _number("LOCAL_RANK", asked, do) if "LOCAL_RANK" in local else 0
     local_size = _number("LOCAL_WORLD_SIZE", asked, do) if "LOCAL_WORLD_SIZE" in local else max(1, local_rank + 1)
@@ -105,6 +116,7 @@ def _from_torchrun() -> World | None:
         local_size=local_size,
         store="env://",
         launcher="torchrun",
+        restarts=sum(restarts),
         terminal=rank == 0 and draws_live_lines(),
     )
 

@@ -69,5 +69,13 @@ class PeerLost(WorldError):
     """Another process of this run died, or its host is gone."""
 
 
+class Diverged(UnisonoError):
+    """Processes that must hold the same, or have computed the same, do not: a fault of a machine, or of the loop."""
+
+
+class Stuck(WorldError):
+    """Nothing in the run has gone on for longer than the settings allow."""
+
+
 class Stopped(BaseException):
     """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""

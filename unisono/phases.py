@@ -26,6 +26,23 @@ class Waited:
     seconds = 0.0
 
 
+class Here:
+    """Where in the run this process is, beside its phase: for whoever asks which step, and whose share of it. Written
+    where steps and micro-batches begin, read by faults, by the table of who is stuck, by a replay's debugger."""
+
+    step: int | None = None
+    """The step under way, or the last one that was; None: the first has not begun."""
+
+    steps = 0
+    """How many steps this process has begun."""
+
+    virtual_rank: int | None = None
+    """Whose micro-batch is in its round; None: no round is."""
+
+    moves = 0
+    """How often anything has gone on here: a phase, a micro-batch. Whoever looks twice knows whether something does."""
+
+
 _now = "other"
 _observers: tuple[Observer, ...] = ()
 
@@ -41,9 +58,16 @@ def enter(name: str) -> str:
     left, _now = _now, name
     if left == name:
         return left
+    Here.moves += 1
     for observer in _observers:
         observer(left, name)
     return left
+
+
+def begin_step(number: int) -> None:
+    """The step of this number begins here."""
+    Here.step = number
+    Here.steps += 1
 
 
 @contextmanager

@@ -134,11 +134,12 @@ class Command:
         self._running.append(running)
         return running
 
-    def run(self, *arguments: str | Path) -> Ended:
-        return self.end(self.start(*arguments))
+    def run(self, *arguments: str | Path, times: int = 1) -> Ended:
+        """`times`: so often it begins again."""
+        return self.end(self.start(*arguments), times=times)
 
-    def end(self, running: subprocess.Popen[str]) -> Ended:
-        out, err = running.communicate(timeout=PATIENCE_SECONDS)
+    def end(self, running: subprocess.Popen[str], *, times: int = 1) -> Ended:
+        out, err = running.communicate(timeout=times * PATIENCE_SECONDS)
         return Ended(running.returncode, out, err)
 
     def wait_for(self, *words: str) -> None:

@@ -170,7 +170,8 @@ from unisono.errors import Problem, SettingsError
         (
             "xyzzy",
             "unisono xyzzy --json",
-            "There is no verb xyzzy. There are run, check, prove, copy, fingerprint, export, doctor, bench.",
+            "There is no verb xyzzy. "
+            "There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
             "unisono --help",
         ),
         (
@@ -202,8 +203,9 @@ def test_a_wrong_request_is_answered_with_the_line_to_type(
 def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
-    assert main(["doctor", "--", "more"]) == 2
-    assert "Only `unisono run`, `check` and `prove` hand arguments on to a script." in capsys.readouterr().err
+    assert main(["fingerprint", "runs", "--", "more"]) == 2
+    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script."
+    assert told in capsys.readouterr().err
 
 
 def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> None:

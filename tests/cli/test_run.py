@@ -95,7 +95,7 @@ def test_the_failing_ranks_own_traceback_is_the_last_thing_on_the_screen(command
 TWO_FAILURES = """
     from unisono.errors import PeerLost
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told to end, the later one still has something to say
-    folder = Path(world.store.removeprefix("file://")).parent
+    folder = Path(world.store.partition("://")[2]).parent
 
     def wait_for(name):
         while not (folder / name).exists():
@@ -274,7 +274,7 @@ def test_who_waits_for_a_process_that_was_stopped_too_early_does_not_wait_for_lo
     launch = (
         "from pathlib import Path; from unisono.launch import local, supervise; supervise.EARLY_STOP_SECONDS = 0.1;"
         "outcome = local.run(Path('script.py'), [], ranks=2, logs=Path('log'));"
-        "assert outcome == (0, None, True, True, False), outcome"
+        "assert outcome == (0, None, True, True, False, False), outcome"
     )
     running = command.start_python("-c", launch)
     command.wait_for("ready 0", "ready 1")
@@ -304,7 +304,7 @@ def test_once_the_first_has_left_nobody_is_waited_for_for_ever(command: Command,
     launch = (
         "from pathlib import Path; from unisono.launch import local, supervise; supervise.LATE_STOP_SECONDS = 0.1;"
         "outcome = local.run(Path('script.py'), [], ranks=2, logs=Path('log'));"
-        "assert outcome == (1, None, True, False, False), outcome"
+        "assert outcome == (1, None, True, False, False, False), outcome"
     )
     running = command.start_python("-c", launch)
     command.wait_for("ready 0", "ready 1")
@@ -364,7 +364,7 @@ def test_nobody_and_nothing_outlives_a_killed_launcher(command: Command) -> None
             while True:
                 signal.pause()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Path(__file__).with_name("folder").write_text(str(Path(world.store.removeprefix("file://")).parent))
+        Path(__file__).with_name("folder").write_text(str(Path(world.store.partition("://")[2]).parent))
         say("ready")
         while True:
             signal.pause()

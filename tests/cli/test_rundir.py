@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json
-from unisono.cli.rundir import choose_run_dir, newest_run
+from unisono.cli.rundir import choose_run_dir, newest_run, problems_of_run_dir
 from unisono.errors import Problem
 from unisono.settings import Line
 
@@ -33,6 +33,11 @@ def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None
     assert problem.true == f"It cannot be written: {tmp_path / 'file'} is not a folder."
     (problem,) = ask("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
     assert problem.asked == "Keep the run in /proc/nothing"
+
+
+def test_what_lies_beside_a_run_may_be_called_as_it_likes(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("somebody's")
+    assert problems_of_run_dir("train", tmp_path / "out", resume=False, line=Line(("unisono",))) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

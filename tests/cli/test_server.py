@@ -102,30 +102,27 @@ def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Comman
     assert (command.folder / "out" / "checkpoints" / f"step-{done:08d}").is_dir()
 
 
-def test_a_server_that_dies_ends_the_run_and_a_resume_goes_on(command: Command) -> None:
+def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command) -> None:
     running = start(command, 3, "--set", "steps=60", "--set", "checkpoint.every=10")
     wait_for_update(command, 25)
     os.kill(pid(command, 0), signal.SIGKILL)
-    killed = time.time()
     ended = command.end(running)
-    assert ended.status == 1
-    assert ended.at - killed < 5.0
+    assert ended.status == 0, ended.err
     assert "Rank 0 of 3 died of signal 9 (SIGKILL)" in ended.err
-    command.train("out", "--resume", ranks=2)
+    assert "Starting again from its checkpoint after step" in ended.err
     told = result(command)
     assert told["resumed_at"] >= 20
     assert told["steps"] == 60
 
 
 @pytest.mark.slow
-def test_another_server_that_dies_ends_the_run_too(command: Command) -> None:
-    running = start(command, 4, "--set", "steps=1000", "--set", "server.count=2")
+def test_when_another_server_dies_it_is_the_same(command: Command) -> None:
+    running = start(command, 4, "--set", "steps=60", "--set", "server.count=2")
     wait_for_update(command, 5)
     os.kill(pid(command, 1), signal.SIGKILL)
-    killed = time.time()
     ended = command.end(running)
-    assert ended.status == 1
-    assert ended.at - killed < 5.0
+    assert ended.status == 0, ended.err
+    assert "Starting again from its beginning, since nothing was saved yet (1 of 3)." in ended.err
     assert "Rank 1 of 4 died of signal 9 (SIGKILL)" in ended.err
 
 

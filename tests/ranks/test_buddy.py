@@ -273,6 +273,8 @@ def test_the_step_to_go_back_to() -> None:
 def test_survival_is_told() -> None:
     assert survival(ParallelSettings(), Axes()) == "checkpoint"
     assert survival(ParallelSettings(), Axes(replicate=2)) == "replicas"
+    assert survival(ParallelSettings(), Axes(replicate=2), survivors=True) == "survivors"
+    assert survival(ParallelSettings(), Axes(), survivors=True) == "checkpoint"
     assert survival(ParallelSettings(), Axes(context=2)) == "replicas"
     assert survival(ParallelSettings(shard=2), Axes(shard=2)) == "checkpoint"
     assert survival(ParallelSettings(), Axes(tensor=2, pipeline=2)) == "checkpoint"

@@ -346,9 +346,14 @@ BREACHES = {
 }
 
 
+def wherever(end: Any, folder: str) -> Any:
+    """How it ended, wherever its run directory was."""
+    return end.replace(folder, "") if isinstance(end, str) else end
+
+
 def break_everything(world: World, folder: str) -> dict[str, Any]:
     return {
-        name: attempt(world, Path(folder, name), breach.loop, breach.settings)
+        name: wherever(attempt(world, Path(folder, name), breach.loop, breach.settings), folder)
         for name, breach in BREACHES.items()
         if world.size <= breach.settings.virtual_ranks
     }

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from unisono.env import World
 from unisono.errors import PeerLost, WorldError
 from unisono.testing import run_ranks
 from unisono.world.collectives import peers
+from unisono.world.connect import CONNECT
 from unisono.world.start import group as join
 
 
@@ -93,3 +95,16 @@ def test_who_never_connects_is_told_what_to_try() -> None:
     told = run_ranks(connects_never, 2)
     assert "They met, but 5 attempts to connect failed: Gloo connectFullMesh failed" in told[1]
     assert "5 attempts to connect failed: another process could not" in told[0]
+
+
+def failed_before(world: World) -> float:
+    """In this process an attempt to connect has failed, which torch has counted."""
+    distributed_c10d._world.group_count = world.rank
+    before = time.monotonic()
+    with join(world) as group:
+        assert group.sum_(torch.ones(1)).item() == 2.0
+    return time.monotonic() - before
+
+
+def test_a_process_that_could_not_connect_once_meets_one_that_could() -> None:
+    assert max(run_ranks(failed_before, 2)) < CONNECT.total_seconds()

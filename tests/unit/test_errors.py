@@ -10,15 +10,17 @@ from unisono import errors
 from unisono.errors import (
     CheckpointError,
     DataError,
+    Diverged,
     LoopError,
     PeerLost,
     Problem,
     SettingsError,
+    Stuck,
     UnisonoError,
     WorldError,
 )
 
-ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost]
+ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost, Diverged, Stuck]
 
 
 def test_a_message_has_three_parts() -> None:

@@ -53,6 +53,7 @@ def export(path: Path, out: Path, model: str | None = None) -> Exported:
         true = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."
         raise SettingsError(f"--model {model}", true, f"--model {names[0]}" if names else "run.track(model=model)")
     checkpoint = load.load(folder, only=names if model is None else [model])
+    load.let_go(folder)
     states = checkpoint.states
     values = {
         f"{name}.{key}" if len(states) > 1 else key: value

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
+import os
+import shutil
+import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint import manifest
+from unisono.checkpoint.manifest import STATE
 from unisono.checkpoint.pack import described, unpack
+from unisono.checkpoint.place import checkpoints_at, place_of, places_of
+from unisono.checkpoint.save import FORMAT
+from unisono.checkpoint.stored import Stored, stored
 from unisono.errors import CheckpointError
 
 
@@ -28,55 +33,108 @@ class Checkpoint(NamedTuple):
 
 
 def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; None if it has none at all.
+    """The newest whole checkpoint of a run; None if it has none at all. Of one that is kept at a URL, a copy of it in
+    the run directory, which the next save removes.
 
     Damaged ones are told to `note` and passed over. Raises CheckpointError if all that are there are damaged.
     """
-    found = manifest.checkpoints(run_dir)
     told = []
-    for steps, path in found:
-        wrong = manifest.damage(path)
-        if wrong is None:
-            return path
-        told.append(wrong)
-        note(f"The checkpoint after step {steps} is damaged and passed over: {wrong}.")
-    if not found:
+    for there in places_of(run_dir):
+        found = checkpoints_at(there)
+        for steps in found:
+            path = there.fetch(steps, run_dir / "checkpoints")
+            wrong = manifest.damage(path)
+            if wrong is None:
+                return path
+            told.append(wrong)
+            note(f"The checkpoint after step {steps} is damaged and passed over: {wrong}.")
+        if found:
+            break  # what a run has left where it saved before is of earlier steps
+    if not told:
         return None
     raise CheckpointError(
         f"The run in {run_dir} was to be resumed.",
-        f"It has {len(found)} checkpoint{'s' * (len(found) > 1)}, none of them whole: {'; '.join(told)}.",
+        f"It has {len(told)} checkpoint{'s' * (len(told) > 1)}, none of them whole: {'; '.join(told)}.",
         "restore one of them from a copy, or start anew in another directory (--run-dir DIR, without --resume).",
     )
 
 
+def here(path: Path, run_dir: Path) -> Path:
+    """The checkpoint that the main process has found, as this process sees it: hosts that share no folder fetch what is
+    kept at a URL, each for itself. Raises CheckpointError where it is not to be had."""
+    if path.is_dir():
+        return path
+    steps = int(path.name.rpartition("-")[2])
+    found = place_of(run_dir).fetch(steps, run_dir / "checkpoints" / f".{os.getpid()}.fetched")
+    wrong = manifest.damage(found) if found.is_dir() else "It is not there."
+    if wrong is not None:
+        raise CheckpointError(
+            f"{path} was to be read on {socket.gethostname()}.",
+            wrong,
+            "keep checkpoints where every host can read: --set checkpoint.dir=FOLDER, one that they share, or a URL.",
+        )
+    return found
+
+
+def let_go(path: Path) -> None:
+    """A copy of a checkpoint that was fetched is not needed any more; what is no copy stays."""
+    for folder in (path.parent, path.parent.parent):
+        if folder.name.endswith(".fetched"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def about(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself, without reading its tensors."""
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())
+    state = _state(path)
     state.pop("states")
     return state
 
 
-def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
-    """Read a whole checkpoint, or `only` the states of these names. Tensors are on the CPU."""
-    state = json.loads((path / "state.json").read_text())
-    plain = {name: item for name, item in state.pop("states").items() if only is None or name in only}
-    tensors: dict[str, torch.Tensor] = {
-        name: torch.empty(of["shape"], dtype=getattr(torch, of["dtype"])) for name, of in described(plain).items()
-    }
-    if tensors:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+def opened(path: Path) -> Checkpoint:
+    """A whole checkpoint, none of whose tensors has been read: each stands there as a Stored."""
+    state = _state(path)
+    plain = state.pop("states")
+    tensors = stored(path, described(plain))
     return Checkpoint(path, state["steps"], state, {name: unpack(item, tensors) for name, item in plain.items()})
 
 
-def fingerprint_of(states: dict[str, Any]) -> str:
-    """sha256 over all tensors and numbers in these states: names, dtypes, shapes and bytes, sorted by name."""
+def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
+    """Read a whole checkpoint, or `only` the states of these names. Tensors are on the CPU."""
+    found = opened(path)
+    read: dict[str, torch.Tensor] = {}  # tied ones are one again
+
+    def whole(tensor: Stored) -> torch.Tensor:
+        return read[tensor.name] if tensor.name in read else read.setdefault(tensor.name, tensor.whole())
+
+    wanted = {name: state for name, state in found.states.items() if only is None or name in only}
+    return found._replace(states=tree_map_only(Stored, whole, wanted))
+
+
+def _state(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    if (form := state.pop("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"{path} was to be read.",
+            f"Its format is {form}, and this version of unisono reads and writes {FORMAT}.",
+            "go on with the version that wrote it, or start anew in another --run-dir.",
+        )
+    return state
+
+
+def fingerprint_of(
+    states: dict[str, Any], whole: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor
+) -> str:
+    """sha256 over all tensors and numbers in these states: names, dtypes, shapes and bytes, sorted by name.
+
+    whole  what stands for a tensor, one after the other; None: it is passed over
+    """
     leaves: list[tuple[str, Any]] = []
     _flatten(states, "", leaves)
     digest = hashlib.sha256()
     for name, value in sorted(leaves, key=lambda leaf: leaf[0]):
         if isinstance(value, torch.Tensor):
+            if (value := whole(value)) is None:
+                continue
             dense = value.detach().cpu().contiguous()
             digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
             digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
@@ -98,7 +156,7 @@ def _flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> None:
 def whole_one(path: Path, asked: str) -> Path:
     """The newest whole checkpoint of a run directory, or the checkpoint itself, if it is whole. Raises CheckpointError;
     `asked` says what for, with {} for where."""
-    itself = any((path / name).is_file() for name in ("state.json", "manifest.json"))
+    itself = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
     folder = path if itself else newest(path, note=lambda text: None)
     if folder is None:
         raise CheckpointError(
@@ -119,6 +177,7 @@ def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
     """
     folder = whole_one(path, "The fingerprint of {} was asked for.")
     checkpoint = load(folder)
+    let_go(folder)
     models = checkpoint.about["models"]
     result: dict[str, Any] = {"path": str(folder), "step": checkpoint.steps}
     result["weights_sha256"] = fingerprint_of({name: checkpoint.states[name] for name in models})

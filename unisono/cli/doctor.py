@@ -22,7 +22,9 @@ import psutil  # type: ignore[import-untyped]
 from cyclopts import Parameter
 
 import unisono
+from unisono.cli.request import WHERE, Request
 from unisono.env import variables
+from unisono.errors import SettingsError
 from unisono.launch import local
 
 NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "safetensors", "fsspec")
@@ -66,16 +68,32 @@ class Finding(NamedTuple):
     do: str = ""  # what to type to repair it
 
 
-def doctor(*, json: Annotated[bool, Parameter(negative=(), show_default=False)] = False) -> int:
+def doctor(
+    *,
+    rehearse: Annotated[str | None, Parameter(metavar="TARGET")] = None,
+    ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
+    request: Request = Request(),  # noqa: B008  (frozen)
+) -> int:
     """Look whether this machine is ready, and say what to type where it is not.
 
     Two processes are started and exchange real data. Exit status 1 if something is broken.
 
     Parameters
     ----------
-    json
-        Print the findings as JSON.
+    rehearse
+        Play failures against this recipe or script, instead: what is survived, and how long does each take?
+    ranks
+        In how many processes that is played.
     """
+    if rehearse is not None:
+        from unisono.cli import rehearse as rehearsal
+
+        return rehearsal.rehearse(rehearse, ranks, request)
+    json = request.json
+    if request != Request(json=json) or ranks != 2:
+        line = request.line("unisono", "doctor")
+        do = "unisono doctor, or with a script to play failures against: unisono doctor --rehearse text"
+        raise SettingsError(str(line), "Without --rehearse no script is run, so there is nothing to set.", do)
     findings = []
     for finding in examine():
         findings.append(finding)

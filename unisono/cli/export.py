@@ -48,7 +48,7 @@ def export(
 
     asked = line(folder, out, *["--force"] * force)
     itself = any((folder / name).is_file() for name in ("state.json", "manifest.json"))
-    if not itself and not manifest.checkpoints(folder):
+    if not itself and not manifest.any_of(folder):
         true = "There is no checkpoint in it." if folder.is_dir() else "There is no such folder."
         raise SettingsError(asked, f"{folder}: {true}", line(Path(with_checkpoints(folder)), out))
     if out.is_dir():

@@ -33,7 +33,7 @@ def fingerprint(
         Print it as JSON.
     """
     itself = any((folder / name).is_file() for name in ("state.json", "manifest.json"))
-    if not itself and not manifest.checkpoints(folder):
+    if not itself and not manifest.any_of(folder):
         true = "There is no checkpoint in it." if folder.is_dir() else "There is no such folder."
         raise SettingsError(
             f"unisono fingerprint {folder}", true, f"unisono fingerprint {shlex.quote(with_checkpoints(folder))}"
@@ -51,8 +51,6 @@ def fingerprint(
 
 def with_checkpoints(folder: Path) -> str:
     """A run directory that was probably meant: in this folder, below runs/, or an example."""
-    there = [
-        path for parent in (folder, folder / RUNS, RUNS) for path in parent.glob("*") if manifest.checkpoints(path)
-    ]
+    there = [path for parent in (folder, folder / RUNS, RUNS) for path in parent.glob("*") if manifest.any_of(path)]
     newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
     return str(newest) if newest is not None else "runs/NAME-TIME"

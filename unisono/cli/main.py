@@ -15,6 +15,7 @@ from pathlib import Path
 from cyclopts import App, Group, Parameter
 
 import unisono
+from unisono.cli.audit import audit
 from unisono.cli.bench import bench
 from unisono.cli.check import check
 from unisono.cli.copy import copy
@@ -22,6 +23,7 @@ from unisono.cli.doctor import doctor
 from unisono.cli.export import export
 from unisono.cli.fingerprint import fingerprint
 from unisono.cli.prove import prove
+from unisono.cli.replay import replay
 from unisono.cli.request import Request, parsed, split, table_of
 from unisono.cli.run import run
 from unisono.cli.target import recipes
@@ -37,6 +39,8 @@ Examples:
   unisono copy text train.py              get a recipe to change
   unisono check train.py                  is it placement-proof?
   unisono prove train.py                  do shards and the like compute the same?
+  unisono replay runs/mine --step 43      see one of its steps again, on one process
+  unisono audit runs/mine                 does this machine compute rightly?
   unisono doctor                          is this machine ready?
   unisono bench --ranks 4                 how fast do processes talk to each other?
 """
@@ -70,6 +74,16 @@ Examples:
   unisono prove text --parallel shard=2 --parallel replicate=2,shard=2,gather=step
   unisono prove text --parallel shard=4 --steps 10 --set model.depth=2
 """
+REPLAY_EXAMPLES = """\
+Examples:
+  unisono replay runs/mine --step 43
+  unisono replay runs/mine --step 43 --virtual-rank 5 --debug
+"""
+AUDIT_EXAMPLES = """\
+Examples:
+  unisono audit train.py                  a few steps of a script, on three processes
+  unisono audit runs/mine --steps 100     the model and the data of a run, from its newest checkpoint
+"""
 EXPORT_EXAMPLES = """\
 Examples:
   unisono export runs/mine model.safetensors
@@ -85,6 +99,7 @@ DOCTOR_EXAMPLES = """\
 Examples:
   unisono doctor
   unisono doctor --json
+  unisono doctor --rehearse train.py --ranks 4    what is survived, and how long does it take?
 """
 
 TRAIN = Group("Train", sort_key=1)
@@ -105,7 +120,9 @@ def build_app(words: Sequence[str] = ()) -> App:
     app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES + _settings_of_target(words))
     app.command(check, group=TRAIN, help_epilogue=CHECK_EXAMPLES)
     app.command(prove, group=TRAIN, help_epilogue=PROVE_EXAMPLES)
+    app.command(audit, group=TRAIN, help_epilogue=AUDIT_EXAMPLES)
     app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
+    app.command(replay, group=LOOK, help_epilogue=REPLAY_EXAMPLES)
     app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
     app.command(export, group=LOOK, help_epilogue=EXPORT_EXAMPLES)
     app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
@@ -142,11 +159,13 @@ def _obey(words: Sequence[str]) -> int:
     flags, own = split(words)
     names = [entry.name for entry in entries_of(Settings)]
     command, bound = parsed(build_app(flags), flags, "unisono", names)
-    if command in (run, check, prove):
+    if command in (run, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:
         asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
-        raise SettingsError(asked, "Only `unisono run`, `check` and `prove` hand arguments on to a script.", do)
+        raise SettingsError(
+            asked, "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script.", do
+        )
     return command(*bound.args, **bound.kwargs) or 0
 
 

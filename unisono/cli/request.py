@@ -63,7 +63,8 @@ class Request:
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
-    trace: Annotated[str, Parameter(show=False)] = ""  # [evidence:]STEPS:FOLDER, for `unisono check` and `prove`
+    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]WORDS, for check, prove, replay and audit
+    faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # in words: testing/plan.py
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
     def arguments(self, run_dir: Path) -> list[str]:
@@ -74,6 +75,7 @@ class Request:
         flags += [f"--accept-change={each}" for each in self.accept_change]
         flags += ["--json"] if self.json else []
         flags += [f"--trace={self.trace}"] if self.trace else []
+        flags += [f"--fault={each}" for each in self.faults]
         return [*flags, f"--run-dir={run_dir}", *(["--", *self.own] if self.own else [])]
 
     def line(self, *command: str) -> Line:
@@ -196,6 +198,8 @@ OPERANDS = {
     "run": ("the name of a recipe, or the path of a script", "text"),
     "check": ("the name of a recipe, or the path of a script", "text"),
     "prove": ("the name of a recipe, or the path of a script", "text"),
+    "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
+    "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
     "copy": ("the name of a recipe", "text"),
     "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
     "export": ("a run directory, or one checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
@@ -258,7 +262,7 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
 
 FLAGS = (
     *("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks"),
-    *("--state", "--only", "--sizes", "--parallel", "--help"),
+    *("--state", "--only", "--sizes", "--parallel", "--step", "--virtual-rank", "--debug", "--help"),
 )
 
 

@@ -7,18 +7,22 @@ import shlex
 import signal
 import sys
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from unisono.checkpoint import manifest
+from unisono.checkpoint import left, manifest
+from unisono.checkpoint.place import checkpoints_at, places_of
 from unisono.cli.machine import problems_here
 from unisono.cli.request import WHERE, Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
-from unisono.errors import Problem, SettingsError
+from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
+from unisono.launch.process import CRASHES
 from unisono.launch.supervise import Outcome
 from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
 from unisono.settings.check import examine
@@ -30,7 +34,7 @@ def run(
     target: str,
     /,
     *,
-    ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 1,
+    ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
@@ -43,14 +47,16 @@ def run(
     target
         A recipe's name, or the path to a script.
     ranks
-        How many processes. The result is the same for any number.
+        How many processes. The result is the same for any number. If one dies, the others go on, and another is
+        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left.
     no_dry_run
         Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
     """
-    flags = [*(["--ranks", str(ranks)] if ranks != 1 else []), *(["--no-dry-run"] if no_dry_run else [])]
+    flags = [*(["--ranks", ranks] if ranks != "1" else []), *(["--no-dry-run"] if no_dry_run else [])]
     line = request.line("unisono", "run", target, *flags)
-    script, threads, unsure = checked(target, ranks, request, line)
-    if unsure and not no_dry_run and not _fits(script, threads, ranks, request, line):
+    minimum, count = numbers(ranks, line)
+    script, threads, unsure = checked(target, count, request, line)
+    if unsure and not no_dry_run and not _fits(script, threads, count, request, line):
         print(f"Stopped before its start: nothing to save.\n  Next: {line}", file=sys.stderr)
         if request.json:
             print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
@@ -59,10 +65,10 @@ def run(
     started = time.time()
     with hold(run_dir, line):
         before = _mark(run_dir)
-        outcome = local.run(script, request.arguments(run_dir), ranks=ranks, logs=run_dir / "log", threads=threads)
+        outcome = again_and_again(script, request, run_dir, ranks=count, minimum=minimum, threads=threads)
         joined = _mark(run_dir) != before
-    if ranks > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
-        raise _never_joined(script, ranks, line)
+    if count > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
+        raise _never_joined(script, count, line)
     if outcome.stopped and (outcome.early or outcome.exit_status):  # else the run itself has said how to go on
         print("\n" * outcome.in_line, end="", flush=True)
         print(_how_to_go_on(run_dir, line, killed=not outcome.early), file=sys.stderr)
@@ -88,6 +94,64 @@ def _fits(script: Path, threads: int, ranks: int, request: Request, line: Line) 
     return not outcome.stopped
 
 
+RESTARTS = 3
+"""So often in a row a run is started again that has died without getting further."""
+
+
+def again_and_again(
+    script: Path, request: Request, run_dir: Path, *, ranks: int, minimum: int, threads: int
+) -> Outcome:
+    """The run, from its newest checkpoint again whenever its processes have died and none could go on."""
+    left.clear(run_dir)
+    reached, failures = _saved(run_dir), 0
+    while True:
+        arguments = request.arguments(run_dir)
+        outcome = local.run(script, arguments, ranks=ranks, logs=run_dir / "log", threads=threads, minimum=minimum)
+        if not _died(outcome) or not outcome.in_loop or outcome.stopped:
+            return outcome
+        saved, behind = _saved(run_dir), left.steps_left(run_dir)
+        now = max(saved, behind)
+        failures, reached = (1 if now > reached else failures + 1), now
+        if failures > RESTARTS:
+            print(f"Given up: it died {failures} times without getting further.", file=sys.stderr, flush=True)
+            return outcome
+        where = f"its checkpoint after step {saved}" if saved else "its beginning, since nothing was saved yet"
+        if behind > saved:
+            where = f"what processes have left behind after step {behind}, or {where}"
+        print(f"Starting again from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
+        request = replace(request, resume=True)
+
+
+def _died(outcome: Outcome) -> bool:
+    """Did a process die, rather than fail? Those that could not go on without it say that they have lost a peer."""
+    failure = outcome.failure
+    if failure is None:
+        return False
+    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLost")
+
+
+def _saved(run_dir: Path) -> int:
+    """The step of the newest checkpoint, wherever it is; 0: there is none, or nobody can tell."""
+    with suppress(UnisonoError):
+        return max((steps for there in places_of(run_dir) for steps in checkpoints_at(there)), default=0)
+    return 0
+
+
+def numbers(ranks: str, line: Line) -> tuple[int, int]:
+    """The least and the usual number of processes that `--ranks N` or `--ranks MIN:MAX` asks for."""
+    least, colon, most = ranks.partition(":")
+    try:
+        found = (int(least), int(most)) if colon else (1, int(ranks))
+    except ValueError:
+        true = f"--ranks takes a whole number, which {ranks!r} is not"
+        true += "." if not colon else "; or two of them with a colon in between."
+        raise SettingsError(str(line), true, str(line.flag("--ranks", "2"))) from None
+    if colon and not 1 <= found[0] <= found[1]:
+        true = "The first number is the fewest processes, at least 1, and the second the usual number of them."
+        raise SettingsError(str(line), true, str(line.flag("--ranks", f"1:{max(1, *found)}")))
+    return found
+
+
 def _mark(run_dir: Path) -> tuple[int, int] | None:
     """Another one once `unisono.main` has begun: it writes this file anew."""
     try:
@@ -99,7 +163,10 @@ def _mark(run_dir: Path) -> tuple[int, int] | None:
 
 def _how_to_go_on(run_dir: Path, line: Line, *, killed: bool) -> str:
     """A run was stopped that could not tell itself what is saved of it, and what to type."""
-    saved = manifest.checkpoints(run_dir)
+    saved, elsewhere = manifest.checkpoints(run_dir), manifest.elsewhere(run_dir)[0]
+    if not saved and elsewhere is not None:
+        again = line.flag("--run-dir", str(run_dir)).flag("--resume")
+        return f"Stopped; what is saved is in {elsewhere}.\n  Next: {again}"
     if not saved:
         what = "Killed before anything was saved." if killed else "Stopped before its first step: nothing to save."
         return f"{what}\n  Next: {line}"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
+from unisono.checkpoint import manifest
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line
 
@@ -83,7 +84,7 @@ def newest_run(stem: str) -> Path | None:
     for path in RUNS.glob("*"):
         match = pattern.fullmatch(path.name)
         if match and path.is_dir():
-            found.append((any(path.glob("checkpoints/step-*")), match[1], int(match[2] or 0), path))
+            found.append((manifest.any_of(path), match[1], int(match[2] or 0), path))
     return max(found)[-1] if found else None
 
 
@@ -94,6 +95,7 @@ def _held_by(path: Path) -> str:
     if checkpoints:
         count = len(checkpoints)
         held.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
+    held += [f"checkpoints in {where}" for where in manifest.elsewhere(path) if where is not None]
     if (path / "result.json").exists():
         held.append("a result.json")
     return " and ".join(held)
@@ -117,7 +119,8 @@ def _problems_of_writing(path: Path, line: Line) -> list[Problem]:
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         return [_not_writable(path, f"{there} is not a folder", line)]
-    for folder in (there, *(there / name for name in FOLDERS)):
+    inner = FOLDERS if there == path.absolute() else ()  # what lies beside it may be called as it likes
+    for folder in (there, *(there / name for name in inner)):
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             return [_not_writable(path, f"Permission denied in {folder}", line)]
     return []
@@ -128,12 +131,18 @@ def _not_writable(path: Path, reason: str, line: Line) -> Problem:
     return Problem(f"Keep the run in {path}", f"It cannot be written: {reason}.", do)
 
 
+LOOK_SECONDS = 0.05
+"""Between two tries to lock a directory that another process lets go of."""
+
+
 @contextmanager
-def hold(path: Path, line: Line) -> Iterator[None]:
-    """A block in which this run directory is ours. Raises SettingsError where another process has it.
+def hold(path: Path, line: Line, *, patience: float = 0.0) -> Iterator[None]:
+    """A block in which this run directory is ours. Raises SettingsError where another process has it, and keeps it for
+    so many seconds.
 
     The kernel lets go of the lock when we die, however we die: the file that stays is no obstacle.
     """
+    until = time.monotonic() + patience
     try:
         file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
     except OSError:  # no locks on this file system: training matters more
@@ -141,9 +150,10 @@ def hold(path: Path, line: Line) -> Iterator[None]:
         return
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError.of([_busy(path, _who(file), line)]) from None
+            while not _locked(file):
+                if time.monotonic() >= until:
+                    raise SettingsError.of([_busy(path, _who(file), line)])
+                time.sleep(LOOK_SECONDS)
         except OSError:
             yield
             return
@@ -158,6 +168,15 @@ def hold(path: Path, line: Line) -> Iterator[None]:
 
 
 _ours: list[TextIO] = []
+
+
+def _locked(file: TextIO) -> bool:
+    """Is it ours now?"""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _let_go() -> None:

@@ -7,15 +7,18 @@ checks everything, joins the other processes, finds the checkpoint of a resume, 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,7 +26,9 @@ from typing import Any, TypeVar
 import torch
 
 from unisono import __version__, env
-from unisono.checkpoint.load import Checkpoint, about, load, newest
+from unisono.checkpoint import manifest
+from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
+from unisono.checkpoint.place import settle_in
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
@@ -35,13 +40,16 @@ from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
 from unisono.settings.check import examine
+from unisono.train.bequest import leave
 from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
 from unisono.train.misfits import parts_told
 from unisono.train.run import Run
+from unisono.train.survivors import may_survive
 from unisono.train.variants import run_kind
 from unisono.watch import log, report
+from unisono.watch.stuck import Watch
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 
@@ -73,7 +81,10 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
-    asked = Asked(script, Request.parse(sys.argv[1:], cls, script.name), world)
+    request = Request.parse(sys.argv[1:], cls, script.name)
+    if world.restarts and not request.resume:  # a manager has started everything again: nobody can type it
+        request = replace(request, resume=True)
+    asked = Asked(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls)
     torch.set_num_threads(loaded.settings.threads)
@@ -83,7 +94,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         with _own_arguments(asked.request):
             dry_run(train, loaded.settings, world)
         return
-    with join(world) as group, ExitStack() as kept:
+    with Watch(loaded.settings.stuck, world), join(world) as group, ExitStack() as kept:
         shown, path = _on_main(group, lambda: asked.run_dir(kept))
         run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed
         request = replace(asked.request, run_dir=Path(shown))
@@ -95,9 +106,14 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         assert axes is not None, "checked with the settings"
         identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
-        log.start(group.rank, group.size)
-        found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if request.resume else None
-        resumed = load(Path(found)) if found else None
+        log.start(group.rank if world.number is None else world.number, world.size)
+        if not world.joins:  # who joins later finds all that
+            where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
+            if world.local_rank == 0:
+                manifest.keep_elsewhere(run_dir, where)  # each host has a run directory, if they share none
+        resumes = request.resume and not world.joins  # who joins later is told by the others
+        found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if resumes else None
+        resumed = opened(here(Path(found), run_dir)) if found else None
         color = world.terminal and not env.variables(("NO_COLOR",))
         kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
         run: Run[S] = run_kind(loaded.settings, kind)(
@@ -112,15 +128,18 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             accepted=request.accept_change,
             engine=engine,
         )
+        run.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
-        if group.rank == 0:
+        if run.is_main:
             _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
-            started = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
+            started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
+            started |= {"script": str(Path(world.folder, asked.script).resolve()), "arguments": list(request.own)}
+            started |= {"folder": world.folder}
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
-        with _signals(run), _own_arguments(request):
+        with _signals(run), _own_arguments(request), _planted(request.faults, run):
             _train(train, run, asked, color)
 
 
@@ -132,17 +151,21 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
         run.finish()
     except Stopped:
         pass
+    except Exception as error:
+        leave(run, error)
+        raise
     finally:
         run.close()
         log.stop()
+    if run.waits:  # it was to join the others, and they were done before
+        return
     result = run.result()
     ended = report.read_result(run.dir) if run.is_finished_before else None
-    if ended is not None and run.is_main:  # it was over already: nothing was computed, so nothing is written
+    if ended is not None:  # it was over already: nothing was computed, so nothing is written
         result = ended
         more = asked.line().flag("--resume").setting(f"steps={2 * run.steps_done}")
         log.say(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
-    elif run.is_main:
-        _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
+    run.together("the run's end", lambda: _leave_result(run, result, new=ended is None))
     if run.is_main:
         if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
@@ -157,6 +180,11 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
             print("\n".join(["", *lines]), flush=True)
         elif run.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
+
+
+def _leave_result(run: Run[Any], result: dict[str, Any], *, new: bool) -> None:
+    if run.is_main and new:
+        _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -207,6 +235,28 @@ class Asked:
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 
+    def save_in(self, where: str | None, run_dir: Path, kept: ExitStack) -> str | None:
+        """Where checkpoints are kept from now on, as text; None: in the run directory. This process writes them.
+        Raises SettingsError."""
+        if where is not None and "://" not in where:
+            where = str(Path(self.world.folder, where))
+        settle_in(run_dir, where, resume=self.request.resume)
+        self.lead(run_dir, kept)
+        return manifest.elsewhere(run_dir)[0]
+
+    def lead(self, run_dir: Path, kept: ExitStack, *, patience: float = 0.0) -> None:
+        """This process writes the checkpoints from now on: their folder, where it is not in the run directory, is ours
+        until `kept` is closed. Raises SettingsError where another run has it, and keeps it for so many seconds."""
+        where = manifest.elsewhere(run_dir)[0]
+        if where is None or "://" in where:
+            return
+        Path(where).mkdir(parents=True, exist_ok=True)
+        try:
+            kept.enter_context(hold(Path(where), self.line(), patience=patience))
+        except SettingsError as error:
+            another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
+            raise SettingsError(f"checkpoint.dir = {where}", error.problems[0].true, str(another)) from None
+
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
         """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""
         path = newest(run_dir, log.say)
@@ -237,6 +287,9 @@ def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Requ
     ]
 
 
+HANDED_ON_SECONDS = 5.0
+"""A process that is dying lets go of its locks within a moment."""
+
 KNOWN_LATER = ("length", "ties", "own exchange")
 """Parts of a run's identity that follow from its data, its model and its script: the run compares them."""
 
@@ -247,12 +300,21 @@ CHANGING = (*KNOWN_LATER, "layout")
 """Parts of a run's identity that are compared elsewhere."""
 
 
-def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
-    from unisono.train import evidence, trace
+WATCHING = {
+    "evidence": "unisono.train.evidence:told",
+    "replay": "unisono.train.replayed:replayed",
+    "audit": "unisono.train.audited:audited",
+}
+"""Who watches a script for a command, by what its flag --trace begins with. For `unisono check` it begins with none."""
 
-    if asked.startswith("evidence:"):
-        return evidence.told(asked.removeprefix("evidence:"), rank)
-    return trace.traced(asked, rank)
+
+def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+    """The run and the engine of who watches."""
+    kind, _, words = asked.partition(":")
+    module, name = WATCHING.get(kind, "unisono.train.trace:traced").split(":")
+    build: Callable[[str, int], Any] = getattr(importlib.import_module(module), name)
+    made: tuple[type[Run[Any]], type[Engine]] = build(words if kind in WATCHING else asked, rank)
+    return made
 
 
 def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
@@ -287,7 +349,19 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if shards := about_shards(s.parallel, run._mesh.axes):
         log.say(shards)
+    if run.size > 1 and may_survive(run):
+        log.say("if a process dies, the others finish its step, and another one takes its place")
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+
+
+def _planted(faults: tuple[str, ...], run: Run[Any]) -> AbstractContextManager[None]:
+    """What is to go wrong in this run, if anything is (unisono doctor --rehearse, and tests)."""
+    if not faults:
+        return nullcontext()
+    from unisono.testing.plan import planted
+
+    number = run.world.number
+    return planted(faults, run.rank if number is None else number, run.dir / "faults")
 
 
 @contextmanager

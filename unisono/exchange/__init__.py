@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from unisono.errors import LoopError
+from unisono.score.tree import Node
 from unisono.world.collectives import Group, lies_apart
 
 if TYPE_CHECKING:
@@ -92,6 +93,11 @@ class Exchange(Protocol):
     def plain(self) -> float:
         """The same, if gradients were not compressed."""
         return self.sent
+
+    def held(self) -> Mapping[Node, Any]:
+        """After a failure: the partial sums that are still whole here, by the nodes of the tree, as `go_on` of another
+        exchange over the same parameters takes them. {}: all is computed anew."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """What it carries from one step to the next, whole, with numbers that no placement changes where its promise
@@ -165,6 +171,24 @@ def chosen(
         params, build(settings.exchange), _kind(name), lambda: build(name), settings.compress.begin
     )
     return later
+
+
+def after_a_death(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
+) -> Exchange:
+    """The exchange that goes on where the one that the settings choose was left, among those who are left."""
+    if settings.exchange == "tree":
+        return build_exchange("claimed", params, settings.virtual_ranks, group)
+    return chosen(settings, params, group, world)
+
+
+SURVIVE = ("tree",)
+"""Exchanges whose step can be made again: nothing of theirs is elsewhere, or under way between two steps."""
+
+
+def survives(settings: Settings) -> bool:
+    """Can a step be made again by those who are left, under the exchange that the settings choose?"""
+    return settings.exchange in SURVIVE and settings.compress.kind == "none"
 
 
 def build_exchange(

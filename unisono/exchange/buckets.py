@@ -86,6 +86,15 @@ class Layout:
         return self._ends[-1]
 
     @property
+    def bytes_shared(self) -> int:
+        """The same with a line behind them, for the mark that says that somebody has begun to add up there."""
+        return self._ends[-1] + LINE
+
+    def mark_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The mark, one byte, of memory that is `bytes_shared` long."""
+        return memory[self._ends[-1] : self._ends[-1] + 1]
+
+    @property
     def bytes_of_all(self) -> int:
         """What one gradient takes when it travels."""
         return sum(b.size * b.dtype.itemsize for b in self.buckets)
@@ -110,7 +119,7 @@ class Copy:
     """
 
     def __init__(self, layout: Layout, *, shared: bool = False) -> None:
-        self.memory = Shared(layout.bytes) if shared else None
+        self.memory = Shared(layout.bytes_shared) if shared else None
         if self.memory is not None:
             self.flats = layout.cut(self.memory.bytes)
         else:
@@ -120,6 +129,7 @@ class Copy:
             for number, offset in zip(bucket.members, bucket.offsets, strict=True):
                 views[number] = _view(flat, offset, layout.parts[number])
         self.views = [views[number] for number in range(len(layout.params))]
+        self.mark = layout.mark_of(self.memory.bytes) if self.memory else torch.zeros(1, dtype=torch.uint8)
         self.bucket_of = layout.bucket_of
         self.filled: list[bool] = []
         """Which views hold a gradient; the content of the others means nothing."""
@@ -129,6 +139,13 @@ class Copy:
     def clear(self) -> None:
         """Forget what is here. Costs nothing: the first gradient that comes overwrites it."""
         self.filled = [False] * len(self.views)
+        if self.mark[0]:
+            self.mark.zero_()
+
+    @property
+    def spoilt(self) -> bool:
+        """Has anybody begun to add up in it, so that it is no partial sum any more?"""
+        return bool(self.mark[0])
 
     def place(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what backward should add to: the views that hold a gradient, and nothing for the others."""
@@ -159,6 +176,13 @@ class Copy:
         grad = other.take(number)
         if grad is not None:
             self._add(number, grad)
+
+    def take_over(self, other: Copy) -> None:
+        """Hold what another copy holds, which may lie in buckets of another size."""
+        for number, filled in enumerate(other.filled):
+            if filled:
+                self.views[number].copy_(other.views[number])
+        self.filled = list(other.filled)
 
     def absorb(self, other: Copy) -> None:
         """Add all that is in another copy, which is free then."""

@@ -7,7 +7,8 @@ leaves are done; so all that is exchanged goes out then, and nothing of it while
     process 1   v4 v5 . .                (4,6)         ------------->
     process 2   v7 (slow)                (7,8)
 
-train/claims.py says who takes what.
+train/claims.py says who takes what. So does a death: those who are left hold some partial sums of the step, and deal
+what is missing among them (`go_on`; train/survivors.py).
 """
 
 from __future__ import annotations
@@ -29,18 +30,42 @@ class Claimed(Tree):
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
         super().__init__(params, virtual_ranks, group)
-        self._racing = False
+        self._racing = self._goes_on = False
         self._heap: Heap[Copy | None] = Heap(virtual_ranks, self._sum)
         self._leaf: Copy | None = None
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
-        self._racing = not spans
+        self._racing, self._goes_on = not spans, False
         if not self._racing:
             super().begin(spans, pieces, weights)
             return
         self.pieces, self._weights = pieces, weights
         self._heap, self._mine = Heap(self.virtual_ranks, self._sum), [0.0] * self.virtual_ranks
+        self._roots, self._broken = None, None
         self.ready.begin()
+
+    def go_on(self, held: Mapping[Node, Copy | None], used: Sequence[bool], empty: Sequence[int]) -> None:
+        """After `begin` without spans: these partial sums are there already. They come from another exchange over the
+        same parameters, which found these `used`; `empty` virtual ranks have nothing to do, and are ours."""
+        self._goes_on = True
+        self.ready.used = list(used)
+        for node, old in held.items():
+            copy = None if old is None else self.pool.take()
+            if copy is not None and old is not None:
+                copy.take_over(old)
+            self._push(node, copy)
+        for leaf in empty:
+            self._push(Node(leaf, leaf + 1), None)
+
+    def _push(self, node: Node, copy: Copy | None) -> None:
+        self._mine[node.lo : node.hi] = [self.group.rank + 1.0] * (node.hi - node.lo)
+        self._heap.push(node, copy)
+
+    def held(self) -> Mapping[Node, Copy | None]:
+        if not self._racing:
+            return super().held()
+        copies = [copy for copy in self._heap.held.values() if copy is not None]
+        return {} if any(copy.spoilt for copy in copies) else dict(self._heap.held)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         if not self._racing:
@@ -58,9 +83,8 @@ class Claimed(Tree):
         self.ready.leave()
         if self._to_come:
             return
-        for leaf in self._with_empty(self._number):
-            self._mine[leaf] = self.group.rank + 1.0
-            self._heap.push(Node(leaf, leaf + 1), self._leaf if leaf == self._number else None)
+        for leaf in [self._number] if self._goes_on else self._with_empty(self._number):
+            self._push(Node(leaf, leaf + 1), self._leaf if leaf == self._number else None)
         self._leaf = None
 
     def _with_empty(self, leaf: int) -> range:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from unisono.exchange import Exchange, Spans, Weights
+from unisono.score.tree import Node
 
 
 class Resting(Exchange):
@@ -48,6 +49,9 @@ class Several:
     def launch(self) -> None:
         for part in self.parts:
             part.launch()
+
+    def held(self) -> Mapping[Node, Any]:
+        return {}
 
     def finish(self, weight: float) -> bool:
         """p.grad becomes the sum over all processes and over the stages that use it, first stage first."""

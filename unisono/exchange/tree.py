@@ -51,6 +51,7 @@ class Tree(Bucketed):
         self._merged: list[bool] = []  # for which parameters that is done
         self._roots: list[Copy | None] | None = None  # the partial sums of this process, in order; None: all zeros
         self._result: Copy | None = None
+        self._broken: Exception | None = None  # what a message that left from inside backward met with
 
     def _lay_out(self) -> Layout:
         return Layout(self.params, self.group.size)
@@ -62,10 +63,12 @@ class Tree(Bucketed):
         """A step begins: this process holds spans[rank]; virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
         plan = Plan(self.virtual_ranks, tuple(spans))
         self.pieces = pieces
+        self._rank = self.group.rank  # in this step, whatever comes
         self.span = plan.spans[self.group.rank]
         # what is leftmost of a partial sum will travel; all the others are only added to it
         self._travel = {next((v for v in range(*n) if pieces[v]), -1) for n in plan.sends(self.group.rank)}
         self._fold, self._current, self._roots = Fold(self.virtual_ranks, _where, self.span[0]), None, None
+        self._plan_of_step, self._broken = plan, None
         self.ready.begin()
         self._wire(plan, weights)
 
@@ -116,6 +119,8 @@ class Tree(Bucketed):
 
     def finish(self, weight: float) -> bool:
         assert self._result is not None
+        if self._broken is not None:
+            raise self._broken
         if self.wire is None:
             found = [divide_(flat, weight) for flat in self._result.flats]
             whole = all(found)
@@ -208,8 +213,20 @@ class Tree(Bucketed):
     def _launch(self, bucket: int) -> None:
         """The partial sums of a bucket are complete here: send them. Also called from inside backward."""
         assert self._result is not None
-        if self.wire is not None:
+        if self.wire is None or self._broken is not None:
+            return
+        try:
             self.wire.send(bucket, self._roots or [], self._result)
+        except (RuntimeError, ConnectionError) as error:
+            if self.group.company is None:
+                raise
+            self._broken = error  # backward goes on: what it makes here is still good
+
+    def held(self) -> Mapping[Node, Copy | None]:
+        """Once all is launched. Nobody may still be adding up."""
+        if self._roots is None or any(root is not None and root.spoilt for root in self._roots):
+            return {}
+        return dict(zip(self._plan_of_step.sends(self._rank), self._roots, strict=True))
 
 
 Part = Copy | Loose | None

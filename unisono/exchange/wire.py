@@ -7,7 +7,9 @@ the others have it and writes the sum where they want it; their messages say whe
     process 1   [ b0 | b1 ]  "it is there"   reads a1, writes m1 here and there   "done"   [ m0 | m1 ]
 
 Nobody else reads or writes chunk c of a bucket between c's two messages, and nobody uses a bucket before all have said
-that they are done. After a failure, nobody may use it before all have said that they have left the step.
+that they are done. After a failure, nobody may use it before all have said that they have left the step. Whoever begins
+to add up leaves a mark in all the memory that he is about to write to: so it is known there whether a partial sum is
+still one, even if he dies a moment later.
 
 All processes post the same messages in the same order: about the partial sums of bucket 0, of bucket 1, the sum of
 bucket 0, the partial sums of bucket 2, the sum of bucket 1, and so on; with the first go the weights to divide by.
@@ -55,6 +57,8 @@ class Wire:
         self.row = torch.zeros(plan.leaves, dtype=torch.float64, device=group.device)
         self.ready = torch.zeros(1, dtype=torch.uint8)  # that partial sums are ready: nobody reads more from it
         self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}  # neighbours' memory, bucket by bucket
+        self.marks: dict[tuple[int, int], torch.Tensor] = {}  # and the mark in it
+        self.own: list[torch.Tensor] = []  # the marks of our own partial sums
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
@@ -88,6 +92,8 @@ class Wire:
         """
         if bucket >= IN_FLIGHT:
             self._settle()
+        if bucket == 0:
+            self.own = [copy.mark for copy in (result, *roots) if copy is not None]
         about, size = self.layout.buckets[bucket], self.plan.size
         chunk = about.size // size
         room = self.arrived[bucket % IN_FLIGHT, about.dtype, about.device][: self.foreign * chunk]
@@ -136,6 +142,9 @@ class Wire:
         if self.divisor is None:
             self.divisor = reduce(torch.add, self.row)
         near = {rank: self._look(rank, bucket) for rank in self.neighbours}
+        if bucket == 0:
+            for mark in self.own:
+                mark.fill_(1)
         outs = [chunks[self.rank], *(memory.pop(0) for memory in near.values())]
         whole = [near[h].pop(0) if part is None else part for part, h in zip(parts, self.holders, strict=True)]
         self._add_up(whole, self.divisor, outs)
@@ -154,7 +163,10 @@ class Wire:
                 continue
             key = rank, name.number
             if key not in self.seen:
-                self.seen[key] = self.layout.cut(look(self.neighbours[rank], name, self.layout.bytes))
+                memory = look(self.neighbours[rank], name, self.layout.bytes_shared)
+                self.seen[key], self.marks[key] = self.layout.cut(memory), self.layout.mark_of(memory)
+            if bucket == 0:
+                self.marks[key].fill_(1)
             found.append(self.seen[key][bucket].view(self.plan.size, -1)[self.rank])
         return found
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,9 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.env import World, draws_live_lines, inherited
+from unisono.launch.lookout import Lookout
 from unisono.launch.supervise import Outcome, Task, supervise
+from unisono.launch.survival import Survival, room
 
 
 def run(
@@ -29,6 +32,7 @@ def run(
     screen: int | None = 1,
     say: bool = True,
     variables: Mapping[str, str] = MappingProxyType({}),
+    minimum: int | None = None,
 ) -> Outcome:
     """Run the script in `ranks` processes and return when all are gone.
 
@@ -37,22 +41,47 @@ def run(
     screen   the file descriptor that rank 0's output goes to, besides its log; None: nowhere
     say      tell on standard error why it failed
     variables  more of what a library, or Python itself, reads from its environment
+    minimum  if a process dies, and so many are left, they go on, and another one is started; None: that ends the run
     """
     terminal = screen == 1 and draws_live_lines()
     columns = os.get_terminal_size(1).columns if terminal else 0
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
-    with tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True) as folder:
-        tasks = [
-            _task(
-                replace(_world(rank, ranks), store=f"file://{folder}/store", terminal=terminal, columns=columns),
-                [str(script), *arguments],
-                inherited({**_for_libraries(threads), **variables}),
-                logs,
-                Path(folder),
+    with room() as folder:
+        survives = minimum is not None and ranks > 1
+        seats: dict[int, int] = {}  # by number: who replaces process 4, which replaced 2, sits there as well
+
+        def build(number: int, place: int) -> Task:
+            """Process `number`, in the place of that one."""
+            rank = seats[number] = seats.get(place, place)
+            world = replace(
+                _world(rank, ranks),
+                store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
+                terminal=terminal,
+                columns=columns,
+                number=number if survives else None,
+                joins=number >= ranks,
             )
-            for rank in range(ranks)
-        ]
-        return supervise(tasks, screen=screen, say=say)
+            environment = inherited({**_for_libraries(threads), **variables})
+            return _task(number, world, [str(script), *arguments], environment, logs, Path(folder))
+
+        tasks = [build(number, number) for number in range(ranks)]
+        with Lookout(Path(folder), say=say), ExitStack() as open_:
+            survival = Survival(minimum or 1, build) if survives else None
+            if survival is not None:
+                open_.enter_context(survival.open(Path(folder) / "store", ranks, _python()))
+            return supervise(tasks, screen=screen, say=say, survival=survival)
+
+
+def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:
+    """Run the script as plain Python does, with this terminal, for who wants to talk to it; returns its exit status.
+    Ctrl-C is its own affair."""
+    command = [sys.executable, "-u", str(script), *arguments]
+    with subprocess.Popen(command, cwd=folder, env=inherited(_for_libraries(threads))) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 DRY_SECONDS = 60
@@ -64,10 +93,10 @@ def dry_run(
 ) -> Outcome:
     """One process goes through the script as far as its loop, to see whether `ranks` of them can (train/dry_run.py).
     What it prints is nobody's; after `seconds` it dies of SIGALRM."""
-    with tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True) as folder:
+    with room() as folder:
         world = replace(_world(0, ranks), dry=True)
         environment = inherited(_for_libraries(threads))
-        task = _task(world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
+        task = _task(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
         return supervise([task], screen=None, say=False)
 
 
@@ -78,16 +107,24 @@ def _world(rank: int, size: int) -> World:
 
 
 def _task(
-    world: World, words: Sequence[str], environment: Mapping[str, str], logs: Path, folder: Path, seconds: int = 0
+    number: int,
+    world: World,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    logs: Path,
+    folder: Path,
+    seconds: int = 0,
 ) -> Task:
-    """A process that runs a script (`words`: its path and its arguments); after `seconds` it ends. 0: it does not."""
-    record = folder / f"rank-{world.rank}.json"
+    """Process `number`, which runs a script (`words`: its path and its arguments); it is a substitute if it joins.
+    After `seconds` it ends; 0: it does not."""
+    record = folder / f"rank-{number}.json"
     order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds})
     return Task(
         command=[*_python(), "-m", "unisono.launch.child", order, *words],
         environment=environment,
-        log=logs / f"rank-{world.rank}.log",
+        log=logs / f"rank-{number}.log",
         record=record,
+        substitute=world.joins,
     )
 
 

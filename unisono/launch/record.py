@@ -78,22 +78,66 @@ def write_to(path: Path) -> None:
     _path = path
 
 
+def path() -> Path | None:
+    """Where it would be recorded; None: nobody has started us who wants to know, or it is recorded already."""
+    return _path
+
+
 def write(error: BaseException) -> Record:
     """Record why this process fails; only the first call counts. Without a launcher it only returns the record."""
     global _path
     record = Record.of(error)
     if _path is not None:
-        path, _path = _path, None
-        half = path.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
-        half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
-        half.rename(path)
+        place, _path = _path, None
+        _write(record, place)
     return record
+
+
+def write_for(place: Path, error: UnisonoError) -> None:
+    """Record for a process that cannot do it any more why it fails: it is its record if it has left none."""
+    if not place.exists():
+        _write(Record(time.time(), type(error).__qualname__, str(error), "", error.exit_status, error.problems), place)
+
+
+def _write(record: Record, place: Path) -> None:
+    half = place.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
+    half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
+    half.rename(place)
 
 
 def leave() -> None:
     """Say that the script has come to its end in peace. Its process may be there a little longer."""
     if _path is not None:
         _path.with_suffix(".left").touch()
+
+
+def begin_loop(*, replaceable: bool, bequeaths: bool) -> None:
+    """Say that the training loop begins here.
+
+    replaceable  if this process dies, by a signal, the others finish its step, and another one may take its place
+    bequeaths    if another one dies, this one writes down what it has, and needs a while for it
+    """
+    if _path is not None:
+        _path.with_suffix(".loop").touch()
+        if replaceable:
+            _path.with_suffix(".replaceable").touch()
+        if bequeaths:
+            _path.with_suffix(".bequeaths").touch()
+
+
+def in_loop(path: Path) -> bool:
+    """Has the process whose failure would be recorded at this path come to its training loop?"""
+    return path.with_suffix(".loop").exists()
+
+
+def is_replaceable(path: Path) -> bool:
+    """Has it said that the others can go on without it?"""
+    return path.with_suffix(".replaceable").exists()
+
+
+def does_bequeath(path: Path) -> bool:
+    """Has it said that it will write down what it has?"""
+    return path.with_suffix(".bequeaths").exists()
 
 
 def be_spare() -> None:

@@ -11,6 +11,8 @@ only us, and so that whatever a process started ends with it. The rules:
   rank's own traceback is the last thing on the screen.
 - The first Ctrl-C, SIGTERM or SIGHUP asks every process to save and leave; a second Ctrl-C or SIGTERM kills them at
   once. When the first of them has left, the others have five minutes.
+- Of a run whose processes can go on without one that dies (survival.py), a death by a signal is told and no failure, as
+  long as enough are left; another process is started in its place. The oldest one that lives speaks on the screen.
 - Some processes are spare by their own word (record.py): the others go on without them. Of these a death is told, and
   only an exception of the script's is a failure; and when the others are done, they have a moment.
 - Nobody outlives us: when we are gone, standard input ends in every process, and it ends itself.
@@ -27,19 +29,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from unisono.errors import WorldError
-from unisono.launch.log import Log, last_lines
-from unisono.launch.record import Record, is_spare, left_at, read
+from unisono.launch.process import CRASHES, Failure, Process, Task
+from unisono.launch.record import does_bequeath, in_loop, left_at, read
+from unisono.launch.survival import Survival
+
+__all__ = ["Failure", "Outcome", "Task", "supervise"]
 
 LOOK_SECONDS = 0.1
 """Between two looks at the records; exits and output wake us at once."""
 GRACE_SECONDS = 0.4
 """After a failure the other processes have this long to say something, so that a traceback is there within a second."""
+BEQUEST_SECONDS = 30.0
+"""The same where somebody has died, and the others write down what they have of its state (train/bequest.py)."""
 LATE_STOP_SECONDS = 300.0
 """Once a process has saved and left, the others are not far; one that waits for something in vain is killed."""
 EARLY_STOP_SECONDS = 10.0
@@ -55,63 +59,6 @@ DRAIN_SECONDS = 0.2
 HEAD_START_SECONDS = 0.5
 """The peers of a process that crashed may notice before we do. A crash counts as this much earlier than we saw it."""
 
-MEANING = {
-    signal.SIGKILL: "usually the machine had no memory left (`dmesg | tail` tells), or somebody killed it",
-    signal.SIGSEGV: "a crash in compiled code: an extension, a driver, or libraries that do not fit together",
-    signal.SIGABRT: "compiled code gave up: an assertion, or an exception that nobody caught",
-    signal.SIGBUS: "usually no room in shared memory (`df -h /dev/shm` tells) or on a disk",
-    signal.SIGILL: "compiled code for another kind of processor",
-    signal.SIGFPE: "an arithmetic error in compiled code",
-    signal.SIGTERM: "somebody ended this one process (`kill`), not the launcher",
-    signal.SIGINT: "somebody interrupted this one process, not the launcher",
-}
-CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""Signals that a process does not die of because a peer failed. SIGABRT is not one of them: gloo may do that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """A process to start."""
-
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    log: Path
-    record: Path
-
-
-class Failure(NamedTuple):
-    """Why a run failed."""
-
-    rank: int
-    size: int
-    time: float  # seconds since the epoch
-    record: Record | None  # None: the process left no word
-    signal: int  # that it died of, 0: none
-    exit_status: int  # what the launcher should return
-    log: Path
-    early: bool = False  # it said that all was well, when the others still needed it
-
-    def __str__(self) -> str:
-        """What is printed last on the screen."""
-        record = self.record
-        if record is not None and record.exit_status == 2 and record.problems:
-            return record.message  # a wrong request needs no traceback
-        title = f"Rank {self.rank} of {self.size}"
-        if record is not None:
-            return f"{title} failed; its log is {self.log}\n\n{record.traceback or record.message}".rstrip("\n")
-        if self.early:
-            said = f"{title} left with exit status 0 (sys.exit? os._exit?) while the others still needed it."
-        elif self.signal:
-            meaning = MEANING.get(signal.Signals(self.signal), "")
-            said = f"{title} died of signal {self.signal} ({signal.Signals(self.signal).name})"
-            said += f": {meaning}." if meaning else "."
-        else:
-            said = f"{title} left with exit status {self.exit_status} and no word (os._exit?)."
-        tail = last_lines(self.log, 10)
-        if tail:
-            return "\n".join([said, f"The end of its log, {self.log}:", *(f"    {line}" for line in tail)])
-        return f"{said}\nIts log is empty: {self.log}"
-
 
 class Outcome(NamedTuple):
     """How a run ended."""
@@ -121,87 +68,28 @@ class Outcome(NamedTuple):
     stopped: bool = False  # somebody asked it to stop
     early: bool = False  # ... while a process could not listen: before its loop, or after it
     in_line: bool = False  # the last line on the screen has no end yet
+    in_loop: bool = False  # had a process come to its training loop?
 
 
-class _Process:
-    """A process that was started, and what we know of it."""
-
-    def __init__(self, rank: int, task: Task) -> None:
-        self.rank = rank
-        self.task = task
-        self.log = Log(task.log)
-        self.told = False  # we sent it SIGTERM
-        self.killed = False  # we sent it SIGKILL
-        self.log_is_lost = False  # and we said so
-        self.ended_at: float | None = None
-        try:
-            self.popen = subprocess.Popen(
-                task.command,
-                env=task.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self.log.close()
-            do = "Start fewer processes, or close other programs."
-            raise WorldError(f"Start process {rank}.", f"The system says: {error.strerror}.", do) from error
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
-        os.set_blocking(self.stdout.fileno(), False)
-
-    @property
-    def alive(self) -> bool:
-        return self.ended_at is None
-
-    def tell(self, group: bool) -> None:
-        """SIGTERM, to the process alone (it saves, with the help of its workers) or to all that it started."""
-        self.told = True
-        if self.alive:
-            (os.killpg if group else os.kill)(self.popen.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL, to all that it started."""
-        if self.alive:
-            self.killed = True
-            os.killpg(self.popen.pid, signal.SIGKILL)
-
-    def has_ended(self) -> bool:
-        """Look whether it is over, without forgetting it: as long as it is not reaped its group's number is its own."""
-        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    @property
-    def spare(self) -> bool:
-        """Do the others go on without it?"""
-        return is_spare(self.task.record)
-
-    def failed(self) -> bool:
-        """Is it over, and not as it should be?"""
-        code = self.popen.returncode
-        if not self.alive and code < 0 and self.spare:
-            return False
-        return not self.alive and code != 0 and not self.killed and not (self.told and code == -signal.SIGTERM)
-
-
-def supervise(tasks: Sequence[Task], *, screen: int | None = 1, say: bool = True) -> Outcome:
+def supervise(
+    tasks: Sequence[Task], *, screen: int | None = 1, say: bool = True, survival: Survival | None = None
+) -> Outcome:
     """Start the processes, rank by rank, and return when all are gone.
 
     Rank 0's output goes to the file descriptor `screen` as well (None: only to its log). What is said about the run
-    as a whole goes to standard error, unless `say` is off.
+    as a whole goes to standard error, unless `say` is off. `survival`: what is done about deaths; None: nothing.
     """
-    return _Supervisor(tasks, screen, say).run()
+    return _Supervisor(tasks, screen, say, survival).run()
 
 
 class _Supervisor:
-    def __init__(self, tasks: Sequence[Task], screen: int | None, say: bool) -> None:
-        self.tasks = tasks
+    def __init__(self, tasks: Sequence[Task], screen: int | None, say: bool, survival: Survival | None) -> None:
+        self.tasks, self.survival = tasks, survival
+        self.voice = 0  # the process whose output goes to the screen
         self.say = say
         self.screen = screen
         self.last_byte = b"\n"  # of what is on the screen
-        self.processes: list[_Process] = []
+        self.processes: list[Process] = []
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stopped_at: float | None = None  # somebody asked us to stop
@@ -215,10 +103,10 @@ class _Supervisor:
     def run(self) -> Outcome:
         with self._listening():
             try:
-                for rank, task in enumerate(self.tasks):
-                    process = _Process(rank, task)
-                    self.processes.append(process)
-                    self.selector.register(process.stdout, selectors.EVENT_READ, process)
+                for task in self.tasks:
+                    self._start(task)
+                if self.survival is not None and self.survival.meeting is not None:
+                    self.selector.register(self.survival.meeting.stdout, selectors.EVENT_READ, self.survival)  # type: ignore[arg-type]
                 while any(process.alive for process in self.processes) and not self._gave_up():
                     self._look()
             finally:
@@ -226,12 +114,19 @@ class _Supervisor:
         outcome = self._outcome()
         return outcome._replace(in_line=self.screen is not None and self.last_byte != b"\n")
 
+    def _start(self, task: Task) -> None:
+        process = Process(len(self.processes), task)
+        self.processes.append(process)
+        self.selector.register(process.stdout, selectors.EVENT_READ, process)
+
     def _look(self) -> None:
         """Wait for something to happen, or for a moment, and see to it."""
         for key, _ in self.selector.select(LOOK_SECONDS):
             if key.data is None:
                 os.read(key.fd, 4096)  # only there to wake us
-            else:
+            elif key.data is self.survival:
+                self._hear(self.survival)
+            elif not key.data.stdout.closed:  # it may have been buried in this very round
                 self._forward(key.data)
         now = time.monotonic()
         if not self.signals and now < self.look_at:
@@ -247,15 +142,20 @@ class _Supervisor:
         ):
             self._end_the_others()
         alive = [process for process in self.processes if process.alive]
+        if not any(process.joined for process in alive):  # whoever was to be joined is done
+            for process in alive:
+                process.kill()
         if alive and not self.only_spares and all(process.spare for process in alive):
             self.only_spares = True
             self.kill_at = min(self.kill_at or now + SPARE_STOP_SECONDS, now + SPARE_STOP_SECONDS)
         if self.kill_at is not None and now >= self.kill_at:
             self._lose_patience()
 
-    def _matters(self, process: _Process) -> bool:
+    def _matters(self, process: Process) -> bool:
         """Does it matter how this one ends? Not of a spare one, once the main process has left in peace."""
         main = self.processes[0]
+        if not process.joined:
+            return False
         return main.alive or main.popen.returncode != 0 or not process.spare
 
     def _lose_patience(self) -> None:
@@ -275,7 +175,7 @@ class _Supervisor:
         """Somebody was killed and does not go: he waits in the kernel, for a disk or a device that does not answer."""
         return self.kill_at is not None and time.monotonic() > self.kill_at + UNKILLABLE_SECONDS
 
-    def _forward(self, process: _Process) -> bool:
+    def _forward(self, process: Process) -> bool:
         """Pass on what the process wrote; False when there will be no more."""
         try:
             data = os.read(process.stdout.fileno(), 1 << 16)
@@ -288,7 +188,7 @@ class _Supervisor:
         if process.log.lost is not None and not process.log_is_lost:
             process.log_is_lost = True
             self._say(f"The log {process.log.path} ends here: {process.log.lost.strerror}. The run goes on.")
-        if process.rank == 0 and self.screen is not None:
+        if process.rank == self.voice and self.screen is not None:
             try:
                 view = memoryview(data)
                 while view:
@@ -315,7 +215,7 @@ class _Supervisor:
             self.impatient = True
             self.kill_at = now
 
-    def _bury(self, process: _Process) -> None:
+    def _bury(self, process: Process) -> None:
         """A process is over: end what it started, read what is left in its pipe, and let it go."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
@@ -328,12 +228,63 @@ class _Supervisor:
                 f"Rank {process.rank} of {len(self.tasks)} died of signal {number} ({number.name}); the others go on "
                 f"without it. Its log is {process.task.log}"
             )
-        if self.stopped_at is not None and process.told and not self.failing:
+        if self.survival is not None:
+            self._miss(process, self.survival)
+        if not process.joined and process.popen.returncode and not (process.told or process.killed or self.failing):
+            self._say(f"Process {process.rank} was to join, and did not. Its log is {process.task.log}")
+        if self.stopped_at is not None and process.told and process.joined and not self.failing:
             early = process.popen.returncode == -signal.SIGTERM
             self.left_early |= early
             self.kill_at = self.kill_at or time.monotonic() + (EARLY_STOP_SECONDS if early else LATE_STOP_SECONDS)
 
-    def _drain(self, process: _Process) -> None:
+    def _miss(self, process: Process, survival: Survival) -> None:
+        """A process is over. If it died, and enough are left who can do without it, another one takes its place."""
+        code, stopping = process.popen.returncode, self.failing or self.stopped_at is not None
+        if code >= 0 or self.failing or not process.replaceable or process.task.record.exists():
+            return
+        done = [other for other in self.processes if other.joined and other.popen.returncode == 0]
+        left = done + [other for other in self.processes if other.alive and other.joined]
+        if process.joined and (len(left) < survival.minimum or not all(other.replaceable for other in left)):
+            return
+        process.missed = True
+        if process.rank == self.voice and left:
+            self.voice = left[0].rank
+        if left and not done and not stopping and survival.may_replace():
+            self._start(survival.build(len(self.processes), process.rank))
+
+    def _hear(self, survival: Survival) -> None:
+        """What the meeting place tells."""
+        events = survival.heard()
+        if events is None:
+            assert survival.meeting is not None
+            self.selector.unregister(survival.meeting.stdout)  # type: ignore[arg-type]
+        for event in events or []:
+            if "silent" in event:
+                process = self.processes[event["silent"]]
+                process.missed = process.alive
+                process.kill()
+            if "formed" in event:
+                self._tell(event["formed"], max(survival.step, 0))
+
+    def _tell(self, formed: dict[str, Any], step: int) -> None:
+        """Who died, and who has joined."""
+        for number in formed["joined"]:
+            self.processes[number].joined = True
+            self._say(f"Process {number} has joined, after {step} steps: {len(formed['roster'])} go on.")
+        for number in formed["lost"]:
+            process = self.processes[number]
+            deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
+            while process.alive and not process.has_ended() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if process.alive and process.has_ended():
+                self._bury(process)
+            how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
+            self._say(
+                f"Process {number} {how} after {step} steps; {len(formed['roster'])} finish its step and go on. "
+                f"Its log is {process.task.log}"
+            )
+
+    def _drain(self, process: Process) -> None:
         """Pass on the last words and close everything. Somebody who left the process group may hold the pipe open."""
         deadline = time.monotonic() + DRAIN_SECONDS
         open_ = process.stdout in self.selector.get_map()
@@ -349,7 +300,9 @@ class _Supervisor:
     def _end_the_others(self) -> None:
         """Somebody failed, so nobody can go on."""
         self.failing = True
-        self.kill_at = time.monotonic() + GRACE_SECONDS
+        died = any(-(process.popen.returncode or 0) in CRASHES for process in self.processes)
+        bequeath = died and any(does_bequeath(process.task.record) for process in self.processes)
+        self.kill_at = time.monotonic() + (BEQUEST_SECONDS if bequeath else GRACE_SECONDS)
         for process in self.processes:
             if not process.task.record.exists():
                 process.tell(group=True)
@@ -369,6 +322,13 @@ class _Supervisor:
 
     def _outcome(self) -> Outcome:
         """Find the failure that came first, put every traceback into its log, and say what happened."""
+        if not any(process.joined and process.popen.returncode == 0 for process in self.processes):
+            for process in self.processes:
+                process.missed = False  # nobody was left to go on
+        outcome = self._found()
+        return outcome._replace(in_loop=any(in_loop(process.task.record) for process in self.processes))
+
+    def _found(self) -> Outcome:
         failures = [failure for process in self.processes if (failure := self._failure_of(process))]
         for failure in failures:
             if failure.record is not None:
@@ -398,12 +358,12 @@ class _Supervisor:
             if left is None and process.popen.returncode == 0 and process.ended_at is not None:  # os._exit(0)
                 left = process.ended_at - HEAD_START_SECONDS
             if left is not None and left < failure.time:
-                size, log = len(self.processes), process.task.log
+                size, log = len(self.tasks), process.task.log
                 return Failure(process.rank, size, left, None, 0, failure.exit_status, log, early=True)
         return None
 
-    def _failure_of(self, process: _Process) -> Failure | None:
-        task, code, size = process.task, process.popen.returncode, len(self.processes)
+    def _failure_of(self, process: Process) -> Failure | None:
+        task, code, size = process.task, process.popen.returncode, len(self.tasks)
         record = read(task.record)
         if not self._matters(process):
             return None

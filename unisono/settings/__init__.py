@@ -34,11 +34,13 @@ from unisono.settings.every import (
     CompressSettings,
     DdpSettings,
     DealSettings,
+    DivergenceSettings,
     LoaderSettings,
     LocalSettings,
     ParallelSettings,
     ServerSettings,
     Settings,
+    StuckSettings,
 )
 from unisono.settings.file import lines_of
 from unisono.settings.line import Line
@@ -51,11 +53,13 @@ __all__ = [
     "CompressSettings",
     "DdpSettings",
     "DealSettings",
+    "DivergenceSettings",
     "LoaderSettings",
     "LocalSettings",
     "ParallelSettings",
     "ServerSettings",
     "Settings",
+    "StuckSettings",
     "Loaded",
     "Entry",
     "Line",

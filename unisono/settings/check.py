@@ -19,6 +19,7 @@ from unisono.settings import (
     plural,
     shown,
 )
+from unisono.settings.audits import problems_of_audits
 from unisono.settings.axes import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
 from unisono.settings.meeting import problems_of_exchange
 from unisono.settings.roles import computing
@@ -69,7 +70,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
         problems.append(Problem(f"virtual_ranks = {ranks}", true, do))
     axes, wrong = _mesh(values, size, line)
     problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, None if wrong else axes, line)
-    problems += problems_of_buddy(values, axes, line) if not wrong else []
+    problems += problems_of_buddy(values, axes, line) + problems_of_audits(values, axes, line) if not wrong else []
     if ranks is not None and not wrong and (size := computing(values, axes)) > ranks >= 1:
         beside, who = axes.data - size, ("process", "processes") if size == axes.data else ("worker", "workers")
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, *who)}."
@@ -197,7 +198,10 @@ LIMITS: dict[str, tuple[float, float]] = {
     "seed": (0, 2**64 - 1),  # keys are made of 64 bits
     "threads": (1, float("inf")),
     "checkpoint.every": (0, float("inf")),
+    "divergence.every": (0, float("inf")),
+    "audit_every": (0, float("inf")),
     "checkpoint.keep": (1, float("inf")),
+    "checkpoint.keep_every": (0, float("inf")),
     "parallel.loops": (1, float("inf")),
     "loader.workers": (0, float("inf")),
     "loader.prefetch": (1, float("inf")),
@@ -214,4 +218,5 @@ LIMITS: dict[str, tuple[float, float]] = {
     "local.begin": (0, float("inf")),
     "local.fragments": (1, float("inf")),
     "local.overlap": (0, float("inf")),
+    "stuck.after": (0, float("inf")),
 }

@@ -12,6 +12,9 @@ class CheckpointSettings:
 
     every: int = 0
     keep: int = 2
+    keep_every: int = 0
+    async_save: bool = True
+    dir: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,22 @@ class DealSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DivergenceSettings:
+    """When processes compare what all of them hold, and what is done when it is not the same."""
+
+    every: int = 1000
+    heal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StuckSettings:
+    """When a run counts as stuck, and what is done then."""
+
+    after: float = 600.0
+    then: Literal["end", "kill", "wait"] = "end"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every run has. A script's own class inherits from this one."""
 
@@ -123,6 +142,9 @@ class Settings:
     server: ServerSettings = field(default_factory=ServerSettings)
     local: LocalSettings = field(default_factory=LocalSettings)
     deal: DealSettings = field(default_factory=DealSettings)
+    divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
+    audit_every: int = 0
+    stuck: StuckSettings = field(default_factory=StuckSettings)
 
 
 class About(NamedTuple):
@@ -146,6 +168,9 @@ ABOUT = {
     "threads": About("threads of torch in each process", True),
     "checkpoint.every": About("steps between checkpoints; 0: at a stop and the end", False),
     "checkpoint.keep": About("how many of the newest checkpoints stay", False),
+    "checkpoint.keep_every": About("those after a multiple of so many steps stay as well; 0: none", False),
+    "checkpoint.async_save": About("write beside the next steps, which wait only for a copy", False),
+    "checkpoint.dir": About("where: a folder, or a URL (s3://bucket/{run}); none: the run directory", False),
     "loader.workers": About("processes that fetch data, for each that trains", False),
     "loader.prefetch": About("micro-batches that each worker fetches ahead", False),
     "loader.damaged": About("what a damaged sample of a stream does to the run", True),
@@ -189,6 +214,11 @@ ABOUT = {
     "local.overlap": About("steps that a site makes while a meeting's numbers travel", True),
     "deal.by_speed": About("give faster processes more virtual ranks", False),
     "deal.claim": About("let who is done first take what others have not begun", False),
+    "divergence.every": About("steps after which processes compare weights and gradients; 0: never", False),
+    "divergence.heal": About("who holds other weights than most gets theirs; false: the run stops", False),
+    "audit_every": About("steps after which a virtual rank is computed in two places; 0: never", False),
+    "stuck.after": About("seconds without progress after which it is told who waits for whom; 0: never", False),
+    "stuck.then": About("what happens then: the run ends; who is to blame is killed; or it waits on", False),
 }
 
 OURS = (
@@ -201,4 +231,6 @@ OURS = (
     ServerSettings,
     LocalSettings,
     DealSettings,
+    DivergenceSettings,
+    StuckSettings,
 )

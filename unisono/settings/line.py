@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 VALUED = (
     *("--set", "--settings", "--accept-change", "--run-dir", "--ranks"),
-    *("--steps", "--parallel", "--tolerance", "--only", "--sizes"),
+    *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
 )
 """Flags that a value follows, as a word of its own."""
 

@@ -40,8 +40,16 @@ if TYPE_CHECKING:
     from unisono.world.mesh import Mesh
 
 
-def survival(parallel: ParallelSettings, axes: Axes) -> str:
-    """Who else has what a process has, if it is lost. "checkpoint": nobody, as it is after the last step."""
+def survival(parallel: ParallelSettings, axes: Axes, *, survivors: bool = False) -> str:
+    """Who else has what a process has, if it is lost, in words of result.json:
+
+    survivors    whole models, whose processes go on by themselves (train/survivors.py)
+    replicas     others have it, but the run begins again without it
+    buddy        the next one on the axis has it, and leaves it to the run that begins again (train/bequest.py)
+    checkpoint   nobody has it as it is after the last step
+    """
+    if survivors and axes.replicate > 1:
+        return "survivors"
     others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.buddy
     return " and ".join(others) or "checkpoint"
 
@@ -131,6 +139,16 @@ class Buddy:
 
     # -- the way back
 
+    @property
+    def _members(self) -> Sequence[int]:
+        """The ranks in the run of those in this ring."""
+        return self.line.members or tuple(range(self.line.size))
+
+    def newest(self, lost: Collection[int]) -> int:
+        """The newest step that is whole everywhere, though processes have lost what they had. All processes call it;
+        all raise CheckpointError if there is none."""
+        return step_of(self.world.gather([self._members, _steps(self.mine), _steps(self.theirs)]), lost)
+
     def restore(self, lost: Collection[int]) -> int:
         """What processes have lost comes back from their buddies, and all go back to the newest step that is whole
         everywhere: models, optimizers, schedules, to the bit. Returns that step. Every process of the run calls it,
@@ -146,8 +164,8 @@ class Buddy:
             if is_lost := self.world.rank in lost:
                 self.mine, self.theirs = [None, None], [None, None]
             self.rest()
-            members = self.line.members or tuple(range(self.line.size))
-            step = step_of(self.world.gather([members, _steps(self.mine), _steps(self.theirs)]), lost)
+            step = self.newest(lost)
+            members = self._members
             mine, theirs = _at(step, self.mine), _at(step, self.theirs)
             gives = members[self._previous] in lost
             told = None

@@ -14,7 +14,7 @@ With one virtual rank buffers are the forward pass's own, as in plain torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -120,6 +120,9 @@ class Norm:
 Row = torch.Tensor
 """What a virtual rank made of the norms, float64: forwards of each, then every mean's and variance's c, flat."""
 
+Gathered = tuple[list[Row] | None, dict[str, torch.Tensor | None] | None]
+"""The rows of all virtual ranks; the first one's other buffers, by name. None: there is no change of that kind."""
+
 
 @dataclass
 class Buffers:
@@ -215,12 +218,23 @@ class Buffers:
             return {}
         return {"norms": bool(self._rows), "buffers": self._others_changed}
 
-    def meet(self, *, norms: bool, buffers: bool) -> None:
-        """Everybody calls this with the same flags: afterwards all buffers are the same everywhere."""
-        if norms:
-            self._fold(self._gather_rows())
-        if buffers:
-            self._take_from_first()
+    def keep(self, virtual_ranks: Collection[int]) -> None:
+        """A pass goes on after a death: what these made of the buffers still counts, all else is made again."""
+        self._rows = {v: row for v, row in self._rows.items() if v in virtual_ranks}
+        if self._first not in virtual_ranks:
+            self._made = {}
+
+    def gather(self, *, norms: bool, buffers: bool) -> Gathered:
+        """What all virtual ranks made of the buffers. Everybody calls this with the same flags; nothing changes yet."""
+        return (self._gather_rows() if norms else None), (self._take_from_first() if buffers else None)
+
+    def settle(self, gathered: Gathered) -> None:
+        """What was gathered becomes what the buffers are, everywhere."""
+        rows, values = gathered
+        if rows is not None:
+            self._fold(rows)
+        for name, value in (values or {}).items():
+            self._put(name, value)
 
     # -- batch norm
 
@@ -291,14 +305,14 @@ class Buffers:
 
     # -- anything else
 
-    def _take_from_first(self) -> None:
+    def _take_from_first(self) -> dict[str, torch.Tensor | None]:
         """What the first virtual rank made of the other buffers, on every process."""
         told = {name: None if t is None else [list(t.shape), str(t.dtype)[6:]] for name, t in self._made.items()}
         values: dict[str, torch.Tensor | None] = {}
         everybody = self.group.gather(told if self._made else None)
         owner = next((rank for rank, other in enumerate(everybody) if other is not None), None)
         if owner is None:  # others than the first one changed some
-            return
+            return {}
         for name, kind in everybody[owner].items():
             if kind is None:
                 values[name] = None
@@ -307,20 +321,22 @@ class Buffers:
             else:
                 values[name] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
         self.group.share_([t for t in values.values() if t is not None], source=owner)
-        slots = {slot.name: slot for slot in self.slots}
-        for name, value in values.items():
-            holder, _, key = name.rpartition(".")
-            slot = slots.get(name) or Slot(name, self._holders[holder], key, absent=True)
-            if name not in slots:
-                self.slots.append(slot)
-            was = slot.tensor
-            if was is not None and value is not None and was.shape == value.shape and was.dtype == value.dtype:
-                slot.holder[key] = was
-                with torch.no_grad():
-                    was.copy_(value)
-            else:
-                slot.holder[key] = value
-            slot.remember()
+        return values
+
+    def _put(self, name: str, value: torch.Tensor | None) -> None:
+        holder, _, key = name.rpartition(".")
+        slot = next((slot for slot in self.slots if slot.name == name), None)
+        if slot is None:
+            slot = Slot(name, self._holders[holder], key, absent=True)
+            self.slots.append(slot)
+        was = slot.tensor
+        if was is not None and value is not None and was.shape == value.shape and was.dtype == value.dtype:
+            slot.holder[key] = was
+            with torch.no_grad():
+                was.copy_(value)
+        else:
+            slot.holder[key] = value
+        slot.remember()
 
     def _find_secrets(self) -> None:
         """After the very first round: which buffers were written to, though their version says no? (torch's own

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+import torch
+
 from unisono import phases
 from unisono.score.dealing import Dealer
 from unisono.train.claims import Claims
@@ -22,7 +24,10 @@ from unisono.world.tickets import Tickets
 
 if TYPE_CHECKING:
     from unisono.data.loader import Schedule
+    from unisono.score.placement import Spans
     from unisono.settings import Settings
+    from unisono.train.engine import Engine
+    from unisono.world.collectives import Group
     from unisono.world.mesh import Mesh
 
 WORDS = 3
@@ -121,3 +126,11 @@ def build_dealing(
     dealer = Dealer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
     claims = Claims(mesh.world.rank, Tickets(mesh.world)) if deal.claim else None
     return Dealing(dealer, claims, settings.batch / ranks, schedule, note, servers)
+
+
+def deal_by_hand(engine: Engine, group: Group, spans: Spans) -> int:
+    """Everybody deals these spans; returns the first step that nobody has fetched anything for. They stay."""
+    first = int(group.max_(torch.tensor([engine.horizon], device=group.device)).item())
+    engine.schedule.change(first, spans)
+    engine.dealing = None
+    return first

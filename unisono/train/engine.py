@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, Spans, place_evenly
 from unisono.settings.sites import sites_of
-from unisono.train.buffers import bits_of, versions, watch_samples
+from unisono.train.buffers import Gathered, bits_of, versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
-from unisono.train.misfits import alone, check_optimizer, check_schedule
+from unisono.train.misfits import alone, check_optimizer, check_schedule, one_by_one, refuse_hooks
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
@@ -33,7 +33,10 @@ from unisono.world.collectives import lies_apart
 
 if TYPE_CHECKING:
     from unisono.settings import Settings
+    from unisono.train.audit import Audit
     from unisono.train.buddy import Buddy
+    from unisono.train.divergence import Divergence
+    from unisono.train.survivors import Survivors
     from unisono.world.mesh import Mesh
 
 
@@ -43,6 +46,14 @@ class Engine:
     buddy: Buddy | None = None
 
     own: Own | None = None  # the script's own exchange
+
+    audit: Audit | None = None
+    divergence: Divergence | None = None
+    survivors: Survivors | None = None  # who goes on when a process dies; None: nobody can
+    run_dir = "RUN"
+    """As one types it, in a line that a message proposes."""
+
+    open_loader: Callable[[Schedule, Seat, int], Loader]  # from a step on
 
     def __init__(
         self,
@@ -78,6 +89,7 @@ class Engine:
         self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = self.group.device if self.group.device.type != "cpu" else None
+        self._met: tuple[dict[str, tuple[float, float]], bool, Gathered] | None = None  # what a pass has come to
         self.dealing: Dealing | None = None
         """Who watches how long the processes take, and deals anew, if somebody does."""
 
@@ -114,7 +126,7 @@ class Engine:
                     "update first; a pass needs nothing frozen: only its optimizers' parameters get a gradient.",
                 )
             self._forget()
-            self._refuse_hooks()
+            refuse_hooks(self.models.trained, self.models.names, self.order.virtual_ranks)
         if optimizers is None and self._whole is not None:
             return self._whole
         params = self.models.trained
@@ -156,16 +168,26 @@ class Engine:
             spans, span = (), (0, self.order.virtual_ranks)
         pieces = self._pieces(step, span)
         gradient.begin(spans, pieces, lambda: self.table.weights(span) * self.scale.value)
-        buffers, self.models.busy = self.models.buffers, True
+        self.models.busy = True
         if self.order.virtual_ranks > 1:
-            buffers.begin(next(v for v in range(*self.block) if self.order.micro_bounds(step, v)))
+            self.models.buffers.begin(next(v for v in range(*self.block) if self.order.micro_bounds(step, v)))
             self._versions = versions(self.models.params)
             if not gradient.seen:
                 self._held_bits = [bits_of(p) for p in self.models.params]
         if dealing is not None and number == 0:
             dealing.begin()
         rounds = self._claimed(step, kept) if claimed else self._dealt(step, kept, sum(pieces.values()))
-        for place, batch, last in rounds if number == 0 else self._again(number, kept or [], overlap=not claimed):
+        if number and kept is not None and self.survivors is not None:
+            self.survivors.refetch(kept, step, pieces)
+        rounds = rounds if number == 0 else self._again(number, kept or [], overlap=not claimed)
+        yield from self._walk(rounds, number, gradient)
+
+    def _walk(
+        self, rounds: Iterator[tuple[Place, Any, bool]], number: int, gradient: Gradient
+    ) -> Iterator[tuple[Place, Any, bool]]:
+        """These rounds, each with the buffers and generators that it begins with."""
+        buffers, dealing = self.models.buffers, self.dealing
+        for place, batch, last in rounds:
             buffers.enter(place.virtual_rank, spare=place.spare)
             if gradient.seen and not self.models.divided_loss:
                 yield place, batch, last
@@ -173,7 +195,7 @@ class Engine:
                 with nullcontext() if gradient.seen else self._watched(place), self.models.around_loss():
                     yield place, batch, last
             if dealing is not None and number == 0:
-                dealing.done(self.order.micro_bounds(step, place.virtual_rank)[place.number])
+                dealing.done(self.order.micro_bounds(place.step, place.virtual_rank)[place.number])
         buffers.leave()
 
     def _dealt(self, step: int, kept: list[tuple[Place, Any]] | None, pieces: int) -> Iterator[tuple[Place, Any, bool]]:
@@ -229,6 +251,11 @@ class Engine:
 
     def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
         """The sums of the step's pass over all processes; afterwards p.grad is the mean gradient everywhere."""
+        self._meet(step, number, gradient)
+        return self.settle(step, number, gradient)
+
+    def _meet(self, step: Step, number: int, gradient: Gradient) -> None:
+        """Everything that processes do together: it can be made again, until the gradient is known to be whole."""
         gradient.exchange.launch()
         self.models.busy = False
         if self.order.virtual_ranks > 1:
@@ -236,8 +263,9 @@ class Engine:
         gradient.seen = True
         buffers = self.models.buffers
         exchange = gradient.exchange
+        joins = self.group.company is not None and self.group.company.knocks
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
-        said["learns"] = bool(gradient.params)
+        said |= {"joins": joins, "learns": bool(gradient.params)}
         if self.buddy is not None:
             self.buddy.settle()
         totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
@@ -250,17 +278,30 @@ class Engine:
             raise self.models.idle()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
+        gathered: Gathered = (None, None)
+        if self.order.virtual_ranks > 1:
+            self._refuse_changing(step, bool(agreed["norms"] or agreed["buffers"]))
+            gathered = buffers.gather(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0)
+        self._met = totals.sums, finite, gathered
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
+
+    def settle(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+        """The gradient is whole everywhere: what this process makes of it by itself."""
+        assert self._met is not None
+        (sums, finite, gathered), self._met = self._met, None
+        exchange = gradient.exchange
+        self.table.forget()
         self.sent, self.plain = self.sent + exchange.sent, self.plain + exchange.plain
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:
-            self._refuse_changing(step, bool(agreed["norms"] or agreed["buffers"]))
-            buffers.meet(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0)
+            self.models.buffers.settle(gathered)
             # what comes now (noise on p.grad, say) must not depend on who computed what
             key = mix(self._update_key, step.number, *([number] if number else []))
             seed_everything(key, self._accelerator)
-        return totals.sums
+        if self.survivors is not None:
+            self.survivors.meetings += 1
+        return sums
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
         """The 2-norm of the gradient of these parameters, before it is clipped to `limit`, if there is one. With one
@@ -321,29 +362,6 @@ class Engine:
                 "--set micro_batch=none, or --set parallel.gather=step",
             )
 
-    def _refuse_hooks(self) -> None:
-        """A hook that runs after accumulation sees whatever this process has added up so far; one of a parameter that
-        is divided is never called."""
-        for p in self.models.trained:
-            if p._backward_hooks and lies_apart(p):
-                raise LoopError(
-                    "run.steps was asked for a step.",
-                    f"{self.models.names.get(id(p), 'A parameter')} has a gradient hook (register_hook), and this "
-                    "process holds a part of it, for which nobody calls it.",
-                    "change p.grad after the rounds: it is the mean over the batch then.",
-                )
-        if self.order.virtual_ranks == 1:
-            return
-        for p in self.models.trained:
-            if p._post_accumulate_grad_hooks:
-                name = self.models.names.get(id(p), "A parameter")
-                raise LoopError(
-                    "run.steps was asked for a step.",
-                    f"{name} of shape {tuple(p.shape)} has a hook of its own that runs after its gradient is "
-                    "accumulated, and what has been accumulated then depends on the placement.",
-                    "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
-                )
-
     def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> bool:
         """Is the loss finite? Refuse what cannot be divided, and a loss that no smaller scale would mend."""
         if not weight > 0:
@@ -359,9 +377,14 @@ class Engine:
                 f"Step {step.number} has a loss of {loss}.",
                 f"It comes from virtual rank {bad[0]} of {self.order.virtual_ranks}"
                 f" (samples {self._samples(step.number, bad[0])}).",
-                "look at these samples, lower the learning rate, or clip the gradient (--set clip=1.0).",
+                f"look at them: {self.replay(step.number)} --virtual-rank {bad[0]}; lower the learning rate, or clip "
+                "the gradient (--set clip=1.0).",
             )
         return math.isfinite(loss)
+
+    def replay(self, step: int) -> str:
+        """What to type to see a step again."""
+        return f"unisono replay {self.run_dir} --step {step}"
 
     def _samples(self, step: int, virtual_rank: int) -> str:
         samples = [i for micro_batch in self.order.micro_batches(step, virtual_rank) for i in micro_batch]
@@ -373,17 +396,10 @@ class Engine:
         if self._held.get(id(optimizer)) == count:
             return
         check_optimizer(optimizer, self.models.trained, self.order.virtual_ranks)
-        self._one_by_one(optimizer)
+        one_by_one(optimizer)
         if id(optimizer) not in self._held:
             self.steppers.append(optimizer)
         self._held[id(optimizer)] = count
-
-    def _one_by_one(self, optimizer: Any) -> None:
-        """torch's optimizers step many parameters in one call, which those that lie over different processes cannot
-        share. One after the other has the same bits."""
-        for group in optimizer.param_groups:
-            if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
-                group |= {way: False for way in ("foreach", "fused") if way in group}
 
     def know_schedule(self, schedule: Any) -> None:
         """Look at a schedule when it is first stepped."""

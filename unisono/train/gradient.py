@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, build_exchange, chosen
+from unisono.exchange import Exchange, Spans, Weights, after_a_death, build_exchange, chosen
 from unisono.exchange.buckets import finite
 from unisono.exchange.own import Own
 from unisono.exchange.several import Resting, Several
@@ -50,6 +50,7 @@ class Gradient:
         own: Own | None = None,
     ) -> None:
         self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
+        self.settings, self.stale, self.is_whole = settings, False, False
         ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
@@ -81,9 +82,19 @@ class Gradient:
         return hashlib.sha256(names.encode()).hexdigest()[:16]
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        if self.stale:
+            self.renew().close()
+        self.is_whole = False
         if self.gathered:
             self._gather()
         self.exchange.begin(spans, pieces, weights)
+
+    def renew(self) -> Exchange:
+        """Other processes make it than before: from here on with an exchange among them. Returns the old one, to close
+        when what it holds is not needed any more."""
+        old, self.stale = self.exchange, False
+        self.exchange = after_a_death(self.settings, self.leaves, self.mesh.data, self.mesh.world)
+        return old
 
     def _gather(self) -> list[torch.nn.Parameter]:
         """Gather all layers of all models, until `finish`. Returns the whole of every parameter."""
@@ -103,10 +114,17 @@ class Gradient:
                     p.grad = None  # as in plain torch
         if self.pipeline is not None:
             whole &= self.pipeline.names.add_ties(self.params)
+        self.is_whole = True
         if self.mesh.world.size > 1:  # nobody finishes this unless everybody holds the whole gradient
             self._token.fill_(not whole)
             whole = self.mesh.world.sum_(self._token).item() == 0.0
-        exchange.commit()
+        self.commit(whole)
+
+    def commit(self, whole: bool | None = None) -> None:
+        """Everybody holds the whole gradient. Is it finite? None: nobody has told us, so we look."""
+        if whole is None:
+            whole = all(finite(local(p.grad)) for p in self.leaves if p.grad is not None)
+        self.exchange.commit()
         self.finite = whole
         if self.gathered:
             ours = set(map(id, self.params))
@@ -132,7 +150,8 @@ class Gradient:
             raise LoopError(
                 f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
                 f"{found} such elements.",
-                "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate.",
+                "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate; "
+                f"to see where it comes from: {step.replay}",
             )
 
     def _named(self, p: torch.nn.Parameter) -> str:

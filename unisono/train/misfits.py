@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.score.order import Order
 from unisono.settings import ParallelSettings
-from unisono.world.collectives import met_a_part
+from unisono.world.collectives import lies_apart, met_a_part
 
 
 def check_shapes(model: torch.nn.Module) -> None:
@@ -172,3 +172,32 @@ def _better_batch(order: Order, last: int) -> str:
         if replace(order, virtual_ranks=fewer).smallest(last) > 1:
             return f"--set virtual_ranks={fewer}, or GroupNorm."
     return "use GroupNorm, or more data."
+
+
+def one_by_one(optimizer: Any) -> None:
+    """torch's optimizers step many parameters in one call, which those that lie over different processes cannot share.
+    One after the other has the same bits."""
+    for group in optimizer.param_groups:
+        if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
+            group |= {way: False for way in ("foreach", "fused") if way in group}
+
+
+def refuse_hooks(trained: Sequence[torch.nn.Parameter], names: Mapping[int, str], virtual_ranks: int) -> None:
+    """A hook that runs after accumulation sees whatever this process has added up so far; one of a parameter that is
+    divided is never called."""
+    for p in trained:
+        name = names.get(id(p), "A parameter")
+        if p._backward_hooks and lies_apart(p):
+            raise LoopError(
+                "run.steps was asked for a step.",
+                f"{name} has a gradient hook (register_hook), and this process holds a part of it, for which nobody "
+                "calls it.",
+                "change p.grad after the rounds: it is the mean over the batch then.",
+            )
+        if p._post_accumulate_grad_hooks and virtual_ranks > 1:
+            raise LoopError(
+                "run.steps was asked for a step.",
+                f"{name} of shape {tuple(p.shape)} has a hook of its own that runs after its gradient is "
+                "accumulated, and what has been accumulated then depends on the placement.",
+                "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
@@ -9,11 +11,16 @@ from unisono.data.streams import Stream, lies_in
 from unisono.errors import SettingsError
 from unisono.exchange import promise_of
 from unisono.exchange.own import Build, own_exchange
+from unisono.launch import record
 from unisono.score.order import Order
 from unisono.score.placement import Seat
+from unisono.train.audit import build_audit
+from unisono.train.bequest import bequeaths, inherit
 from unisono.train.buddy import Buddy
 from unisono.train.dealing import WORDS, build_dealing
+from unisono.train.divergence import build_divergence
 from unisono.train.engine import Engine
+from unisono.train.survivors import build_survivors
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
@@ -42,14 +49,28 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run.changes += state.check_length(identity["length"], run._accepted)
     run.changes += state.check_ties(identity["ties"])
     run.changes += state.check_exchange(identity["own exchange"], run._accepted)
+    buddy = Buddy(state.tracked, run._mesh, run._models.rest) if settings.parallel.buddy else None
+    if buddy is not None:
+        inherit(run, buddy)
     engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)
     engine.own = own
     promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
     engine.dealing = build_dealing(settings, run._mesh, engine.schedule, run.steps_done, promise, run._watcher.note)
     run._table.words = WORDS if engine.dealing is not None else 0
-    if settings.parallel.buddy:
-        engine.buddy = Buddy(state.tracked, run._mesh, run._models.rest)
+    engine.audit = build_audit(engine, settings.audit_every)
+    engine.divergence = build_divergence(engine, run)
+    engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
+    run._engine = engine
+    engine.survivors = build_survivors(run)
+    engine.buddy = buddy
+    record.begin_loop(replaceable=engine.survivors is not None, bequeaths=bequeaths(run))
     return engine
+
+
+def typed(path: Path, folder: str) -> str:
+    """A path as one types it in this folder."""
+    within = path.is_relative_to(folder)
+    return shlex.quote(str(path.relative_to(folder) if within else path))
 
 
 def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate: Collate | None) -> Engine:
@@ -71,18 +92,23 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
     schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
     if by_layer and settings.micro_batch is not None:
         run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
-    loader = Loader(
-        data,
-        order,
-        schedule,
-        seat=seat,
-        first=run.steps_done,
-        last=last,
-        device=mesh.world.device,
-        collate=collate,
-        workers=settings.loader.workers,
-        prefetch=settings.loader.prefetch,
-        keyed=settings.virtual_ranks > 1,
-    )
+
+    def open_loader(schedule: Schedule, seat: Seat, first: int) -> Loader:
+        return Loader(
+            data,
+            order,
+            schedule,
+            seat=seat,
+            first=first,
+            last=last,
+            device=mesh.world.device,
+            collate=collate,
+            workers=settings.loader.workers,
+            prefetch=settings.loader.prefetch,
+            keyed=settings.virtual_ranks > 1,
+        )
+
     of_run = (run._models, last, run._table, run._generators, run._scale, run._carried)
-    return kind(settings, mesh, seat, order, loader, schedule, *of_run)
+    engine = kind(settings, mesh, seat, order, open_loader(schedule, seat, run.steps_done), schedule, *of_run)
+    engine.open_loader = open_loader
+    return engine

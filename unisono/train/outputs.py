@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unisono import phases
 from unisono.data.seeding import undisturbed
 from unisono.data.walk import MicroBatch, Walk
 from unisono.errors import Stopped
@@ -56,6 +57,7 @@ class Outputs:
                 break
             with self.part(micro_batch.batch) as batch:
                 output = self.forward(self.model, batch)
+            phases.Here.moves += 1
             if not micro_batch.spare:
                 yield micro_batch._replace(batch=batch), output
         if self.pipeline is not None:

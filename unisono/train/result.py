@@ -16,6 +16,7 @@ from unisono.train.misfits import by_element
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
+    from unisono.train.survivors import Survivors
 
 
 def plain(value: Any) -> Any:
@@ -73,7 +74,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **({"loss": run._done.loss if isfinite(run._done.loss) else None} if run._done is not None else {}),
         **({"skipped": run._scale.skipped} if run._scale.on else {}),
         "steps": run.steps_done,
-        **({"resumed_at": run._state.resumed.steps} if run._state.resumed is not None else {}),
+        **({"resumed_at": run._resumed_at} if run._resumed_at else {}),
         "samples": order.samples(run.steps_done) if order else 0,
         "seconds": round(seconds, 3),
         "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
@@ -83,11 +84,13 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **run._sites.told,
         "promise": promised_here,
         "reason": reason,
-        "survival": survival(run.settings.parallel, run._mesh.axes),
+        "survival": survival(run.settings.parallel, run._mesh.axes, survivors=_survivors(run) is not None),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
+        **_deaths(run),
         **({"deals": deals} if (deals := _deals(run)) else {}),
         **_claimed(run),
+        **({"audits": len(audit.done)} if run._engine is not None and (audit := run._engine.audit) is not None else {}),
         "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
     }
     logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}
@@ -95,6 +98,17 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
+
+
+def _survivors(run: Run[Any]) -> Survivors | None:
+    return run._engine.survivors if run._engine is not None else None
+
+
+def _deaths(run: Run[Any]) -> dict[str, Any]:
+    """Which processes have died, and which have joined, with the steps that were done then; {}: none."""
+    survivors = _survivors(run)
+    told = {"deaths": survivors.deaths, "joined": survivors.joined} if survivors is not None else {}
+    return {name: value for name, value in told.items() if value}
 
 
 def _deals(run: Run[Any]) -> list[dict[str, Any]]:
@@ -111,7 +125,7 @@ def _claimed(run: Run[Any]) -> dict[str, int]:
 
 def _sent(run: Run[Any]) -> dict[str, int]:
     """Bytes of gradients that have left this process for others, a step; {}: nobody has counted them."""
-    steps = run.steps_done - (run._state.resumed.steps if run._state.resumed is not None else 0)
+    steps = run.steps_done - run._resumed_at
     if run._engine is None or not steps or not isfinite(run._engine.sent):
         return {}
     sent, plain = round(run._engine.sent / steps), round(run._engine.plain / steps)

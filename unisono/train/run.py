@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 import torch
 
-from unisono import phases
 from unisono.checkpoint.load import Checkpoint
 from unisono.data.loader import Collate, length_of
 from unisono.data.seeding import Generators, seed_everything
 from unisono.data.streams import Stream
-from unisono.data.walk import Walk
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import refuse_hook
 from unisono.exchange.own import Build
@@ -26,21 +25,24 @@ from unisono.settings import Settings, plural
 from unisono.settings.axes import fill, wanted
 from unisono.train.buffers import refuse_sync
 from unisono.train.carried import Carried
+from unisono.train.dealing import deal_by_hand
 from unisono.train.engine import Engine
 from unisono.train.evaluate import Measure, evaluate
+from unisono.train.made import made
 from unisono.train.misfits import check_shapes
 from unisono.train.models import Models
 from unisono.train.opening import open_loop
-from unisono.train.outputs import Forward, Outputs, at_rest
+from unisono.train.outputs import Forward
 from unisono.train.predict import predict
 from unisono.train.result import plain, promise, result
+from unisono.train.saving import save, settle
 from unisono.train.sites import sites
 from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
+from unisono.train.survivors import join
 from unisono.train.table import Table
 from unisono.train.timed import Example
 from unisono.watch.watcher import Watcher
-from unisono.world.collectives import peers
 from unisono.world.mesh import build_mesh
 from unisono.world.verbs import Collectives
 
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
+T = TypeVar("T")
 
 
 class Run(Generic[S]):
@@ -80,8 +83,8 @@ class Run(Generic[S]):
         engine: type[Engine] = Engine,
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
-        self.rank, self.size, self.device = group.rank, group.size, group.device
-        self.steps_done = resumed.steps if resumed else 0
+        self._everybody, self.device = group, group.device
+        self.steps_done = self._resumed_at = resumed.steps if resumed else 0
         self.results: dict[str, Any] = {}
         self.changes: list[dict[str, Any]] = list(resumed.about["changes"]) if resumed else []
         self.differences: list[str] = []
@@ -92,7 +95,7 @@ class Run(Generic[S]):
         self._identity = dict(identity)
         self._accepted = accepted
         self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks, slices=self._mesh.context)
-        self._state = State(run_dir, group, resumed)
+        self._state = State(run_dir, self._mesh, resumed)
         self._generators = Generators(group.device)
         self._scale = LossScale(settings.precision)
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
@@ -102,9 +105,12 @@ class Run(Generic[S]):
         self._total_steps = settings.steps
         self._kind = engine
         self._engine: Engine | None = None
-        self._watcher = Watcher(run_dir, group.rank, output, live=world.terminal, columns=world.columns, color=color)
+        rank = group.rank if world.number is None else world.number  # who joins later is alone until then
+        self._watcher = Watcher(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
         self._over = False  # the script has returned, and all is saved
+        self.on_lead: Callable[[], None] = lambda: None
+        """What a process does that becomes the main one, since those before it have died."""
         self._last_step: Step | None = None
         self._done: Step | None = None  # the last one whose update was made
         self._began: float | None = None
@@ -112,9 +118,22 @@ class Run(Generic[S]):
         self._samples_here = 0
 
     @property
+    def rank(self) -> int:
+        return self._everybody.rank
+
+    @property
+    def size(self) -> int:
+        return self._everybody.size
+
+    @property
     def is_main(self) -> bool:
         """Is this the process that speaks for all?"""
-        return self.rank == 0
+        return self.rank == 0 and not self.waits
+
+    @property
+    def waits(self) -> bool:
+        """Was this process started to join others, and has not joined them yet?"""
+        return self._everybody.company is not None and self._everybody.company.joins
 
     @property
     def total_steps(self) -> int:
@@ -240,19 +259,21 @@ class Run(Generic[S]):
         return self._steps(self._engine)
 
     def _steps(self, engine: Engine) -> Iterator[Step]:
+        if self.world.joins:
+            join(engine.survivors)
         self._state.begin()
         self.changes += [
             {"step": self.steps_done, "field": name, "from": a, "to": b} for name, a, b in self._state.changes
         ]
         seen = engine.order.samples(self.steps_done)
-        self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._state.resumed is not None)
+        self._watcher.begin(engine.last, self.steps_done, seen, resumed=self._resumed_at > 0)
         self._sites.begin(engine, self.steps_done)
         self._began = time.perf_counter()
         checked = 0  # how many models and optimizers: a new one may come later
         every = self.settings.checkpoint.every
         for number in range(self.steps_done, engine.last):
             step = self._last_step = engine.new_step(number)
-            engine.asked["leave"] = self._leave
+            engine.asked |= {"leave": self._leave, "unsaved": self._state.saver.failed}
             engine.before_step(number)
             try:
                 yield step
@@ -266,9 +287,13 @@ class Run(Generic[S]):
             self._samples_here += step.samples
             self._done = step
             self._watcher.step(step)
+            if engine.divergence is not None:
+                engine.divergence.after(number)
             met = self._sites.after(engine, step)
             if met is None:
                 continue
+            if met.agreed.get("unsaved"):
+                settle(self)  # raises what it was
             if met.agreed["leave"]:
                 self._save()
                 self._sites.rest(step)
@@ -276,9 +301,12 @@ class Run(Generic[S]):
             if met.agreed["stop"]:
                 break
             if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
-                self._save()
+                self._save(beside=True)
+            if met.agreed.get("joins") and engine.survivors is not None and self.steps_done < engine.last:
+                engine.survivors.admit()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
+        settle(self)
         if self._state.saved_after != self.steps_done:
             self._save()
         self._sites.rest(self._done)
@@ -287,7 +315,7 @@ class Run(Generic[S]):
 
     def finish(self) -> None:
         """The script has returned. If it left the loop with break, what its last step did is saved as well."""
-        self._table.together("the script's end")
+        self.together("the script's end", lambda: self._table.together("the script's end"))
         if self._engine is not None and self._engine.buddy is not None:
             self._engine.buddy.settle()
         if self._engine is not None and self._ended is None and self._last_step is not None:
@@ -295,6 +323,7 @@ class Run(Generic[S]):
                 self._done = self._last_step
                 self.steps_done = self._last_step.number + 1
                 self._sites.after(self._engine, self._last_step)
+            settle(self)
             if self._state.saved_after != self.steps_done:
                 touched = self._state.touched_since_break(one_stream=self.settings.virtual_ranks == 1)
                 now = {"step": self.steps_done, "field": "the state", "from": "the last step's", "to": touched}
@@ -313,8 +342,7 @@ class Run(Generic[S]):
             self._engine.asked["stop"] = True
 
     def leave(self) -> None:
-        """A signal came: save and leave after the step under way. After the last one there is nothing left to save,
-        and when the script has returned, all that is left is to say how it ended."""
+        """A signal came: save and leave after the step under way, if one is, and something is left to save."""
         if self._over:
             return
         self._leave = True
@@ -324,18 +352,11 @@ class Run(Generic[S]):
             self._engine.asked["leave"] = True
 
     def deal(self, spans: Spans) -> int:
-        """Deal the virtual ranks anew (spans[r] is what process r computes); returns the first step it holds for.
-
-        Every process must call it between the same two steps. What has been fetched ahead is still computed where it
-        was fetched, so nobody waits. The result does not change by a bit.
-        """
+        """Deal the virtual ranks anew (spans[r] is what process r computes), without changing a bit of the result.
+        Every process calls it between the same two steps; returns the first step that nobody has fetched for."""
         assert self._engine is not None
         self._table.together("run.deal")
-        horizon = torch.tensor([self._engine.horizon], device=self.device)
-        first = int(self._group.max_(horizon).item())
-        self._engine.schedule.change(first, spans)
-        self._engine.dealing = None  # what somebody has dealt by hand stays
-        return first
+        return deal_by_hand(self._engine, self._group, spans)
 
     @property
     def collectives(self) -> Collectives:
@@ -376,8 +397,8 @@ class Run(Generic[S]):
 
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
-        with self._outputs("run.evaluate", model, data, forward, collate_fn) as outputs:
-            return evaluate(outputs, measure, self._models.context)
+        fold = partial(evaluate, measure=measure, context=self._models.context)
+        return made(self, "run.evaluate", fold, model, data, forward, collate_fn)
 
     def predict(
         self,
@@ -394,37 +415,15 @@ class Run(Generic[S]):
         LoopError for an output without one row for each sample, or with rows of several shapes, and DataError for data
         without samples.
         """
-        with self._outputs("run.predict", model, data, forward, collate_fn) as outputs:
-            return predict(outputs)
+        return made(self, "run.predict", predict, model, data, forward, collate_fn)
 
-    @contextmanager
-    def _outputs(
-        self, verb: str, model: torch.nn.Module, data: Any, forward: Forward | None, collate: Collate | None
-    ) -> Iterator[Outputs]:
-        if self._last_step is not None:
-            self._last_step.refuse_within(verb)
-        self._table.together(verb)
-        abreast = self._models.abreast
-        walk = Walk(data, f"The data set of {verb}", self.settings, self._mesh.data, collate, abreast=abreast)
-        models = [model, *self._models.modules, *self._models.tracked]
-        as_one = self._sites.as_one(models)
-        with phases.phase("evaluate"), peers(verb), as_one, at_rest(models, self.device), self._models.around_loss():
-            self._models.busy = True
-            if self.settings.parallel.gather == "step":
-                self._models.gather()
-            hurry = lambda: self._leave and self._ended is not None  # noqa: E731
-            over = self._models.over
-            yield Outputs(model, walk, forward=forward, hurry=hurry, over=over, pipeline=self._models.pipeline)
-            self._models.busy = False
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
+        """What all processes do together between two steps; made again, where they go on without one that dies."""
+        survivors = self._engine.survivors if self._engine is not None else None
+        return body() if survivors is None else survivors.together(what, body, again=again)
 
-    # -- saving
-
-    def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
-        self._table.together("a checkpoint")
-        self._models.rest()
-        about = {"identity": self._identity, "changes": [*self.changes, *more_changes], "promise": self.promise()}
-        with self._sites.as_one([*self._models.modules, *self._models.tracked]):
-            self._state.save(self.steps_done, about, self.settings.checkpoint.keep)
+    def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
+        save(self, more_changes, beside=beside)
 
     def promise(self) -> tuple[str, str]:
         """What is promised of this run's result, and why."""
@@ -436,6 +435,7 @@ class Run(Generic[S]):
 
     def close(self) -> None:
         """Stop watching, and let go of the model."""
+        self._state.saver.close()
         self._watcher.close()
         self._models.close()
         if self._engine is not None:

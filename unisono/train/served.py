@@ -19,7 +19,7 @@ from unisono.settings import Settings
 from unisono.train.engine import Engine
 from unisono.train.norm import clip_, norm_of, rows_of
 from unisono.train.run import Run
-from unisono.train.stages import bring
+from unisono.train.stages import Shelf, bring
 from unisono.world.collectives import Group
 from unisono.world.crew import Crew, build_crew
 
@@ -99,14 +99,17 @@ class ServedEngine(Engine):
 class Parts:
     """Optimizers whose state lies on several servers: whole to be saved, and apart when they are loaded."""
 
+    speaks = True
+    """Nobody else has what a server has."""
+
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
 
-    def whole(self, thing: Any, state: Any) -> Any:
-        """On the main process: each parameter's state from the server that holds it."""
+    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
+        """On the main process: each parameter's state from the server that holds it; with a shelf, it stays there."""
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
-        return self.together(state, bring(self.crew, self.held(thing, state)))
+        return self.together(state, bring(self.crew, self.held(thing, state), shelf))
 
     def held(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
         """What this process steps with, by the parameter's number, as a word."""

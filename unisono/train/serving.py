@@ -33,9 +33,8 @@ hear of it the same way and end; what it has saved is where a resume goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,16 +43,18 @@ from unisono.errors import LoopError, Stopped
 from unisono.launch import record
 from unisono.settings import Settings, plural
 from unisono.train.engine import Engine
-from unisono.train.outputs import Outputs
 from unisono.train.run import Run
 from unisono.train.served import CrewRun, Parts
 from unisono.train.server import FollowerEngine, ServerEngine
+from unisono.train.stages import Shelf
 from unisono.train.step import Step
 from unisono.train.worker import WorkerEngine
 from unisono.watch.watcher import Watcher
 from unisono.world.collectives import Group
 from unisono.world.crew import Crew, build_crew
 from unisono.world.links import Link, build_links
+
+T = TypeVar("T")
 
 
 class PacedRun(CrewRun):
@@ -64,7 +65,7 @@ class PacedRun(CrewRun):
         pace: type[Engine] = ServerEngine if group.rank == 0 else FollowerEngine if self.crew.serves else WorkerEngine
         kind = pace if engine is Engine else type("Engine", (engine, pace), {})
         super().__init__(settings, group=Group(device=group.device), engine=kind, **more)
-        self.rank, self.size, self._group, self._alone = group.rank, group.size, group, self._group
+        self._everybody, self._group, self._alone = group, group, self._group
         self._table.group = group  # until the loop begins
         self._state.stages = self._parts = PacedParts(self.crew, self._state.tracked)
         world, output, color = more["world"], more["output"], more.get("color", False)
@@ -130,17 +131,15 @@ class PacedRun(CrewRun):
             if self._leave:
                 raise Stopped
 
-    def _save(self, more_changes: Sequence[dict[str, Any]] = ()) -> None:
+    def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
         if isinstance(self._engine, ServerEngine):
             self._parts.shown = self._engine.refresh(states=True)
-            super()._save(more_changes)
+            super()._save(more_changes, beside=beside)
 
-    @contextmanager
-    def _outputs(self, *args: Any) -> Iterator[Outputs]:
-        if isinstance(self._engine, ServerEngine):
+    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
+        if isinstance(self._engine, ServerEngine) and what in ("run.evaluate", "run.predict"):
             self._engine.refresh()
-        with super()._outputs(*args) as outputs:
-            yield outputs
+        return super().together(what, body, again=again)
 
     def _stop_now(self) -> None:
         """Between two updates: save what is there."""
@@ -189,7 +188,7 @@ class PacedParts(Parts):
         optimizers = {name: o for name, o in self.tracked.items() if isinstance(o, torch.optim.Optimizer)}
         return {name: self.held(o, o.state_dict()) for name, o in optimizers.items()}
 
-    def whole(self, thing: Any, state: Any) -> Any:
+    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
         name = next(name for name, tracked in self.tracked.items() if tracked is thing)

@@ -7,17 +7,30 @@ in one process. An optimizer's state_dict knows parameters by their number only,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from unisono.checkpoint.load import fingerprint_of
-from unisono.checkpoint.pack import Tensors, described, pack, unpack
+from unisono.checkpoint.pack import Elsewhere, Tensors, described, pack, unpack
 from unisono.errors import CheckpointError
 from unisono.train.norm import is_cut, norm_of, rows_of
 from unisono.world.collectives import Group, Message, like, local, wait_for
 from unisono.world.mesh import Mesh
+
+
+class Shelf(NamedTuple):
+    """Where a process puts what it has of a thing that lies over several, instead of sending it: it will save it.
+
+    tensors  what it saves of everything
+    name     of the thing
+    speaks   is it the first of those that have the same?
+    """
+
+    tensors: Tensors
+    name: str
+    speaks: bool
 
 
 class Names:
@@ -46,6 +59,11 @@ class Names:
     def of(self, stage: int) -> list[nn.Parameter]:
         """The parameters of one of this process's stages."""
         return [p for number, p in self.params.items() if stage in self.stages[number]]
+
+    @property
+    def speaks(self) -> bool:
+        """Is this line the first of those that have the same stages, or parts of the same?"""
+        return all(getattr(self.mesh, axis).rank == 0 for axis in self.mesh.axes._fields if axis != "pipeline")
 
     @property
     def tied(self) -> list[str]:
@@ -115,12 +133,13 @@ class Names:
 
     # -- states
 
-    def whole(self, thing: Any, state: Any) -> Any:
-        """The state of a tracked thing as one process would have it: on the main process, with the help of its line."""
+    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
+        """The state of a tracked thing as one process would have it: on the main process, with the help of its line.
+        With a shelf, tensors stay where they are."""
         if isinstance(thing, nn.Module):
-            return self._whole_module(state)
+            return self._whole_module(state, shelf)
         if isinstance(thing, torch.optim.Optimizer):
-            return self._whole_optimizer(thing, state)
+            return self._whole_optimizer(thing, state, shelf)
         prints = self.line.gather(fingerprint_of({"": state}))
         if len(set(prints)) > 1:
             raise CheckpointError(
@@ -130,13 +149,15 @@ class Names:
             )
         return state
 
-    def _whole_module(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _whole_module(self, state: Mapping[str, Any], shelf: Shelf | None) -> dict[str, Any]:
         everybody = self.line.gather(list(state))
         first = {key: rank for rank, keys in reversed(list(enumerate(everybody))) for key in keys}
         mine = {key: value for key, value in state.items() if first[key] == self.line.rank}
-        return {key: value for part in self._bring(mine) for key, value in part.items()}
+        return {key: value for part in bring(self.line, mine, shelf) for key, value in part.items()}
 
-    def _whole_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _whole_optimizer(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shelf: Shelf | None
+    ) -> dict[str, Any]:
         groups = self._groups(optimizer)
         here = [number for group in optimizer.param_groups for number in self._numbers(optimizer, group["params"])]
         mine = {
@@ -144,7 +165,7 @@ class Names:
             for i, number in enumerate(here)
             if i in state["state"] and self._mine(number)
         }
-        found = {int(number): of for part in self._bring(mine) for number, of in part.items()}
+        found = {int(number): of for part in bring(self.line, mine, shelf) for number, of in part.items()}
         order = [number for group in groups for number in group]
         ends = iter(range(len(order)))
         whole_groups = []
@@ -210,17 +231,18 @@ class Names:
             found.append(sorted({number for part in parts for number in part}, reverse=not forth))
         return found
 
-    def _bring(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Everybody's part of a state, on the line's first process; elsewhere only the own one."""
-        return bring(self.line, mine)
 
-
-def bring(group: Group, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def bring(group: Group, mine: dict[str, Any], shelf: Shelf | None = None) -> list[dict[str, Any]]:
     """Everybody's dict, in the order of ranks, on rank 0; on others only their own. Tensors arrive in the CPU's
-    memory."""
+    memory; with a shelf, they stay, and an Elsewhere stands for each."""
     tensors = Tensors()
-    plain = pack(mine, "", tensors)
+    plain = pack(mine, "" if shelf is None else f"{shelf.name}@{group.rank}", tensors)
     everybody = group.gather(plain)
+    if shelf is not None:
+        if group.rank:
+            shelf.tensors.update(tensors if shelf.speaks else {})
+            return [mine]
+        return [mine, *(unpack(other, _standing(other)) for other in everybody[1:])]
     if group.rank:
         flats = [t.to(group.device).contiguous() for t in tensors.values()]
         wait_for(group.send_and_receive([Message(_bytes(t), 0) for t in flats], []))
@@ -235,6 +257,10 @@ def bring(group: Group, mine: dict[str, Any]) -> list[dict[str, Any]]:
         wait_for(group.send_and_receive([], [Message(_bytes(t), rank) for t in arrived.values()]))
         found.append(unpack(other, {name: t.cpu() for name, t in arrived.items()}))
     return found
+
+
+def _standing(plain: Any) -> dict[str, Elsewhere]:
+    return {name: Elsewhere(name, of["dtype"], of["shape"]) for name, of in described(plain).items()}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

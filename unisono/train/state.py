@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,18 @@ import torch
 
 from unisono import phases
 from unisono.checkpoint import load as loading
-from unisono.checkpoint.save import save
+from unisono.checkpoint.pack import Tensors
+from unisono.checkpoint.place import Place, place_of
+from unisono.checkpoint.save import Saver, packed
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
-from unisono.train.whole import apart, tied, whole
-from unisono.world.collectives import Group, lies_apart
+from unisono.train.stages import Shelf
+from unisono.train.whole import apart, simple, start_of, tied, whole
+from unisono.world.collectives import lies_apart
+from unisono.world.mesh import Mesh
 
 if TYPE_CHECKING:
+    from unisono.settings import CheckpointSettings
     from unisono.train.served import Parts
     from unisono.train.stages import Names
 
@@ -37,8 +43,10 @@ LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_mileston
 class State:
     """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
 
-    def __init__(self, run_dir: Path, group: Group, resumed: loading.Checkpoint | None) -> None:
-        self.run_dir, self.group, self.resumed = run_dir, group, resumed
+    def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None) -> None:
+        self.run_dir, self.mesh, self.group, self.resumed = run_dir, mesh, mesh.world, resumed
+        self.saver = Saver(mesh.world)
+        self._place: Place | None = None
         self.tracked: dict[str, Any] = {}
         self.stages: Names | Parts | None = None
         """Who holds which parameter, if stages of a pipeline or servers hold some each."""
@@ -73,6 +81,11 @@ class State:
             if self.resumed is not None:
                 self._restore(name, thing, self.resumed)
 
+    def take(self, checkpoint: loading.Checkpoint) -> None:
+        """Everything that is tracked becomes what it is there, between two steps."""
+        for name, thing in self.tracked.items():
+            self._restore(name, thing, checkpoint)
+
     def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
         if name not in checkpoint.states:
             raise CheckpointError(
@@ -88,7 +101,7 @@ class State:
                 state = self._with_its_length(name, thing, state)
             if self.stages is not None:
                 state = self.stages.part(thing, state)
-            thing.load_state_dict(apart(state, thing))
+            thing.load_state_dict(state := apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
                 keep_dtypes(thing, state)
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
@@ -196,20 +209,46 @@ class State:
     def _weights(self) -> list[tuple[torch.Tensor, int]]:
         return [(t, version(t)) for model in self.models.values() for t in [*model.parameters(), *model.buffers()]]
 
-    def save(self, steps: int, about: dict[str, Any], keep: int) -> None:
-        """Write a checkpoint after `steps` steps. Every process must call it; all raise if it cannot be written."""
+    # -- saving
+
+    def save(self, steps: int, about: dict[str, Any], how: CheckpointSettings, *, beside: bool = False) -> None:
+        """Save what is there after `steps` steps. Every process must call it; all raise if it cannot be saved.
+
+        beside  return when everything is copied, and write beside what comes next, if the settings allow that
+        """
         with phases.phase("checkpoint"):
-            problem = None
-            states = self._whole(self.tracked)
-            if self.group.rank == 0:
-                try:
-                    save(self.run_dir, steps, states, {**about, "models": sorted(self.models)}, keep)
-                except CheckpointError as error:
-                    problem = list(error.problems[0])
-            problem = self.group.share(problem)
-            if problem is not None:
-                raise CheckpointError(*problem)
+            self.settle()  # before anything is copied: there is one memory, and one writer
+            main = self.group.rank == 0
+            tensors = Tensors(speaks=main, begins=partial(start_of, mesh=self.mesh))
+            states = self._parts(tensors)
+            state = packed(states, {**about, "models": sorted(self.models)}, tensors)
+            keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)
+            if self._place is None:  # the first one: nothing more will be read of what the run goes on from
+                self._place = place_of(self.run_dir)
+                loading.let_go(self.resumed.path) if self.resumed is not None else None
+            self.saver.begin(self._place, steps, state, keep, wait=wait)
             self.saved_after = steps
+
+    def settle(self) -> None:
+        """What is being written beside the steps is written; all raise if it could not be. Every process calls it."""
+        with phases.phase("checkpoint"):
+            if not self.saver.settle():
+                self.saved_after = None
+
+    def _parts(self, tensors: Tensors) -> dict[str, Any]:
+        """The states of all that is tracked, by name. What lies over several processes does so here as well."""
+        stages = self.stages
+        found = {name: thing.state_dict() for name, thing in self.tracked.items()}
+        if stages is not None:  # one that is divided as well is whole on the first process of those that share it
+            states = {name: whole(state, keep=stages.speaks) for name, state in found.items()}
+        else:
+            states = {name: simple(state, self.mesh) for name, state in found.items()}
+        for name in states.keys() & self.models.keys():
+            states[name] = tied(states[name], self.models[name])
+        if stages is not None:
+            shelves = {name: Shelf(tensors, name, stages.speaks) for name in states}
+            return {n: stages.whole(self.tracked[n], state, shelves[n]) for n, state in states.items()}
+        return states
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """Their states by name: whole on the main process, together with the others."""
@@ -228,11 +267,17 @@ class State:
         parted = self.stages is not None or any(
             lies_apart(p) for model in self.models.values() for p in model.parameters()
         )
-        found = loading.fingerprint_of(self._whole(self.models))
+        if self.stages is None and parted:  # one tensor after the other is whole, and then forgotten
+            found = loading.fingerprint_of(
+                {name: tied(model.state_dict(), model) for name, model in self.models.items()},
+                lambda tensor: whole(tensor, keep=self.group.rank == 0),
+            )
+        else:
+            found = loading.fingerprint_of(self._whole(self.models))
         return str(self.group.share(found)) if parted else found
 
 
-def keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """torch loads an optimizer's floating-point state in the dtype of its parameter; what was saved in float32 beside a
     parameter in bfloat16 (NAdam's mu_product, or a state of one's own) would lose bits."""
     loaded = optimizer.state_dict()["state"]

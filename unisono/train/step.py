@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
-from unisono.errors import LoopError
+from unisono.errors import LoopError, PeerLost
 from unisono.score.order import Place
 from unisono.train.misfits import check_loss, stepping
 from unisono.train.outputs import Forward, call, parts
@@ -51,10 +51,16 @@ class Step:
         self._engine = engine
         self.number = number
         self.samples = engine.order.batch_size(number)
+        phases.begin_step(number)
 
     @property
     def epoch(self) -> int:
         return self._engine.order.epoch(self.number)
+
+    @property
+    def replay(self) -> str:
+        """What to type to see this step again."""
+        return self._engine.replay(self.number)
 
     # -- the loop over micro-batches
 
@@ -123,39 +129,58 @@ class Step:
 
     def _rounds(self, gradient: Gradient) -> Iterator[Any]:
         engine, number = self._engine, self._passes
-        exchange = gradient.exchange
         phases.enter("data")
+        if engine.audit is not None and not number:
+            yield from engine.audit.before(self, gradient)
         rounds = engine.micro_batches(self.number, number, gradient, self._kept)
         if engine.mesh.context.size > 1:
             rounds = in_slices(engine, rounds, number)
-        for place, batch, last in rounds:
-            self._place, self._ready = place, True
-            exchange.enter(place.virtual_rank, last=last)
-            phases.enter("forward")
-            try:
-                yield batch
-            except GeneratorExit:
-                self._state = "broken"
-                raise
-            phases.enter("exchange" if last else "data")
-            exchange.leave()
-        self._ready = False
-        self._meet(gradient, number)
+        again: Iterator[tuple[Place, Any, bool]] | None = rounds
+        while again is not None:
+            for place, batch, last in again:
+                self._place, self._ready = place, True
+                phases.Here.virtual_rank = place.virtual_rank
+                exchange = gradient.exchange  # another one than before, if a process died or joined
+                exchange.enter(place.virtual_rank, last=last)
+                phases.enter("forward")
+                try:
+                    yield batch
+                except GeneratorExit:
+                    self._state = "broken"
+                    raise
+                phases.enter("exchange" if last else "data")
+                exchange.leave()
+            self._ready = False
+            again = self._meet(gradient, number)
 
-    def _meet(self, gradient: Gradient, number: int) -> None:
-        """The rounds of a pass are done: the gradient becomes whole."""
+    def _meet(self, gradient: Gradient, number: int) -> Iterator[tuple[Place, Any, bool]] | None:
+        """The rounds of a pass are done: the gradient becomes whole. If a process dies meanwhile, these are the rounds
+        that are missing."""
         engine = self._engine
+        phases.Here.virtual_rank = None
         phases.enter("exchange")
         if engine.group.size == 1:
             sums = engine.meet(self, number, gradient)
         else:
-            with peers(f"Step {self.number}'s exchange"):
-                sums = engine.meet(self, number, gradient)
+            try:
+                with peers(f"Step {self.number}'s exchange"):
+                    sums = engine.meet(self, number, gradient)
+            except (PeerLost, RuntimeError, ConnectionError) as lost:
+                if engine.survivors is None:
+                    raise
+                missing = engine.survivors.go_on(self, number, gradient, lost)
+                if missing is not None:
+                    phases.enter("data")
+                    return missing
+                sums = engine.settle(self, number, gradient)
+        if engine.audit is not None:
+            engine.audit.after(self)
         self._sums = {**self._sums, **sums} if number else sums
         self._passes += 1
         self._waiting = [*self._waiting, gradient]
         self._state = "whole"
         phases.enter("other")
+        return None
 
     def __length_hint__(self) -> int:
         # list(step) and tuple(step) ask for this first; a plain `for` does not
@@ -273,6 +298,8 @@ class Step:
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
         optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
         ready = self._waiting if self._kept is None else self._ready_for(optimizers)
+        if engine.divergence is not None:
+            engine.divergence.given(self.number, ready)
         if all(gradient.finite or not gradient.may_skip for gradient in ready):
             for gradient in ready:
                 gradient.check_finite(self)
@@ -322,6 +349,11 @@ class Step:
     def ends_epoch(self) -> bool:
         """Is this the last step of its epoch, or of the run?"""
         return self._engine.order.epoch(self.number + 1) != self.epoch or self.number + 1 == self._engine.last
+
+    @property
+    def is_new(self) -> bool:
+        """Has nobody walked over it yet?"""
+        return self._state == "new"
 
     @property
     def is_half_done(self) -> bool:

@@ -10,7 +10,7 @@ only some call is then an error everywhere, instead of a wait that never ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from unisono.score.order import Place
 from unisono.score.tree import chain
 from unisono.world.collectives import Group, peers
 
-FLAGS = ("stop", "leave", "unused", "norms", "buffers", "touched", "learns", "news")
+FLAGS = ("stop", "leave", "unused", "norms", "buffers", "touched", "learns", "unsaved", "news", "joins")
 STEP = "a step"
 VERBS = (
     STEP,
@@ -84,6 +84,17 @@ class Table:
         self.slices = slices or Group()
         self.names: list[str] = [LOSS]
         self._entries: list[tuple[Place, str, Any, Any]] = []
+        self._last: list[tuple[Place, str, Any, Any]] = []  # those that were summed up last
+
+    def keep(self, step: int, virtual_ranks: Collection[int]) -> None:
+        """A step goes on after a death: what these virtual ranks added still counts, all else comes again."""
+        known = self._entries or self._last
+        self._entries = [e for e in known if e[0].step == step and e[0].virtual_rank in virtual_ranks]
+        self._last = []
+
+    def forget(self) -> None:
+        """The step's pass is whole: nothing of it will be summed up again."""
+        self._last = []
 
     def add(self, place: Place, name: str, total: Any, weight: Any) -> None:
         """Add to the row of a micro-batch's virtual rank, unless it is a spare one: numbers, or tensors of one element.
@@ -110,6 +121,7 @@ class Table:
     def meet(self, flags: Mapping[str, bool], said: Sequence[float] = ()) -> Totals:
         """Add up everybody's rows. Every process must call it once a step. `said`: of this process, `words` numbers."""
         entries, self._entries = self._entries, []
+        self._last = entries
         if self.virtual_ranks == 1 and len(entries) == 1 and self.group.size == 1:  # nothing to fold, nobody to ask
             _, name, total, weight = entries[0]
             alone = float(total)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TextIO
 from unisono.watch import log
 from unisono.watch.clock import Clock
 from unisono.watch.progress import Aside, Progress
+from unisono.watch.spikes import Spikes
 from unisono.watch.timeline import Timeline
 
 LINE_SECONDS = 0.02
@@ -36,6 +37,9 @@ class Watcher:
 
     def __init__(self, run_dir: Path, rank: int, output: TextIO, *, live: bool, columns: int, color: bool) -> None:
         self.clock = Clock()
+        self.typed = str(run_dir)
+        """The run directory, as one types it."""
+        self._spikes = Spikes()
         self._run_dir, self._rank, self._output = run_dir, rank, output
         self._live, self._columns, self._color = live, columns, color
         self._progress: Progress | None = None
@@ -63,12 +67,24 @@ class Watcher:
             log.through(self._progress)
             if self._live:  # the script's own print goes above the line that is being redrawn
                 sys.stdout = Aside(self._output, self._progress)
+        self._whole = total_steps, samples_seen, first_step
         self.clock.start()
+
+    def lead(self, steps_done: int) -> None:
+        """This process speaks for all from now on, since the one that did is gone."""
+        if self._progress is None and self._timeline is not None:
+            total, samples, first = self._whole
+            self._rank = 0
+            self._progress = Progress(self._output, False, total, max(first, steps_done), samples, color=False)
+            log.through(self._progress)
 
     def step(self, step: Done) -> None:
         """A step is over. Quick steps share a line, so that watching them costs nothing."""
         self._last = step
         self._samples += step.samples
+        if self._progress is not None and (typical := self._spikes.hear(step.loss)) is not None:
+            told = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
+            self.note(f"{told} Look at it: unisono replay {self.typed} --step {step.number}")
         if self._logged or time.perf_counter() > self._line_at:
             self._look(step)
 

@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from unisono import phases
 from unisono.errors import PeerLost
+
+if TYPE_CHECKING:
+    from unisono.world.members import Company
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """What nearly every tensor is: asking one of these for what it has not takes its time."""
@@ -108,15 +111,18 @@ def peers(what: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Group:
     """The processes of a run, or some of them: those of one line of its mesh (world/mesh.py).
+
+    Whoever holds it holds what is so now: where processes may die and join (world/members.py), it becomes another one.
 
     rank        of this process among them, 0 to size - 1
     device      where collectives find their tensors
     neighbours  {rank: process id} of those that share memory with this one (world/shared.py)
     members     the rank in the whole run of each; empty: they are the whole run
     handle      torch's own group; None: that of the whole run
+    company     who watches over their lives, if somebody does (world/members.py)
     """
 
     rank: int = 0
@@ -125,6 +131,11 @@ class Group:
     neighbours: Mapping[int, int] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
+    company: Company | None = None
+
+    def become(self, rank: int, size: int, neighbours: Mapping[int, int]) -> None:
+        """From now on these are its processes, and this is ours among them."""
+        self.rank, self.size, self.neighbours = rank, size, neighbours
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> Work:
         """Begin to sum `tensor` over all processes, in place; or to find the largest of each element."""

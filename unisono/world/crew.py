@@ -42,7 +42,7 @@ class Shares:
             self.of(p)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Crew(Group):
     """A group of which the first `servers` processes are servers."""
 

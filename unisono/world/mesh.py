@@ -14,7 +14,7 @@ from unisono.world.collectives import Group
 from unisono.world.start import join_lines
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Mesh:
     """The processes of a run in rows and columns (settings/axes.py). This one is a member of all these groups.
 
@@ -37,6 +37,12 @@ class Mesh:
     context: Group = field(default_factory=Group)
     pipeline: Group = field(default_factory=Group)
     torchs: DeviceMesh | None = None
+
+    def become(self) -> Mesh:
+        """The world has other processes than before (world/members.py), all with whole models: this is its mesh now."""
+        assert self.torchs is None
+        self.axes = Axes(replicate=self.world.size)
+        return self
 
     @property
     def speaks(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -14,14 +14,10 @@ from torch.distributed import distributed_c10d
 from unisono.env import World
 from unisono.errors import WorldError
 from unisono.world.collectives import TIMEOUT, Group
+from unisono.world.connect import all_together, connect, count_groups_from
+from unisono.world.keys import Keys
+from unisono.world.members import SCHEME, Company
 from unisono.world.shared import find_neighbours
-
-CONNECT = timedelta(seconds=4)
-"""How long connecting may take once everybody is there (and a tenth of a second more for each process)."""
-
-ATTEMPTS = 5
-"""On a busy machine gloo now and then waits for a connection that was made (1 in some thousand groups, measured). Each
-attempt may take twice as long as the one before it: two minutes in all."""
 
 
 def choose_device(world: World) -> torch.device:
@@ -51,12 +47,27 @@ def group(world: World) -> Iterator[Group]:
     if world.size == 1:
         yield Group(0, 1, device)
         return
-    _join(world, dist.get_default_backend_for_device(device))
+    if (world.store or "").startswith(SCHEME) and device.type == "cpu":
+        with company(world, device) as joined:
+            yield joined
+        return
+    connect(_store(world), world.rank, world.size, dist.get_default_backend_for_device(device))
     joined = build_group(world, device)
     yield joined
     if dist.is_initialized():  # some part before: train/serving.py
         joined.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def company(world: World, device: torch.device) -> Iterator[Group]:
+    """The same, where those who are left go on without one that dies. Who joins later is alone at first."""
+    watched = Company(world)
+    joined = Group(0, 1, device, company=watched)
+    if not world.joins:
+        watched.form(joined)
+    yield joined
+    watched.leave()
 
 
 def build_group(world: World, device: torch.device) -> Group:
@@ -65,33 +76,13 @@ def build_group(world: World, device: torch.device) -> Group:
     return replace(group, neighbours=find_neighbours(group))
 
 
-def _join(world: World, backend: str) -> None:
-    """Wait until everybody is there, however long a host takes to start; then connect, and soon, or try again."""
-    store = _store(world)
-    _count(store, world.size, "here")
-
-    def connect(attempt: int, patience: timedelta) -> None:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore(f"attempt-{attempt}", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=patience,
-        )
-
-    def part() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    _connect(store, world.rank, world.size, "connected", connect, part)
-    distributed_c10d._set_pg_timeout(TIMEOUT)
-
-
 def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int) -> dist.ProcessGroup:
     """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together."""
     made: list[dist.ProcessGroup] = []
+    known = distributed_c10d._world.group_count
 
-    def connect(attempt: int, patience: timedelta) -> None:
+    def connect_here(attempt: int, patience: timedelta) -> None:
+        count_groups_from(known + (attempt - 1) * len(lines))  # what a failed attempt has left lies under other names
         made.extend(dist.new_group(list(line), timeout=patience) for line in lines)
 
     def part() -> None:
@@ -101,51 +92,17 @@ def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int) -> dist.P
         made.clear()
 
     store = dist.PrefixStore(f"lines-{lines}", distributed_c10d._get_default_store())
-    _connect(store, rank, size, "connected", connect, part)
+    all_together(store, rank, size, "connected", connect_here, part)
     mine = next(group for line, group in zip(lines, made, strict=True) if rank in line)
     distributed_c10d._set_pg_timeout(TIMEOUT, mine)
     return mine
 
 
-def _connect(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    what: str,
-    connect: Callable[[int, timedelta], None],
-    part: Callable[[], None],
-) -> None:
-    """Connect, with everybody; where one process cannot, all `part` again and try anew, with more patience."""
-    for attempt in range(1, ATTEMPTS + 1):
-        error: RuntimeError | None = None
-        try:
-            connect(attempt, 2 ** (attempt - 1) * (CONNECT + size * timedelta(seconds=0.1)))
-        except RuntimeError as caught:
-            error = caught
-        # who has connected to somebody who has not must try again as well
-        if _count(store, size, f"{what}-{attempt}", error is None) == size:
-            return
-        part()
-    reason = str(error).splitlines()[0] if error else "another process could not."
-    raise WorldError(
-        f"Process {rank} was to connect to the other {size - 1}.",
-        f"They met, but {ATTEMPTS} attempts to connect failed: {reason}",
-        "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
-    ) from error
-
-
-def _count(store: dist.Store, size: int, what: str, mine: bool = True) -> int:
-    """How many of all processes say yes. Waits for everybody."""
-    store.add(f"{what}-yes", int(mine))
-    if store.add(f"{what}-said", 1) == size:  # the last one knows
-        store.set(what, str(store.add(f"{what}-yes", 0)))
-    store.wait([what], TIMEOUT)
-    return int(store.get(what))
-
-
 def _store(world: World) -> dist.Store:
     """Where the processes meet."""
     assert world.store is not None
+    if world.store.startswith(SCHEME):
+        return Keys(world.store.removeprefix(SCHEME), TIMEOUT)
     if world.store.startswith("file://"):
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
     store: dist.Store

@@ -29,19 +29,47 @@ import multiprocessing as mp
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono import phases
 from unisono.env import World
 from unisono.settings import Settings
+from unisono.testing.faults import (
+    BitFlip,
+    FailAt,
+    FullDisk,
+    HangAt,
+    LostPackets,
+    Planted,
+    SlowAt,
+    TornFile,
+    flip_,
+    flip_bit,
+    tear,
+)
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
     from unisono.world.collectives import Group
+
+__all__ = [
+    "BitFlip",
+    "FailAt",
+    "FullDisk",
+    "HangAt",
+    "LostPackets",
+    "Planted",
+    "SlowAt",
+    "TornFile",
+    "build_run",
+    "flip_",
+    "flip_bit",
+    "run_ranks",
+    "tear",
+]
 
 S = TypeVar("S", bound=Settings)
 
@@ -94,45 +122,15 @@ def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: 
     folder  the run directory: checkpoints and timeline go there
     resume  from the newest checkpoint there, if there is one; who asks answers for it that the settings go with it
     """
-    from unisono.checkpoint.load import load, newest
+    from unisono.checkpoint.load import newest, opened
+    from unisono.checkpoint.place import settle_in
     from unisono.train.variants import run_kind
 
+    settle_in(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
     found = newest(folder, print) if resume else None
-    resumed = load(found) if found is not None else None
+    resumed = opened(found) if found is not None else None
     kind = run_kind(settings)
     return kind(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
-
-
-class SlowAt:
-    """A fault: this process takes `times` as long as it would, for all that it computes while the block lasts.
-
-        with SlowAt(3.0) if world.rank == 1 else nullcontext():
-            script.main(run)
-
-    It acts through `phases`: whenever one of these ends, it sleeps for as much longer as the phase has taken, but for
-    what was waiting for others. `times` may be changed from step to step.
-    """
-
-    def __init__(self, times: float, *, during: Collection[str] = ("data", "forward", "backward")) -> None:
-        self.times, self.during = times, during
-        self._began = self._waited = 0.0
-
-    def __enter__(self) -> SlowAt:
-        self._look()
-        phases.observe(self._change)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        phases.unobserve(self._change)
-
-    def _change(self, left: str, entered: str) -> None:
-        if left in self.during:
-            took = time.perf_counter() - self._began - (phases.Waited.seconds - self._waited)
-            time.sleep(max(took * (self.times - 1), 0.0))
-        self._look()
-
-    def _look(self) -> None:
-        self._began, self._waited = time.perf_counter(), phases.Waited.seconds
 
 
 def _collect(

@@ -1,0 +1,61 @@
+"""`unisono doctor --rehearse`: what is played is played, and what is said of it is true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import Command
+from unisono.cli.rehearse import COURSE, SCENES, Rehearsal, Scene
+from unisono.cli.request import Request
+from unisono.settings import Line
+
+SCRIPT = """
+import torch
+
+def main(run):
+    data = torch.utils.data.TensorDataset(torch.arange(96.0).view(24, 4) / 96, torch.arange(24) % 3)
+    model = run.place(lambda: torch.nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data):
+        for x, y in step:
+            step.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+        step.update(optimizer)
+
+unisono.main(main)
+"""
+
+UNSEEN = Scene("nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
+    killed, hangs = SCENES[0], next(scene for scene in SCENES if scene.name == "a process hangs")
+    request = Request(sets=("batch=8", *COURSE), json=True)
+    rehearsal = Rehearsal(
+        tmp_path / "script.py", 1, 2, request, Line(("unisono",)), tmp_path, scenes=(killed, hangs, UNSEEN)
+    )
+    status = rehearsal.play()
+    told = json.loads(capsys.readouterr().out)
+    found = {played["scene"]: played for played in told["scenes"]}
+    assert found[killed.name]["survived"]
+    assert found[killed.name]["how"] == "the others finished its step"
+    assert found[killed.name]["seconds"] > 0
+    assert found[hangs.name]["survived"]
+    assert "rank 1: it sleeps" in found[hangs.name]["how"]
+    assert status == (0 if told["survived"] else 1)
+
+
+def test_what_is_for_a_rehearsal_needs_one(command: Command) -> None:
+    ended = command.run("doctor", "--ranks", "3")
+    assert ended.status == 2
+    assert "Without --rehearse no script is run" in ended.err
+    command.script(SCRIPT)
+    ended = command.run("doctor", "--rehearse", "script.py", "--ranks", "1")
+    assert ended.status == 2
+    assert "Of a single process nobody is left." in ended.err

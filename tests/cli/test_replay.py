@@ -1,0 +1,196 @@
+"""`unisono replay`: one process sees what the job saw, and `unisono audit` finds who computes wrongly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.asking import Ask
+from tests.cli.command import ROOT, Command, last_json, start
+from unisono import env
+from unisono.cli.again import earlier
+from unisono.cli.audit import Audit
+from unisono.cli.replay import Replay
+from unisono.settings import Line
+
+SCRIPT = """
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import unisono
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    batch: int = 8
+    virtual_ranks: int = 4
+    steps: int | None = 10
+    bad: int = -1  # from this step on sample 7 has a loss that is no number
+    wrong: int = -1  # the rank that computes wrongly
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, i):
+        return torch.randn(3) + i, torch.tensor(float(i))
+
+
+def main(run):
+    model = run.place(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    losses = []
+    for step in run.steps(Points()):
+        for x, i in step:
+            loss = (model(x)[:, 0] - i).square().sum()
+            if step.number >= run.settings.bad >= 0 and 7.0 in i:
+                loss = loss + (loss - loss) / 0.0
+            if run.rank == run.settings.wrong:
+                loss = loss * 1.000001
+            step.backward(loss, len(i))
+        step.update(optimizer)
+        losses.append([step.loss])
+    if run.is_main:
+        (run.dir / "losses.json").write_text(json.dumps(losses))
+
+
+unisono.main(main, Settings)
+"""
+
+LINE = Line(("unisono", "replay", "out", "--step", "0"))
+
+
+def ran(folder: Path, ranks: int, *sets: str) -> list[list[float]]:
+    """A run of the script in folder/out: its losses."""
+    script, out = folder / "script.py", folder / "out"
+    script.write_text(SCRIPT)
+    out.mkdir()
+    asked = [f"--set={each}" for each in ("checkpoint.every=4", "checkpoint.keep=9", *sets)]
+    start(script, [*asked, f"--run-dir={out}"], ranks=ranks, logs=out)
+    return list(json.loads((out / "losses.json").read_text()))
+
+
+def replayed(
+    folder: Path, capsys: pytest.CaptureFixture[str], step: int, virtual_rank: int | None = None
+) -> dict[str, Any]:
+    again = replace(earlier(folder / "out", None, LINE), start=start)
+    scratch = folder / f"scratch-{step}-{virtual_rank}"
+    scratch.mkdir()
+    status = Replay(again, Path("out"), step, virtual_rank, False, True, scratch, LINE).run()
+    assert status == 0
+    return dict(last_json(capsys.readouterr().out))
+
+
+def test_any_step_of_any_job_has_the_same_bits_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = ran(tmp_path, 3)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    whole = replayed(tmp_path, capsys, 6)
+    assert [whole["loss"]] == losses[6]
+    assert (whole["from_step"], whole["epoch"], whole["samples"]) == (4, 2, 8)
+    rows = whole["micro_batches"]
+    assert [row["virtual_rank"] for row in rows] == [0, 1, 2, 3]
+    assert len({i for row in rows for i in row["samples"]}) == 8
+    total = sum(row["loss"] * row["weight"] for row in rows)
+    assert total / 8 == pytest.approx(whole["loss"])
+    alone = replayed(tmp_path, capsys, 6, 2)
+    assert alone["micro_batches"] == [rows[2]]
+    assert alone["loss"] is None
+    assert [replayed(tmp_path, capsys, 1)["loss"]] == losses[1], "before the first checkpoint"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == files, "it is only read"
+
+
+def test_a_run_is_audited_from_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran(tmp_path, 2, "steps=5")
+    again = replace(earlier(tmp_path / "out", None, LINE), start=start)
+    assert Audit(again, 3, 3, True, tmp_path / "audit", LINE).run() == 0
+    told = last_json(capsys.readouterr().out)
+    assert [each["step"] for each in told["audits"]] == [6, 7, 8]
+    assert all(len(each["ranks"]) == 3 for each in told["audits"])
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_says_what_to_type(command: Command) -> None:
+    (command.folder / "script.py").write_text(SCRIPT)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "bad=3")
+    assert ended.status == 1
+    asked = next(line for line in ended.err.splitlines() if "unisono replay" in line)
+    words = asked.partition("unisono replay")[2].partition(";")[0].split()
+    assert words[:2] == ["out", "--step"]
+    seen = command.run("replay", *words, "--json")
+    assert seen.status == 0, seen.err
+    found = last_json(seen.out)
+    assert [row["virtual_rank"] for row in found["micro_batches"]] == [int(words[-1])]
+    assert found["micro_batches"][0]["loss"] == "NaN"
+    assert 7 in found["micro_batches"][0]["samples"]
+    assert found["micro_batches"][0]["bad"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    whole = command.run("replay", *words[:3])
+    assert whole.status == 0, whole.err
+    assert "not finite: the gradient of 0.weight and 3 others" in whole.out
+    assert "The step ends in an error, as it should if the run's did" in whole.out
+
+
+@pytest.mark.slow
+def test_a_debugger_stops_where_the_loop_gets_its_batch(command: Command) -> None:
+    (command.folder / "script.py").write_text(SCRIPT)
+    assert command.run("run", "script.py", "--run-dir", "out").status == 0
+    asked = ["replay", "out", "--step", "3", "--virtual-rank", "1", "--debug"]
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "unisono.cli.main", *asked],
+        cwd=command.folder,
+        env=env.inherited({"PYTHONPATH": str(ROOT)}),
+        input="p step.number, x.shape, run.rank\nn\np loss.shape\nq\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Step 3, virtual rank 1, micro-batch 0: samples " in ended.stdout
+    assert "(3, torch.Size([2, 3]), 0)" in ended.stdout
+    assert "torch.Size([])" in ended.stdout
+
+
+@pytest.mark.slow
+def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None:
+    (command.folder / "script.py").write_text(SCRIPT)
+    ended = command.run("audit", "script.py", "--steps", "4", "--set", "wrong=1", "--json")
+    assert ended.status == 1, ended.err
+    told = last_json(ended.out)
+    assert (told["sound"], told["wrong"]) == (False, [1])
+    assert "Rank 1 made another gradient than ranks" in told["said"]
+    sound = command.run("audit", "script.py", "--steps", "4")
+    assert sound.status == 0, sound.err
+    assert sound.out == "4 virtual ranks computed again, on 3 processes: the same to the bit.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "do"),
+    [
+        (["replay", "nothing", "--step", "3"], "There is no settings.toml and no such folder.", "unisono replay runs/"),
+        (["replay", "run", "--step", "10"], "The run has 10 steps, 0 to 9.", "unisono replay run --step 9"),
+        (["replay", "run", "--step", "1", "--virtual-rank", "8"], "8 virtual ranks", "unisono replay run --step 1 --v"),
+        (["replay", "local", "--step", "1"], "Between two meetings each site", "look at its losses in local/timeline"),
+        (["audit", "run", "--set", "lr=1"], "with the settings that it had", "unisono audit run"),
+        (["audit", "train.py", "--set", "exchange=local"], "audit_every = 1 and exchange = local", "unisono audit"),
+        (["audit", "train.py", "--steps", "0"], "At least one step", "unisono audit train.py --steps 3"),
+    ],
+)
+def test_wrong_requests(ask: Ask, tmp_path: Path, words: list[str], said: str, do: str) -> None:
+    for name, exchange in (("run", "tree"), ("local", "local")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.toml").write_text(f'steps = 10\nvirtual_ranks = 8\nexchange = "{exchange}"\n')
+        about = {"script": str(tmp_path / "train.py"), "folder": str(tmp_path)}
+        (tmp_path / name / "environment.json").write_text(json.dumps(about))
+    problems = ask(*words)
+    assert any(said in str(problem) and problem.do.startswith(do) for problem in problems), problems

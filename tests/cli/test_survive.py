@@ -1,0 +1,117 @@
+"""A process dies in a run of the command: who goes on, who takes its place, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.cli.command import Command
+from tests.cli.test_training import SCRIPT, result, undisturbed
+
+DYING = SCRIPT.replace(
+    "        step.update(",
+    """        name = f"died-{step.number}-{world.number if world.number is not None else world.rank}"
+        if f"{step.number}:{name[-1]}" in run.settings.deaths and not Path(__file__).with_name(name).exists():
+            Path(__file__).with_name(name).touch()
+            for lock in Path(__file__).parent.glob("kept/.lock"):
+                Path(__file__).with_name("lock-of-the-first").write_text(lock.read_text())
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.update(""",
+).replace(
+    "    lr: float = 0.05",
+    '    lr: float = 0.05\n    deaths: str = field(default="", metadata={"mathematics": False})  # step:process',
+)
+
+
+def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
+    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    command.script(DYING.replace("        step.update(", wait + "        step.update("))
+    ended = command.run(
+        *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0", "--set", "checkpoint.dir=kept")
+    )
+    assert ended.status == 0, ended.err
+    assert (command.folder / "kept" / "step-00000024").exists()
+    locked = (command.folder / "kept" / ".lock").read_text()
+    assert len(locked.splitlines()) == 1
+    assert locked != (command.folder / "lock-of-the-first").read_text()  # who leads now has locked it anew
+    found = result(command, "out")
+    assert (found["steps"], found["ranks"]) == (24, 3)
+    assert [each["process"] for each in found["deaths"]] == [0]
+    assert [each["process"] for each in found["joined"]] == [3]
+    joined = found["joined"][0]["step"]
+    assert joined in (5, 6)
+    told = ended.err.splitlines()
+    assert told[0].startswith("Process 0 died of SIGKILL after ")
+    assert told[0].endswith(" steps; 2 finish its step and go on. Its log is out/log/rank-0.log")
+    assert told[1:] == [f"Process 3 has joined, after {joined} steps: 3 go on."]
+    assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
+    command.script(SCRIPT)
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Command) -> None:
+    command.script(DYING)
+    whole = undisturbed(command)
+    ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1")
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert found["weights_sha256"] == whole["weights_sha256"]
+    assert found["resumed_at"] == 4
+    assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in ended.err
+    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Command) -> None:
+    command.script(DYING.replace("(every=4)", "(every=100)"))
+    whole = undisturbed(command)
+    ended = command.run(
+        *("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=6:1"),
+        *("--set", "parallel.shard=2", "--set", "parallel.buddy=true"),
+        times=2,
+    )
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert found["weights_sha256"] == whole["weights_sha256"]
+    assert found["resumed_at"] in (5, 6)
+    assert found["survival"] == "buddy"
+    assert ended.err.count("Starting again from what processes have left behind") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_is_given_up_when_nothing_gets_further(command: Command) -> None:
+    command.script(DYING.replace(".touch()", ".exists()"))
+    ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1", times=4)
+    assert ended.status == 1
+    assert ended.err.count("Rank 1 of 2 died of signal 9 (SIGKILL)") == 4
+    assert "Given up: it died 4 times without getting further." in ended.err
+
+
+@pytest.mark.parametrize("ranks", ["0:2", "3:2", "two", "1:two"])
+def test_a_wrong_number_of_processes_is_refused(command: Command, ranks: str) -> None:
+    command.script(SCRIPT)
+    ended = command.run("run", "script.py", "--ranks", ranks)
+    assert ended.status == 2
+    assert "--ranks" in ended.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_manager_that_starts_everything_again_need_not_say_resume(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = undisturbed(command)
+    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=8").status == 0
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        os.environ[name] = value
+    try:
+        ended = command.end(command.start_python("script.py", "--run-dir", "out", "--set", "steps=24"))
+    finally:
+        for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert (found["resumed_at"], found["weights_sha256"]) == (8, whole["weights_sha256"])

@@ -1,0 +1,33 @@
+"""What is left behind is found once, by whoever comes to the same place, and otherwise not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from unisono.checkpoint import left
+
+
+def test_it_is_taken_once(tmp_path: Path) -> None:
+    tensors, about = {"bag": torch.arange(7, dtype=torch.uint8), "empty": torch.empty(0, dtype=torch.uint8)}, [{"a": 1}]
+    left.write(tmp_path, 2, 41, {"bag": torch.zeros(1)}, [])
+    left.write(tmp_path, 2, 43, tensors, about)
+    assert left.steps_left(tmp_path) == 43
+    assert left.take(tmp_path, 1) is None
+    found = left.take(tmp_path, 2)
+    assert found is not None
+    assert found[1] == about
+    assert {name: tensor.tolist() for name, tensor in found[0].items()} == {"bag": [*range(7)], "empty": []}
+    assert left.take(tmp_path, 2) is None
+    assert not (tmp_path / left.FOLDER).exists()
+
+
+def test_half_of_it_is_nothing(tmp_path: Path) -> None:
+    left.write(tmp_path, 0, 3, {"bag": torch.zeros(1)}, [])
+    (path,) = (tmp_path / left.FOLDER).iterdir()
+    path.rename(path.with_suffix(".half"))
+    assert left.steps_left(tmp_path) == 0
+    assert left.take(tmp_path, 0) is None
+    left.clear(tmp_path)
+    assert not (tmp_path / left.FOLDER).exists()

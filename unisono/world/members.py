@@ -1,0 +1,249 @@
+"""Who is alive: processes notice a death, agree on who is left, and form a new group, without being started again.
+
+    process 0   all-reduce ......x torn   leaves    "ready"  -->  roster [0, 2]   rank 0 of 2   goes on
+    process 1   all-reduce, killed
+    process 2   computes ................x torn     "ready"  -->  roster [0, 2]   rank 1 of 2   goes on
+
+The meeting place (launch/meeting.py) sees a process's connection end and tells all others, within milliseconds. It
+needs telling: with gloo only who waits for the dead process itself sees an error, and who waits for somebody who waits
+for that one waits on; and gloo's own abort does not wake a collective that waits (measured; torch 2.13). So a thread
+listens in every process, and at bad news shuts down the sockets of its own group (shutdown(2)): whatever waits there
+fails at once.
+
+Ranks are given in the order of age: who began first is first. So a death moves the ranks behind it forward, the main
+process is always one of those that have been there longest, and a process that joins comes last. A process's number is
+its own for good: who replaces process 2 of four is process 4.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from unisono.env import World
+from unisono.errors import PeerLost, Stopped, WorldError
+from unisono.world.collectives import TIMEOUT, Group
+from unisono.world.connect import connect
+from unisono.world.keys import Keys
+from unisono.world.shared import find_neighbours
+
+SCHEME = "unix://"
+"""What the address of a meeting place begins with."""
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life."""
+
+CONFIRM_SECONDS = 5.0
+"""A connection that breaks is a death if the meeting place says so within this time; else it is an error."""
+
+LEAVE_SECONDS = 300.0
+"""Once a process is done, the others are not far."""
+
+CONNECT_AGAIN = timedelta(seconds=1)
+"""The first attempt to connect may take so long (and a tenth of a second more for each process), since all are there;
+usually it takes 30 ms. Whoever dies in it is waited for in vain: gloo cannot be woken while it connects."""
+
+CONNECTION_SIGNS = ("closed", "reset", "Broken pipe", "broken", "refused", "imed out", "onnect", "gone", "Wait timeout")
+"""What gloo says when a peer is lost, in one of many ways."""
+
+
+class Formed(NamedTuple):
+    """A new group is there: the numbers of its processes in the order of their ranks; of those that are new in it, and
+    of those that are no more."""
+
+    roster: tuple[int, ...]
+    joined: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+class Company:
+    """This process among the others. `knocks`: does somebody want to join?"""
+
+    def __init__(self, world: World) -> None:
+        assert world.store is not None
+        path = world.store.removeprefix(SCHEME)
+        self.number = world.rank if world.number is None else world.number
+        self.joins = world.joins
+        self.knocks = False
+        self.watchful = False  # is there somebody here who goes on when another one dies?
+        self.generation = 0
+        self.keys = Keys(path, TIMEOUT)
+        self._lost = threading.Event()
+        self._formed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._sockets: set[str] = set()  # of the group that we are in
+        self._mutex = threading.Lock()
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._line.connect(path)
+        self._left, self._over = threading.Event(), threading.Event()
+        self._speaking = threading.Lock()
+        self._say(hello=self.number, joins=self.joins)
+        for target in (self._listen, self._beat):
+            threading.Thread(target=target, name="company", daemon=True).start()
+        os.register_at_fork(after_in_child=self._part_from_parent)
+
+    # -- what others do
+
+    def _listen(self) -> None:
+        rest = b""
+        while True:
+            try:
+                data = self._line.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                self._over.set()
+                self._formed.put({"refused": "the meeting place of the run is gone"})
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+
+    def _hear(self, words: dict[str, Any]) -> None:
+        if "lost" in words and "roster" not in words:
+            self._lost.set()
+            if self.watchful:
+                self._tear()
+        elif "knock" in words:
+            self.knocks = True
+        elif "roster" in words:
+            self.knocks = False
+            self._lost.clear()
+            self._formed.put(words)
+        elif "refused" in words:
+            self._formed.put(words)
+        elif "over" in words:
+            self._over.set()
+
+    def _tear(self) -> None:
+        """Nothing comes through our group's sockets any more, in either direction: who waits for it fails."""
+        with self._mutex:
+            for name, descriptor in _sockets().items():
+                if name not in self._sockets:
+                    continue
+                try:
+                    end = socket.socket(fileno=os.dup(descriptor))
+                except OSError:
+                    continue
+                with end, contextlib.suppress(OSError):  # it may be closed at the other end
+                    end.getpeername()  # one that listens has none, and gloo aborts the process if that one is shut
+                    end.shutdown(socket.SHUT_RDWR)
+            self._sockets = set()
+
+    def _beat(self) -> None:
+        while not self._left.wait(BEAT_SECONDS):
+            self._say(beat=1)
+
+    def _say(self, **words: Any) -> None:
+        try:
+            with self._speaking:
+                self._line.sendall(json.dumps(words).encode() + b"\n")
+        except OSError:
+            return  # the listener tells who needs to know
+
+    def _part_from_parent(self) -> None:
+        """In a fork (a loader worker): our life does not hang on it."""
+        self._left.set()
+        self._line.close()
+        self.keys.close()
+
+    # -- what we do
+
+    def lost_one(self, error: BaseException) -> bool:
+        """Is it a process's death that this error tells of? Waits a moment for the news."""
+        if not isinstance(error, (RuntimeError, ConnectionError, WorldError)):
+            return False
+        if self._lost.is_set():
+            return True
+        return any(sign in str(error) for sign in CONNECTION_SIGNS) and self._lost.wait(CONFIRM_SECONDS)
+
+    def tell(self, **what: Any) -> None:
+        """The launcher hears of it."""
+        self._say(told={"number": self.number, **what})
+
+    def form(self, group: Group, *, open_: bool = False, **about: Any) -> Formed:
+        """Leave the group that there is, if any, and form a new one with all who are left, and with those who want to
+        join, if all are `open_` for them. `group` is the new one then. All processes must call this; `about` is for the
+        launcher.
+
+        Raises PeerLost if nobody is left, or the meeting place is gone; in a process that was to join, Stopped.
+        """
+        while True:
+            self._part()
+            self._say(ready=about, open=open_)
+            words = self._formed.get()
+            if "refused" in words and self.joins:
+                raise Stopped
+            if "refused" in words:
+                raise PeerLost(
+                    f"Process {self.number} was to form a group with those who are left.",
+                    f"There is none: {words['refused']}.",
+                    "go on from the newest checkpoint: the same command with --resume.",
+                )
+            roster = tuple(words["roster"])
+            self.generation = self.keys.generation = words["generation"]
+            try:
+                self._connect(group, roster)
+            except (RuntimeError, ConnectionError, WorldError) as error:
+                if not self.lost_one(error):
+                    raise PeerLost(
+                        f"Process {self.number} was to form a group with those who are left.",
+                        f"They cannot connect, though nobody else has died: {str(error).splitlines()[0]}",
+                        "go on from the newest checkpoint: the same command with --resume.",
+                    ) from error
+                continue
+            self.joins = False
+            return Formed(roster, tuple(words["joined"]), tuple(words["lost"]))
+
+    def _connect(self, group: Group, roster: Sequence[int]) -> None:
+        rank, size = roster.index(self.number), len(roster)
+        group.become(rank, size, {})
+        if size == 1:
+            return
+        store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
+        before = _sockets().keys()
+        connect(store, rank, size, dist.get_default_backend_for_device(group.device), CONNECT_AGAIN)
+        with self._mutex:
+            self._sockets = _sockets().keys() - before
+        if self._lost.is_set():  # before we had them
+            self._tear()
+        group.become(rank, size, find_neighbours(group))
+
+    def _part(self) -> None:
+        """Out of the group that there is."""
+        self._tear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def leave(self) -> None:
+        """In peace: nobody is to take it for a death. The group, if we are in one, is left when all others have said so
+        too, or are dead: who has not may still need it."""
+        self._say(bye=1)
+        if dist.is_initialized():  # servers and workers have parted before, and one of these may stand still
+            self._over.wait(LEAVE_SECONDS)
+        self._left.set()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+        self.keys.close()
+
+
+def _sockets() -> dict[str, int]:
+    """The descriptors of this process's sockets, by the kernel's names, "socket:[4711]": a descriptor's number may be
+    another socket's as soon as it is closed."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{number}")
+            if name.startswith("socket:"):
+                found[name] = int(number)
+    return found
