@@ -11,6 +11,7 @@ in it in another way is the run's to tell.
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,7 +27,6 @@ from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import refuse_numbers
-from unisono.parallel.layers import Around
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import Settings
 from unisono.settings.ways import asks_of_the_model
@@ -66,8 +66,8 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
         except Refused:
             raise
         except Exception:
-            return False
-    return False
+            pass
+        return False
 
 
 class DryRun(Run[S]):
@@ -103,9 +103,8 @@ class DryRun(Run[S]):
         """Nobody listens."""
 
     def steps(self, data: Any = None, *, collate_fn: Collate | None = None, **_: Any) -> Iterator[Any]:
-        """The first micro-batch, for models that must see one. Until here all others were made."""
-        with _refusing():
-            refuse_numbers([p for p in self._models.params if p.requires_grad], self.settings.compress)
+        """The first micro-batch, for models that must see one."""
+        self._look_at_numbers()
         if self._mesh.tensor.size == 1 or not hasattr(data, "__getitem__"):
             raise _Seen
         share = -(-self.settings.batch // self.settings.virtual_ranks)
@@ -115,7 +114,13 @@ class DryRun(Run[S]):
         yield _FirstStep((collate_fn or default_collate)(rows))
         raise _Seen
 
+    def _look_at_numbers(self) -> None:
+        with _refusing():
+            refuse_numbers([p for p in self._models.params if p.requires_grad], self.settings.compress)
+
     def _end(self, *_: Any, **__: Any) -> NoReturn:
+        """This needs all processes. The models have been made."""
+        self._look_at_numbers()
         raise _Seen
 
     evaluate = predict = deal = _end
@@ -149,12 +154,10 @@ def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
     """A model is called, so nothing of it is left to be refused but what its inputs say of its heads."""
     from unisono.parallel.tensor import Parts  # half a second
 
-    around: Any = model.forward
-    while isinstance(around, Around):
-        if isinstance(around, Parts):
-            with _refusing():
-                around.heads.look(args, kwargs)
-        around = around.forward
+    found = inspect.unwrap(model.forward, stop=lambda forward: isinstance(forward, Parts))
+    if isinstance(found, Parts):
+        with _refusing():
+            found.heads.look(args, kwargs)
     raise _Seen
 
 
