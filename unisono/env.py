@@ -42,12 +42,12 @@ class World:
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
     columns: int = 0  # of that terminal, as the launcher found it; 0: look yourself
-    dry: bool = False  # is this one process that goes through the script before any other starts?
+    dry: str = ""  # a folder for the one process that goes through the script before any other starts
 
     @property
     def is_main(self) -> bool:
         """Rank 0 speaks for all."""
-        return self.rank == 0
+        return self.rank == 0 and not self.dry
 
     @classmethod
     def current(cls) -> World:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
+import sys
+import tempfile
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import Command
+from unisono import env
+from unisono.env import World
+from unisono.errors import SettingsError
 from unisono.launch import local
+from unisono.testing import run_ranks
 
 MODEL = """
 from dataclasses import dataclass
@@ -134,12 +142,13 @@ def test_a_stop_before_the_start_starts_nothing(command: Command) -> None:
     command.script(SLOW)
     words = ["run", "script.py", "--ranks", "2", "--set", "steps=1", "--set", "parallel.shard=2"]
     running = command.start(*words)
-    command.wait_for("here 0")
+    command.wait_for("here 1")
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
     assert "Stopped before its start" in ended.err
     assert not (command.folder / "runs").exists()
+    assert not list(command.temporary.iterdir())
 
 
 def test_a_script_that_takes_long_to_come_to_its_model_is_not_waited_for(tmp_path: Path) -> None:
@@ -148,3 +157,79 @@ def test_a_script_that_takes_long_to_come_to_its_model_is_not_waited_for(tmp_pat
     outcome = local.dry_run(script, ["--run-dir=out"], ranks=2, seconds=1)
     assert outcome.failure is not None
     assert outcome.failure.signal == signal.SIGALRM
+
+
+def _go_through(_: World, folder: str, words: list[str], size: int) -> str:
+    """What a dry run of the script there refuses, without the command around it; '': nothing."""
+    sys.argv = [f"{folder}/gpt.py", "--run-dir=out", *words]
+    with tempfile.TemporaryDirectory() as place:
+        env.assign(World(rank=size - 1, size=size, local_size=size, launcher="unisono", folder=folder, dry=place))
+        try:
+            with suppress(SystemExit):
+                runpy.run_path(sys.argv[0], run_name="__main__")
+        except SettingsError as refused:
+            return str(refused)
+    return ""
+
+
+def refused(folder: Path, script: str, words: str, size: int = 2) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "gpt.py").write_text(script)
+    found: str = run_ranks(_go_through, 1, str(folder), words.split(), size)[0]
+    return found
+
+
+LOOP = "    for step in run.steps(data):"
+EVALUATED = "    assert not run.evaluate(model, data, loss, forward=lambda m, b: m(b[0][:, :-1]))['loss'] < 3\n"
+DIVIDED = MODEL.replace("GPT(run.settings))", "GPT(run.settings), sequence=unisono.Sequence())").replace("[:, :-1]", "")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        MODEL.replace(LOOP, EVALUATED + LOOP),
+        MODEL.replace(
+            "loss, forward=lambda m, b: m(b[0][:, :-1])", "loss, mean=True, forward=lambda m, b: m(b[0][:, :-1])"
+        ),
+    ],
+    ids=["an evaluation before the loop", "a mean"],
+)
+def test_every_way_to_a_first_forward_pass_is_gone(tmp_path: Path, script: str) -> None:
+    assert "3 heads" in refused(tmp_path, script, "--set parallel.tensor=2")
+
+
+def test_heads_that_slices_of_sequences_cannot_share(tmp_path: Path) -> None:
+    assert "no multiple of 2" in refused(tmp_path, DIVIDED, "--set parallel.context=2")
+    assert not refused(tmp_path / "run", DIVIDED, "--set parallel.context=2 --set heads=4")
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        EVALUATED + "    model.head.requires_grad_(False)\n" + LOOP,
+        LOOP + "\n        model.head.requires_grad_(False)",
+    ],
+)
+def test_what_is_frozen_before_its_first_gradient_is_not_refused(tmp_path: Path, frozen: str) -> None:
+    words = "--set compress.kind=int8 --set dtype=float64"
+    assert not refused(tmp_path, MODEL.replace(LOOP, frozen), words)
+
+
+def test_a_pass_sees_its_own_parameters(tmp_path: Path) -> None:
+    first = "optimizer = torch.optim.AdamW(model.embed.parameters())\n" + LOOP
+    script = MODEL.replace(LOOP, "    " + first).replace("b[0][:, :-1]))", "b[0][:, :-1]), over=[optimizer])")
+    assert not refused(tmp_path, script, "--set compress.kind=int8 --set dtype=float64")
+
+
+def test_what_follows_a_run_does_not_come_before_it(tmp_path: Path) -> None:
+    more = "\n    Path(__file__).with_name('after').touch()\n"
+    alone = (
+        "    world = unisono.World.current()\n    assert not world.is_main and world.rank == 1\n    with run.first():"
+    )
+    script = MODEL.replace("main(main, Settings)", "main(main, Settings)" + more).replace(
+        "    with run.first():", alone
+    )
+    assert "3 heads" in refused(tmp_path, script, "--set parallel.tensor=2")
+    script = script.replace("heads: int = 3", "heads: int = 2")
+    assert not refused(tmp_path, script, "--set parallel.tensor=2")
+    assert not (tmp_path / "after").exists()

@@ -14,9 +14,15 @@ from torch import nn
 
 from tests.ranks.agreement import GPT, Came, Sentences, agree, come
 from tests.ranks.loops import attempt
+from unisono.env import World
+from unisono.parallel.recipe import parallelize
 from unisono.settings import ParallelSettings, Settings
+from unisono.settings.axes import Axes
 from unisono.testing import run_ranks
 from unisono.train.run import Run
+from unisono.train.whole import whole_here
+from unisono.world.mesh import build_mesh
+from unisono.world.start import group
 
 CONFIG = Settings(steps=4, batch=12, virtual_ranks=4, clip=1.0)
 """Over 60 sequences: whole batches. The norm is clipped, so it counts."""
@@ -297,3 +303,51 @@ def test_what_cannot_be_cut_is_told_on_every_process(tmp_path: Path, loop: Any) 
     for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
         assert isinstance(told, str), told
         assert re.search(words, told, re.DOTALL), told
+
+
+class Row(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.up(x))
+        return out
+
+
+class Looked(nn.Module):
+    """Rows behind an embedding, whose parts of the sum are still on their way when the first row is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.rows = nn.ModuleList(Row() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for row in self.rows:
+            x = row(x)
+        return x
+
+
+def gradient_of_an_embedding(world: World) -> list[float]:
+    with group(world) as ours:
+        mesh = build_mesh(Axes(tensor=world.size), ours)
+        torch.manual_seed(0)
+        model = Looked()
+        parallelize(model, mesh, ParallelSettings(tensor=world.size, compile=True))
+        for row in model.rows:
+            code: Any = row.forward
+            code._code = torch.compile(code.forward, backend="aot_eager")  # nothing that takes a compiler's time
+        model(torch.arange(8)).square().sum().backward()
+        found = model.embed.weight.grad
+        assert found is not None
+        gradient: torch.Tensor = whole_here(found)
+        return list(gradient.flatten().tolist())
+
+
+@pytest.mark.slow  # following a forward pass takes seconds, even where nothing is compiled
+@pytest.mark.timeout(400)
+def test_compiled_layers_hand_their_gradient_on() -> None:
+    (alone,), parts = (run_ranks(gradient_of_an_embedding, size, seconds=180.0) for size in (1, 2))
+    assert parts[0] == parts[1] == pytest.approx(alone, rel=1e-5)

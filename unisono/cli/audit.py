@@ -53,7 +53,7 @@ def audit(
         again = earlier(Path(target), None, line)
     else:
         asked = replace(request, sets=(*request.sets, *SETS))
-        script, threads = checked(target, ranks, asked, line)
+        script, threads, _ = checked(target, ranks, asked, line)
         again = Again(
             script=script.absolute(),
             own=request.own,

@@ -86,7 +86,7 @@ def _fits(script: Path, threads: int, ranks: int, request: Request, line: Line) 
     earlier = (request.run_dir or newest_run(script.stem)) if request.resume else None
     outcome = local.dry_run(script, request.arguments(earlier or Path(script.stem)), ranks=ranks, threads=threads)
     failure = outcome.failure
-    if failure is not None and failure.record is not None and failure.record.problems:
+    if failure is not None and failure.record is not None and failure.exit_status == 2 and failure.record.problems:
         raise SettingsError.of(failure.record.problems)
     if failure is not None and failure.signal == signal.SIGALRM:
         waited = f"{script.name} took more than {local.DRY_SECONDS} s to come to its loop"

@@ -71,6 +71,8 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
             _main(train, settings, world)
         if "torch.distributed.fsdp" in sys.modules:
             gc.collect()  # shards hold their group in cycles; one that lives until the interpreter ends may abort it
+        if world.dry:
+            sys.exit()  # what the script does with a run's results is not to be done before there are any
     except UnisonoError as error:
         if world.launcher == "unisono" or error.exit_status != 2:
             raise  # the launcher says it, last; or Python does, below its traceback

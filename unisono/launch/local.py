@@ -94,7 +94,7 @@ def dry_run(
     """One process goes through the script as far as its loop, to see whether `ranks` of them can (train/dry_run.py).
     What it prints is nobody's; after `seconds` it dies of SIGALRM."""
     with room() as folder:
-        world = replace(_world(0, ranks), dry=True)
+        world = replace(_world(ranks - 1, ranks), dry=folder)
         environment = inherited(_for_libraries(threads))
         task = _task(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
         return supervise([task], screen=None, say=False)

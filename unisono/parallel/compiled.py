@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
 from unisono.errors import LoopError
 from unisono.parallel.layers import Around, outermost
@@ -41,6 +43,9 @@ class Compiled(Around):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._code is None:
             self._code = torch.compile(self.forward, dynamic=False, options={"deterministic": True})
+        # A sum that is on its way (an embedding's, under parallel.tensor) is not a tensor yet: compiled code would hand
+        # its gradient to what lies behind the wait (torch 2.13). A copy has waited, and its gradient goes home.
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, torch.clone, (args, kwargs))
         try:
             with torch._dynamo.config.patch(recompile_limit=SHAPES, fail_on_recompile_limit_hit=True):
                 return self._code(*args, **kwargs)

@@ -5,16 +5,16 @@ compressed, is known once there is a model, and only the script's own code makes
 script as far as its loop, in a group whose other processes are not there (world/pretended.py), and places the model as
 the run will. What is refused there, the run would have refused too, on every process, after all had started.
 
-Nothing else of a dry run counts: it prints nothing, loads no checkpoint, is never the main process, and whatever fails
-in it in another way is the run's to tell.
+Nothing else of a dry run counts: it prints nothing, loads no checkpoint, is never the main process, what it evaluates
+is nan, and whatever fails in it in another way is the run's to tell.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -27,6 +27,7 @@ from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import refuse_numbers
+from unisono.parallel.context import Context
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import Settings
 from unisono.settings.ways import asks_of_the_model
@@ -50,12 +51,13 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
     goes wrong, the run will come to as well, and tell."""
     if not asks_of_the_model(settings):
         return False
+    folder = Path(world.dry, "run")
+    folder.mkdir()
     with ExitStack() as kept:
-        folder = kept.enter_context(tempfile.TemporaryDirectory(prefix="unisono-"))
         nowhere = kept.enter_context(open(os.devnull, "w", encoding="utf-8"))
         group = kept.enter_context(pretended(world.size))
         run: DryRun[S] = DryRun(
-            settings, world=world, group=group, run_dir=Path(folder), identity={}, resumed=None, output=nowhere
+            settings, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=nowhere
         )
         kept.callback(run.close)
         seed_everything(mix(settings.seed, SCRIPT))
@@ -75,7 +77,11 @@ class DryRun(Run[S]):
 
     def __init__(self, settings: S, **more: Any) -> None:
         super().__init__(settings, **more)
-        self.rank = self.size - 1
+        self._models.context = _Attention(self._mesh.context)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
 
     @property
     def is_main(self) -> bool:
@@ -102,51 +108,82 @@ class DryRun(Run[S]):
     def log(self, values: Any = None, **named: Any) -> None:
         """Nobody listens."""
 
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Nobody knows, and the loop is still to come."""
+        return _Unknown()
+
     def steps(self, data: Any = None, *, collate_fn: Collate | None = None, **_: Any) -> Iterator[Any]:
-        """The first micro-batch, for models that must see one."""
-        self._look_at_numbers()
-        if self._mesh.tensor.size == 1 or not hasattr(data, "__getitem__"):
-            raise _Seen
-        share = -(-self.settings.batch // self.settings.virtual_ranks)
-        samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
-        many = hasattr(data, "__getitems__")
-        rows = data.__getitems__(list(samples)) if many else [data[i] for i in samples]
-        yield _FirstStep((collate_fn or default_collate)(rows))
+        """The first step, as far as its first forward pass."""
+
+        def batch() -> Any:
+            """The first micro-batch, if a model must see one."""
+            if self._mesh.tensor.size == self._mesh.context.size == 1 or not hasattr(data, "__getitem__"):
+                raise _Seen
+            share = -(-self.settings.batch // self.settings.virtual_ranks)
+            samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
+            many = hasattr(data, "__getitems__")
+            rows = data.__getitems__(list(samples)) if many else [data[i] for i in samples]
+            return (collate_fn or default_collate)(rows)
+
+        yield _FirstStep(self, batch)
         raise _Seen
 
-    def _look_at_numbers(self) -> None:
+    def _look_at_numbers(self, params: Iterable[torch.nn.Parameter]) -> None:
         with _refusing():
-            refuse_numbers([p for p in self._models.params if p.requires_grad], self.settings.compress)
+            refuse_numbers([p for p in params if p.requires_grad], self.settings.compress)
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
-        """This needs all processes. The models have been made."""
-        self._look_at_numbers()
+        """This needs all processes."""
         raise _Seen
 
-    evaluate = predict = deal = _end
+    predict = deal = _end
     collectives = property(_end)
 
 
+class _Unknown(dict[str, float]):
+    """What nobody has measured: a comparison with it is false."""
+
+    def __missing__(self, _: str) -> float:
+        return math.nan
+
+
 class _FirstStep:
-    """A step of one micro-batch, which ends where the model is called."""
+    """A step of one micro-batch, which ends where the model is called. What trains is known when its rounds begin."""
 
     number = epoch = 0
 
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
+    def __init__(self, run: DryRun[Any], batch: Callable[[], Any]) -> None:
+        self._run, self._batch = run, batch
 
     def __iter__(self) -> Iterator[Any]:
-        yield self.batch
+        yield from self._rounds(self._run._models.params)
+
+    def over(self, *optimizers: Any) -> Iterator[Any]:
+        return self._rounds([p for o in optimizers for group in o.param_groups for p in group["params"]])
+
+    def run(
+        self, model: torch.nn.Module, _: Any, forward: Forward | None = None, over: Iterable[Any] = (), **__: Any
+    ) -> NoReturn:
+        for batch in self.over(*over) if over else self:
+            (forward or call)(model, batch)
         raise _Seen
 
-    def over(self, *_: Any) -> _FirstStep:
-        return self
-
-    def run(self, model: torch.nn.Module, _: Any, forward: Forward | None = None) -> NoReturn:
-        (forward or call)(model, self.batch)
+    def _rounds(self, params: Iterable[torch.nn.Parameter]) -> Iterator[Any]:
+        self._run._look_at_numbers(params)
+        with self._run._models.context.part(self._batch()) as batch:
+            yield batch
         raise _Seen
 
     def __getattr__(self, _: str) -> NoReturn:
+        raise _Seen
+
+
+class _Attention(Context):
+    """Sequences in slices: the first attention says how many heads there are."""
+
+    def attend(self, query: Any, key: Any, *_: Any, **__: Any) -> NoReturn:
+        with _refusing():
+            self._check(query, key)
         raise _Seen
 
 
