@@ -78,6 +78,7 @@ def test_everything_is_measured_and_written(command: Command) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_screen_tells_it_in_a_table(command: Command) -> None:
     ended = command.run("bench", "--only", "ring", "--only", "pairs", "--sizes", "4kB,1MB")
     assert ended.status == 0, ended.err

@@ -90,7 +90,7 @@ if __name__ == "__main__":
         ("--ranks 6 --set parallel.pipeline=6", "5 have parameters", "parallel.pipeline=5"),
         ("--ranks 2 --set parallel.pipeline=2 --set norm=batch", "BatchNorm1d", "GroupNorm"),
         ("--ranks 2 --set compress.kind=int8 --set dtype=float64", "made of float32", "compress.kind=none"),
-        ("--set compress.kind=topk --set dtype=complex64", "made of float32", "compress.kind=none"),
+        pytest.param("--set compress.kind=topk --set dtype=complex64", "float32", "kind=none", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_model_cannot_bear_is_told_before_the_start(
@@ -112,6 +112,7 @@ def test_what_fits_runs_and_its_main_process_acts_once(command: Command) -> None
     assert not ended.err
 
 
+@pytest.mark.slow
 def test_what_else_goes_wrong_is_the_runs_to_tell(command: Command) -> None:
     (command.folder / "gpt.py").write_text(MODEL.replace("model = run.place", "1 / 0\n    model = run.place"))
     ended = command.run("run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--run-dir", "out")
@@ -120,6 +121,7 @@ def test_what_else_goes_wrong_is_the_runs_to_tell(command: Command) -> None:
     assert "the main process was here" in command.log(0)
 
 
+@pytest.mark.slow
 def test_without_a_dry_run_every_process_refuses_it(command: Command) -> None:
     (command.folder / "gpt.py").write_text(MODEL)
     words = ["run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--run-dir", "out"]
@@ -206,7 +208,7 @@ def test_heads_that_slices_of_sequences_cannot_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "frozen",
     [
-        EVALUATED + "    model.head.requires_grad_(False)\n" + LOOP,
+        pytest.param(EVALUATED + "    model.head.requires_grad_(False)\n" + LOOP, marks=pytest.mark.slow),
         LOOP + "\n        model.head.requires_grad_(False)",
     ],
 )

@@ -126,7 +126,7 @@ BY = {
 STARTERS = ["python", "unisono", pytest.param("torchrun", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), *STARTERS[1:]])
 def test_a_run_directory_has_one_run_at_a_time_and_nobody_after_it_was_killed(command: Command, starter: str) -> None:
     command.script(WAITS)
     asked = ["--run-dir", "out", "--set", "steps=1"]

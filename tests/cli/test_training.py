@@ -277,6 +277,7 @@ def test_leaving_the_loop_with_break_keeps_what_was_done(command: Command) -> No
     assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_does_not_end_a_training(command: Command) -> None:
     """python script.py | head -n 1"""
     script = command.script(SCRIPT.replace("step.update(", "print('a line of its own', flush=True); step.update("))
@@ -299,6 +300,7 @@ def test_a_stop_after_the_loop_does_not_say_that_nothing_was_done(command: Comma
     assert ended.err.endswith(told)
 
 
+@pytest.mark.slow
 def test_plain_python_says_that_it_heard_ctrl_c(command: Command) -> None:
     command.script(SCRIPT)
     running = command.start_python("script.py", "--run-dir", "out", "--set", "pause=0.02")
@@ -314,7 +316,7 @@ BY = {"python": ["script.py"], "unisono": ["-P", "-m", "unisono.cli.main", "run"
 CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
-@pytest.mark.parametrize("starter", BY)
+@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), "unisono"])
 def test_the_result_as_json_for_nobody_is_no_failure(command: Command, starter: str) -> None:
     """unisono run script.py --json | head -n 1"""
     command.script(SCRIPT)
@@ -328,7 +330,7 @@ def test_the_result_as_json_for_nobody_is_no_failure(command: Command, starter: 
     assert result(command, "piped")["steps"] == 24
 
 
-@pytest.mark.parametrize("starter", BY)
+@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), "unisono"])
 def test_without_a_standard_output_no_other_file_is_taken_for_it(command: Command, starter: str) -> None:
     """unisono run script.py >&-"""
     command.script(SCRIPT)
@@ -338,6 +340,7 @@ def test_without_a_standard_output_no_other_file_is_taken_for_it(command: Comman
     assert len((command.folder / "quiet" / ".lock").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_small_batch_has_fewer_virtual_ranks_and_that_is_said(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--set", "batch=4", "--set", "steps=2", "--run-dir", "small")

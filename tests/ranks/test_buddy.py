@@ -165,6 +165,7 @@ def test_what_is_lost_comes_back(tmp_path: Path, alone: dict[Any, list[Any]], wh
         assert states == alone[make]
 
 
+@pytest.mark.slow
 def test_what_is_divided_by_matrices_as_well(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(shard=2, tensor=2))
     told = run_ranks(attempt, 4, tmp_path / "undisturbed", partial(loop, make=pairs), config)

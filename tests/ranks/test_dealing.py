@@ -32,7 +32,7 @@ def slowed(world: World, config: Settings, folder: str, slow: int | None, times:
         return training.train(world, "mlp", config, folder, length=403)
 
 
-@pytest.mark.parametrize(("size", "slow", "workers"), [(2, 1, 1), (3, 0, 0)])
+@pytest.mark.parametrize(("size", "slow", "workers"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (3, 0, 0)])
 def test_a_slow_process_computes_less_and_the_bits_stay(tmp_path: Path, size: int, slow: int, workers: int) -> None:
     config = replace(training.settings(steps=50, batch=48, virtual_ranks=12), loader=LoaderSettings(workers=workers))
     (alone,) = run_ranks(slowed, 1, config, str(tmp_path / "alone"), None, 1.0)

@@ -127,7 +127,8 @@ def test_nested_batches_and_several_outputs(tmp_path: Path, precision: str) -> N
     same(tmp_path, nested, precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.slow  # loading transformers; test_hugging_face_models.py has quick ones
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_hugging_face_model_that_owns_its_loss(tmp_path: Path, precision: str) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
     same(tmp_path, hugging_face, precision)

@@ -102,6 +102,7 @@ def unseen(run: Run[Any]) -> Any:
     return trained(run, object())
 
 
+@pytest.mark.slow
 def test_an_example_changes_no_bit(tmp_path: Path) -> None:
     """Of dropout neither, on any number of processes; and without a pipeline nobody looks at it."""
     (alone,) = run_ranks(attempt, 1, tmp_path / "alone", without, UNEVEN)

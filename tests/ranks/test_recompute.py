@@ -115,7 +115,11 @@ def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "axes",
-    [{"tensor": 2}, {"pipeline": 2}, pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.slow)],
+    [
+        {"pipeline": 2},
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> None:

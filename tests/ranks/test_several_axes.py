@@ -53,7 +53,7 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
 @pytest.mark.parametrize(
     "ways",
     [
-        pytest.param({"loss": True}, id="loss"),
+        pytest.param({"loss": True}, id="loss", marks=pytest.mark.slow),
         pytest.param({"schedule": "ZBVZeroBubble", "recompute": "layer"}, id="ZBVZeroBubble", marks=pytest.mark.slow),
     ],
 )
