@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 60.0
 """For a busy machine; nothing waits that long unless it hangs."""
 
 PRELUDE = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 import unisono
 

@@ -234,6 +234,8 @@ def test_a_failed_save_harms_nothing_and_says_what_to_do(command: Command) -> No
         SCRIPT.replace(
             "        if step.number in (0, 5):",
             "        if step.number == 5 and run.is_main:\n"
+            "            for thread in threading.enumerate():\n"  # that of step 4 is saved beside the steps
+            "                if thread.name.startswith('checkpoint'): thread.join()\n"
             "            (run.dir / 'checkpoints').rename(run.dir / 'kept')\n"
             "            (run.dir / 'checkpoints').write_text('a file')\n"
             "        if step.number in (0, 5):",
