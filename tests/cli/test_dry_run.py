@@ -33,6 +33,7 @@ class Settings(unisono.Settings):
     depth: int = 2
     norm: str = "layer"
     dtype: str = "float32"
+    counts: bool = False
 
 class Block(nn.Module):
     def __init__(self, width, heads):
@@ -54,6 +55,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, s.heads) for _ in range(s.depth))
         self.last = nn.BatchNorm1d(8) if s.norm == "batch" else nn.LayerNorm(width)
         self.head = nn.Linear(width, 32).to(getattr(torch, s.dtype))
+        if s.counts:
+            self.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
 
     def forward(self, x):
         x = self.embed(x)
@@ -90,6 +93,7 @@ if __name__ == "__main__":
         ("--ranks 6 --set parallel.pipeline=6", "5 have parameters", "parallel.pipeline=5"),
         ("--ranks 2 --set parallel.pipeline=2 --set norm=batch", "BatchNorm1d", "GroupNorm"),
         ("--ranks 2 --set compress.kind=int8 --set dtype=float64", "made of float32", "compress.kind=none"),
+        ("--ranks 2 --set compress.kind=int8 --set counts=true", "no gradient", "over=[optimizer]"),
         pytest.param("--set compress.kind=topk --set dtype=complex64", "float32", "kind=none", marks=pytest.mark.slow),
     ],
 )
@@ -221,6 +225,15 @@ def test_a_pass_sees_its_own_parameters(tmp_path: Path) -> None:
     first = "optimizer = torch.optim.AdamW(model.embed.parameters())\n" + LOOP
     script = MODEL.replace(LOOP, "    " + first).replace("b[0][:, :-1]))", "b[0][:, :-1]), over=[optimizer])")
     assert not refused(tmp_path, script, "--set compress.kind=int8 --set dtype=float64")
+
+
+def test_whole_numbers_beside_what_trains_are_not_refused(tmp_path: Path) -> None:
+    words = "--set compress.kind=int8 --set counts=true"
+    assert "register_buffer" in refused(tmp_path / "all", MODEL, words)
+    named = MODEL.replace("b[0][:, :-1]))", "b[0][:, :-1]), over=[optimizer])")
+    assert "register_buffer" in refused(tmp_path / "all named", named, words)
+    trains = named.replace("AdamW(model.parameters()", "AdamW([p for p in model.parameters() if p.requires_grad]")
+    assert not refused(tmp_path / "those that train", trains, words)
 
 
 def test_what_follows_a_run_does_not_come_before_it(tmp_path: Path) -> None:

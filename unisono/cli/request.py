@@ -49,6 +49,8 @@ class Request:
         Read settings from a TOML file. A run's settings.toml is one.
     resume
         Go on from the newest complete checkpoint.
+    autoresume
+        Go on if there is something in --run-dir, else begin: for whatever types the same line after every failure.
     accept_change
         Resume although this field differs from the run's. Its bits then end here, and the promise says so.
     run_dir
@@ -60,6 +62,7 @@ class Request:
     sets: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE", show_default=False, group=WHAT)] = ()
     settings_file: Annotated[Path | None, Parameter(name="--settings", metavar="FILE", group=WHAT)] = None
     resume: Annotated[bool, Parameter(show_default=False, group=WHAT)] = False
+    autoresume: Annotated[bool, Parameter(show_default=False, group=WHAT)] = False
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
@@ -67,16 +70,18 @@ class Request:
     faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # in words: testing/plan.py
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
-    def arguments(self, run_dir: Path) -> list[str]:
-        """These flags for a script's command line, with the run directory that was chosen."""
+    def arguments(self, run_dir: Path | None) -> list[str]:
+        """These flags for a script's command line, with the run directory that was chosen, if it was."""
         flags = [f"--set={each}" for each in self.sets]
         flags += [f"--settings={self.settings_file}"] if self.settings_file is not None else []
         flags += ["--resume"] if self.resume else []
+        flags += ["--autoresume"] if self.autoresume else []
         flags += [f"--accept-change={each}" for each in self.accept_change]
         flags += ["--json"] if self.json else []
         flags += [f"--trace={self.trace}"] if self.trace else []
         flags += [f"--fault={each}" for each in self.faults]
-        return [*flags, f"--run-dir={run_dir}", *(["--", *self.own] if self.own else [])]
+        flags += [f"--run-dir={run_dir}"] if run_dir is not None else []
+        return [*flags, *(["--", *self.own] if self.own else [])]
 
     def line(self, *command: str) -> Line:
         """These flags after a command, for messages to say it again with something else in it."""
@@ -84,6 +89,7 @@ class Request:
         words += ["--settings", str(self.settings_file)] if self.settings_file is not None else []
         words += ["--run-dir", str(self.run_dir)] if self.run_dir is not None else []
         words += ["--resume"] if self.resume else []
+        words += ["--autoresume"] if self.autoresume else []
         words += [word for each in self.accept_change for word in ("--accept-change", each)]
         words += ["--json"] if self.json else []
         return Line((*command, *words, *(("--", *self.own) if self.own else ())))
@@ -261,8 +267,8 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
 
 
 FLAGS = (
-    *("--set", "--settings", "--resume", "--accept-change", "--run-dir", "--json", "--ranks"),
-    *("--state", "--only", "--sizes", "--parallel", "--step", "--virtual-rank", "--debug", "--help"),
+    *("--set", "--settings", "--resume", "--autoresume", "--accept-change", "--run-dir", "--json", "--ranks"),
+    *("--state", "--only", "--sizes", "--parallel", "--step", "--virtual-rank", "--debug", "--script", "--help"),
 )
 
 

@@ -213,15 +213,27 @@ def refuse_hook(name: str) -> None:
 
 
 def refuse_numbers(params: Sequence[torch.nn.Parameter], compress: CompressSettings) -> None:
-    """Raise LoopError if the gradients of these parameters cannot travel in the form that is asked for."""
-    odd = [p for p in params if p.dtype != torch.float32]
-    if compress.kind != "none" and odd:
-        dtype = str(odd[0].dtype).removeprefix("torch.")
-        raise LoopError(
-            f"compress.kind={compress.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
-            "Forms are made of float32: of whole numbers no part can be left out, of more bits too much would be.",
-            "--set compress.kind=none, or keep parameters in float32 (--set precision=bf16 computes in fewer bits).",
-        )
+    """Raise LoopError if the gradients of these parameters cannot travel in the form that is asked for.
+
+    Whole numbers count even when they are frozen, as torch has them: who passes them on to be trained expects that they
+    are. Quantised weights beside a trained adapter are not passed on where a pass names its optimizers.
+    """
+    whole = [p for p in params if not (p.is_floating_point() or p.is_complex())]
+    odd = whole or [p for p in params if p.requires_grad and p.dtype != torch.float32]
+    if compress.kind == "none" or not odd:
+        return
+    if whole:
+        more = "whole numbers have no gradient"
+        do = "keep them in buffers (register_buffer), or name what trains: step.run(..., over=[optimizer])"
+    else:
+        more = "too much of wider numbers would be lost"
+        do = "keep parameters in float32 (--set precision=bf16 computes in fewer bits)"
+    dtype = str(odd[0].dtype).removeprefix("torch.")
+    raise LoopError(
+        f"compress.kind={compress.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
+        f"Forms are made of float32: {more}.",
+        f"--set compress.kind=none, or {do}.",
+    )
 
 
 def promise_of(settings: Settings, size: int) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from unisono.exchange import Spans, Weights, refuse_numbers
+from unisono.exchange import Spans, Weights
 from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import ALIGN, Copy, Layout, Loose, Pool, Readiness, finite
 from unisono.exchange.codes import BLOCK
@@ -44,7 +44,6 @@ class CompressedTree(Bucketed):
         self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, *, settings: CompressSettings
     ) -> None:
         self.params, self.group, self.leaves = params, group, self._leaves(virtual_ranks, group)
-        refuse_numbers(params, settings)
         self.nodes = nodes_of(self.leaves, settings.nodes)
         self.layout = Layout(params, group.size * BLOCK // ALIGN)  # chunks end where blocks do
         self.way = build_way(settings, self.layout, group)

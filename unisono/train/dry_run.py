@@ -130,7 +130,7 @@ class DryRun(Run[S]):
 
     def _look_at_numbers(self, params: Iterable[torch.nn.Parameter]) -> None:
         with _refusing():
-            refuse_numbers([p for p in params if p.requires_grad], self.settings.compress)
+            refuse_numbers(list(params), self.settings.compress)
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
         """This needs all processes."""
