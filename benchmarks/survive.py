@@ -3,6 +3,7 @@ one has taken its place.
 
     python -m benchmarks.survive            ten kills in one run, at random moments: two minutes
     python -m benchmarks.survive --quick    two
+    python -m benchmarks.survive --shard 2  two models in two shards each: the other replica goes on
 
 First, from the kill to the end of the first step that the three finish, on the slowest of them; then to that of the
 first step of four again, nearly all of which is the new process's own start (Python, torch, the script).
@@ -105,14 +106,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def run(kills: int, seed: int) -> list[Kill]:
-    """So many kills in one run."""
+def run(kills: int, seed: int, shard: int) -> list[Kill]:
+    """So many kills in one run of models in so many shards."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "script.py", Path(folder) / "out"
         script.write_text(SCRIPT)
         command = [sys.executable, "-m", "unisono.cli.main", "run", str(script), "--run-dir", str(out)]
         command += ["--ranks", str(RANKS), "--set", "batch=256", "--set", "steps=1000000", "--set", "epochs=none"]
+        command += ["--set", f"parallel.shard={shard}"]
         running = subprocess.Popen(
             command, cwd=ROOT, env=inherited({"PYTHONPATH": str(ROOT)}), stdout=subprocess.DEVNULL
         )
@@ -128,7 +130,7 @@ def run(kills: int, seed: int) -> list[Kill]:
                 steps.read()
                 victim, at = chance.choice(steps.alive), time.monotonic()
                 os.kill(victim, signal.SIGKILL)
-                found.append(Kill(steps.first(at, RANKS - 1), steps.first(at, RANKS)))
+                found.append(Kill(steps.first(at, RANKS - shard), steps.first(at, RANKS)))
             (out / "enough").touch()
             running.wait(PATIENCE_SECONDS)
             return found
@@ -145,8 +147,9 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--kills", type=int, default=10)
     flags.add_argument("--seed", type=int, default=1)
+    flags.add_argument("--shard", type=int, default=1)
     asked = flags.parse_args()
-    found = run(2 if asked.quick else asked.kills, asked.seed)
+    found = run(2 if asked.quick else asked.kills, asked.seed, asked.shard)
     show("survive", {"kills": [kill._asdict() for kill in found]}, lambda: table(found), as_json=asked.json)
 
 

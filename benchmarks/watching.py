@@ -1,20 +1,38 @@
-"""What it costs to know where every process stands: the watch of a process (unisono/watch/stuck.py), and the launcher's
-lookout.
+"""What it costs that a run is looked after: heartbeats, the stuck watch and the divergence watch, all of them together.
 
-    python -m benchmarks.watching            a minute
+    python -m benchmarks.watching            two to three minutes
     python -m benchmarks.watching --quick    a smoke test
 
-Two processes train a model whose step takes some 30 ms, in turns of 40 steps with a watch and 40 without. Counted are
-the processor time of the watch's own thread and of the lookout's, by their own clocks, and what the two lines cost that
-every change of phase and every step have for it; and the times of steps in turns, which say whether anything else is
-there: on two cores their own noise is larger than what is looked for.
+Two processes with a meeting place train a model whose step takes some 30 ms, in turns of 100 steps: with everything
+that looks after a run, and with nothing of it. On is what a run under `unisono run` has by default:
+
+    in every process      thread "company", a sign of life a second to the meeting place     world/members.py
+                          thread "watch", where the main thread stands, a second             watch/stuck.py
+                          a count of what has gone on; a look at the loss, for spikes        phases.py, watch/spikes.py
+                          a comparison of weights and gradients, now and then                train/divergence.py
+    beside them           the meeting place; the launcher's lookout, twice a second          launch/
+
+First the ratio of whole turns, with / without, in seconds of the slower process, and in processor time of both with all
+their threads, which counts nothing that others do on the machine. In a turn there is one comparison, ten times as many
+as by default (divergence.every=1000), so both are more than what is asked for.
+
+Then each part alone, of a step of 30 ms: threads and processes by their own clocks, lines by counting. The comparison
+is that of a GPT of 10.7 million parameters (43 MB), the median, of the slower process. What is not turned off for a
+turn, since it is always there (the count, the look for spikes), is in this sum only.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import sys
 import tempfile
+import threading
 import time
 import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,96 +40,232 @@ import torch
 from torch import nn
 
 from benchmarks.machine import parser, ratio, show
+from benchmarks.tasks import TASKS, loss_of
 from unisono import phases
 from unisono.env import World
 from unisono.launch import record
 from unisono.launch.lookout import Lookout
-from unisono.settings import Settings, StuckSettings
+from unisono.launch.survival import Survival
+from unisono.settings import DivergenceSettings, Settings, StuckSettings
 from unisono.testing import build_run, run_ranks
+from unisono.watch.spikes import Spikes
 from unisono.watch.stuck import Watch
+from unisono.world.members import SCHEME, Company
 from unisono.world.start import group as join
 
+EVERY = DivergenceSettings.every
 STEP_SECONDS = 0.03
-"""What a part of a step is given of: the target is 1 % of it."""
+"""What a part of a step is given of: the target is 1 % of it, for all together."""
+CHANGES = 12
+"""Changes of phase in a step, about."""
+GPT_WARM_UP = 2
 
 
-def turns(world: World, blocks: int, steps: int, width: int, folder: str) -> dict[str, Any]:
-    """Seconds of each step with a watch and without, and what part of a core the watch uses while it lives."""
-    record.write_to(Path(folder) / f"rank-{world.rank}.json")
-    config = Settings(steps=2 * blocks * steps + steps, batch=64, virtual_ranks=2)
+class Threads:
+    """The watching threads of one process, turned on and off, and what they used while they were on (seconds)."""
+
+    def __init__(self, world: World, company: Company, place: Path) -> None:
+        self.world, self.company, self.place = world, company, place
+        self.used = {"heartbeat": 0.0, "watch": 0.0}
+        company._left.set()  # the heartbeat that it has begun with ends
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        with Watch(StuckSettings(), self.world) as watch:
+            self.company._left.clear()
+            beat = threading.Thread(target=self.company._beat, name="company", daemon=True)
+            beat.start()
+            clocks = {"heartbeat": clock_of(beat), "watch": clock_of(watch._thread)}
+            yield
+            for name, clock in clocks.items():
+                self.used[name] += time.clock_gettime(clock)
+            self.company._left.set()
+            beat.join()
+        self.place.unlink(missing_ok=True)  # so the lookout has nothing to read
+
+
+def clock_of(thread: threading.Thread | None) -> int:
+    """Of the processor time that it uses."""
+    assert thread is not None
+    assert thread.ident is not None
+    return time.pthread_getcpuclockid(thread.ident)
+
+
+def seconds_of(thread: str) -> float:
+    """Of processor time, of another process's thread by its folder in /proc: nanoseconds in its schedstat."""
+    return int(Path("/proc", thread, "schedstat").read_text().split()[0]) / 1e9
+
+
+def turns(
+    world: World, pairs: int, steps: int, width: int, folder: str, door: str, beside: dict[str, str]
+) -> dict[str, Any]:
+    """Of each turn its seconds and its processor time; and what our threads, and those `beside` us, used when on."""
+    told = Path(folder) / f"rank-{world.rank}.json"
+    record.write_to(told)
+    world = replace(world, store=f"{SCHEME}{door}")
+    watched = DivergenceSettings(every=steps)
+    config = Settings(steps=(2 * pairs + 1) * steps, batch=64, virtual_ranks=2, divergence=watched)
     data = torch.utils.data.TensorDataset(torch.randn(4096, width), torch.randint(0, 10, (4096,)))
-    found: dict[str, list[float]] = {"with": [], "without": []}
-    used = lived = 0.0
+    found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
+    lived, used = 0.0, dict.fromkeys(beside, 0.0)
     with join(world) as group:
+        assert group.company is not None
         run = build_run(config, world, group, Path(folder) / "run")
         layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(6)]
         model = run.place(lambda: nn.Sequential(*layers, nn.Linear(width, 10)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
-        watch, clock, began = Watch(StuckSettings(), world), 0, 0.0
-        for step in run.steps(data):
-            block, place = divmod(step.number - steps, steps)
-            if place == 0 and block % 2 == 0:
-                watch, began = Watch(StuckSettings(), world), time.perf_counter()
-                watch.__enter__()
-                assert watch._thread is not None
-                assert watch._thread.ident is not None
-                clock = time.pthread_getcpuclockid(watch._thread.ident)
-            elif place == 0 and block > 0:
-                used += time.clock_gettime(clock)
-                lived += time.perf_counter() - began
-                watch.__exit__()
-            start = time.perf_counter()
-            step.run(model, loss)
-            step.update(optimizer)
-            if block >= 0:
-                found["with" if block % 2 == 0 else "without"].append(time.perf_counter() - start)
+        threads = Threads(world, group.company, told.with_suffix(".place"))
+        left, divergence = iter(run.steps(data)), run._engine.divergence if run._engine is not None else None
+        assert run._engine is not None
+        assert divergence is not None
+        for turn in range(-1, 2 * pairs):  # the first is to warm up; then on, off, off, on, on, off, ...
+            on = turn >= 0 and (turn + 1) // 2 % 2 == 0
+            run._engine.divergence = divergence if on else None
+            with threads.on() if on else nothing():
+                group.barrier()
+                before = {name: seconds_of(thread) for name, thread in beside.items()}
+                began, worked = time.perf_counter(), time.process_time()
+                for _ in range(steps):
+                    step = next(left)
+                    step.run(model, loss)
+                    step.update(optimizer)
+                group.barrier()
+                took = time.perf_counter() - began, time.process_time() - worked
+                lived += on * took[0]
+                used = {name: used[name] + on * (seconds_of(beside[name]) - then) for name, then in before.items()}
+            if turn >= 0:
+                found["with" if on else "without"].append(took)
+        run._engine.divergence = divergence
+        list(left)
         run.close()
-    return {**found, "share": used / lived}
+    return {**found, "lived": lived, "used": {**threads.used, **used}}
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
 
 
 def loss(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
     return nn.functional.cross_entropy(output, y, reduction="sum"), len(y)
 
 
-def measure(blocks: int, steps: int, width: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, Lookout(Path(folder)) as lookout:
-        assert lookout._thread.ident is not None
-        began, clock = time.perf_counter(), time.pthread_getcpuclockid(lookout._thread.ident)
-        before = time.clock_gettime(clock)
-        found = run_ranks(turns, 2, blocks, steps, width, folder, seconds=600)
-        share = (time.clock_gettime(clock) - before) / (time.perf_counter() - began)
+def timed(function: Callable[..., Any], seconds: list[float], meet: Callable[[], None] | None = None) -> Any:
+    """The function, which notes how long it takes; after all have met, if they must."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if meet is not None:
+            meet()
+        began = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    return call
+
+
+def comparisons(world: World, steps: int, folder: str) -> list[float]:
+    """Seconds of each comparison of what two processes hold: the number of all gradients, then that of all weights, and
+    the message."""
+    task = TASKS["GPT"]
+    torch.manual_seed(1)
+    gradients: list[float] = []
+    weights: list[float] = []
+    settings = Settings(steps=steps + GPT_WARM_UP, batch=2, virtual_ranks=2, divergence=DivergenceSettings(every=1))
+    with join(world) as group:
+        run = build_run(settings, world, group, Path(folder))
+        model = run.place(task.build)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        run.track(model=model, optimizer=optimizer)
+        left = run.steps(task.data(settings.batch * 8))
+        watch = run._engine.divergence if run._engine is not None else None
+        assert watch is not None
+        watch.given = timed(watch.given, gradients)  # type: ignore[method-assign]
+        watch.compare = timed(watch.compare, weights, group.barrier)  # type: ignore[method-assign]
+        for step in left:
+            for x, y in step:
+                step.backward(loss_of(model(x), y), weight=y.numel())
+            step.update(optimizer)
+        run.close()
+    return [a + b for a, b in zip(gradients, weights, strict=False)][GPT_WARM_UP : GPT_WARM_UP + steps]
+
+
+def lines() -> dict[str, float]:
+    """Seconds in a step of what is always there."""
     line = min(timeit.repeat("Here.moves += 1", "from unisono.phases import Here", number=100_000, repeat=5)) / 100_000
     begin = min(timeit.repeat("f(3)", "from unisono.phases import begin_step as f", number=100_000, repeat=5)) / 100_000
     phases.Here.steps = 0
+    spikes = Spikes()
+    hears = [2.0 + number % 7 for number in range(20_000)]
+    look = min(timeit.repeat(lambda: [spikes.hear(each) for each in hears], number=1, repeat=3)) / len(hears)
+    return {"counting": CHANGES * line + begin, "a look for spikes": look}
+
+
+def measure(pairs: int, steps: int, width: int, compared: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        door, survival = Path(folder) / "door", Survival(1, build=lambda *_: None)  # type: ignore[arg-type]
+        with survival.open(door, 2, [sys.executable, "-u", "-P"]), Lookout(Path(folder)) as lookout:
+            assert survival.meeting is not None
+            beside = {
+                "meeting place": f"{survival.meeting.pid}",
+                "lookout": f"{os.getpid()}/task/{lookout._thread.native_id}",
+            }
+            found = run_ranks(turns, 2, pairs, steps, width, folder, str(door), beside, seconds=900)
+        digests = run_ranks(comparisons, 2, compared, f"{folder}/gpt", seconds=550)
+    both = {name: list(zip(found[0][name], found[1][name], strict=True)) for name in ("with", "without")}
+    seconds = {name: [max(a[0], b[0]) for a, b in rows] for name, rows in both.items()}
+    work = {name: [a[1] + b[1] for a, b in rows] for name, rows in both.items()}
+    lived = found[0]["lived"]
+    used = {name: max(rank["used"][name] for rank in found) / lived for name in found[0]["used"]}
+    comparison = statistics.median(max(pair) for pair in zip(*digests, strict=True))
+    shares = {
+        **used,
+        **{name: each / STEP_SECONDS for name, each in lines().items()},
+        "comparison": comparison / EVERY / STEP_SECONDS,
+    }
     return {
-        "step_seconds": sorted(found[0]["without"])[len(found[0]["without"]) // 2],
-        "ratio": ratio(found[0]["with"], found[0]["without"])._asdict(),
-        "watch_share": max(rank["share"] for rank in found),
-        "lookout_share": share,
-        "counting_share": (12 * line + begin) / STEP_SECONDS,  # of phases there are some twelve in a step
+        "pairs": pairs,
+        "steps": steps,
+        "step_seconds": statistics.median(seconds["without"]) / steps,
+        "seconds": ratio(seconds["with"], seconds["without"])._asdict(),
+        "work": ratio(work["with"], work["without"])._asdict(),
+        "comparison_ms": 1e3 * comparison,
+        "shares": shares,
+        "together": sum(shares.values()),
     }
 
 
+ABOUT = {
+    "heartbeat": "of a core: a process's thread",
+    "watch": "of a core: a process's thread",
+    "meeting place": "of a core: a process of its own, for both",
+    "lookout": "of a core: the launcher's thread, for both",
+    "counting": "of a step",
+    "a look for spikes": "of a step, on the main process",
+}
+
+
 def table(of: dict[str, Any]) -> str:
-    r = of["ratio"]
-    total = of["watch_share"] + of["lookout_share"] + of["counting_share"]
+    shown = {name: "{median:.4f} ({low:.4f} to {high:.4f})".format(**of[name]) for name in ("seconds", "work")}
+    about = {**ABOUT, "comparison": f"of a step: {of['comparison_ms']:.2f} ms, every {EVERY} steps"}
     return "\n".join(
         [
-            f"a step takes {of['step_seconds'] * 1e3:.1f} ms; with a watch {r['median']:.4f} of that"
-            f" ({r['low']:.4f} to {r['high']:.4f})",
-            f"the watch's thread     {of['watch_share']:.4%} of a core",
-            f"the lookout's thread   {of['lookout_share']:.4%} of a core, for both processes, in the launcher",
-            f"counting               {of['counting_share']:.4%} of a step of {STEP_SECONDS * 1e3:.0f} ms",
-            f"together               {total:.4%}",
+            f"a step takes {of['step_seconds'] * 1e3:.1f} ms",
+            f"all on over all off, in {of['pairs']} pairs of turns of {of['steps']} steps:",
+            f"  seconds         {shown['seconds']}",
+            f"  processor time  {shown['work']}",
+            f"each part, where a step takes {STEP_SECONDS * 1e3:.0f} ms:",
+            *(f"  {name:18}{share:8.4%} {about[name]}" for name, share in of["shares"].items()),
+            f"  {'together':18}{of['together']:8.4%}",
         ]
     )
 
 
 def main() -> None:
     asked = parser(__doc__).parse_args()
-    blocks, steps, width = (1, 5, 64) if asked.quick else (10, 40, 640)
-    figures = measure(blocks, steps, width)
+    figures = measure(*(2, 5, 64, 3) if asked.quick else (12, 100, 640, 40))
     show("watching", figures, lambda: table(figures), as_json=asked.json)
 
 
