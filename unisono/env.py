@@ -1,16 +1,18 @@
 """Where this process stands among the processes of its run, as a plain value. The one reader of the environment.
 
-Our own launcher hands every process its World on the command line, and torchrun says the same in variables. Nothing
-here is ever written to the environment: we do not talk to ourselves through it.
+Our own launcher hands every process its World on the command line; torchrun, and Slurm's srun, say the same in
+variables. Nothing here is ever written to the environment: we do not talk to ourselves through it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import socket
 import sys
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,13 +34,11 @@ class World:
     local_size: int = 1  # processes of this run on this host
     host: str = field(default_factory=socket.gethostname)
     store: str | None = None  # where the processes meet: unix:///path (launch/meeting.py), file:///path, env://
-    # (torchrun's variables); None: alone
+    # (torchrun's variables), hosted://host:port/name (process 0 is its host: world/hosted.py); None: alone
     number: int | None = None  # of this process for good, whatever its rank becomes; None: its rank
-    restarts: int = (
-        0  # how often a manager (torchrun, Slurm) has started this run again, as it does when a process dies
-    )
+    restarts: int = 0  # how often a manager (torchrun, Slurm) has begun all of this again, as after a death
     joins: bool = False  # does it come in addition, to processes that are in the midst of it?
-    launcher: str = "python"  # who started us: python, unisono, torchrun
+    launcher: str = "python"  # who started us: python, unisono, torchrun, srun
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
     columns: int = 0  # of that terminal, as the launcher found it; 0: look yourself
@@ -49,15 +49,28 @@ class World:
         """Rank 0 speaks for all."""
         return self.rank == 0 and not self.dry
 
+    @property
+    def foreign(self) -> bool:
+        """Has somebody else's launcher started all processes of this run?"""
+        return self.launcher in ("torchrun", "srun")
+
     @classmethod
     def current(cls) -> World:
-        """The World that our launcher assigned, or torchrun's, or one plain process. Raises WorldError."""
-        return _assigned or _from_torchrun() or cls(terminal=draws_live_lines())
+        """The World that our launcher assigned, or torchrun's, or srun's, or one plain process. Raises WorldError."""
+        if _assigned is not None:
+            return _assigned
+        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1") and "RANK" not in os.environ:
+            return _from_srun()
+        return _from_torchrun() or cls(terminal=draws_live_lines(), restarts=_restarts())
 
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """https://docs.pytorch.org/docs/2.13/elastic/run.html and https://slurm.schedmd.com/sbatch.html: how often it was begun
 again."""
+
+PORTS = range(20_000, 32_768)
+"""Where a job's processes meet unless MASTER_PORT says where: below the ports that Linux gives to whoever asks for any
+(ip(7): ip_local_port_range)."""
 
 _assigned: World | None = None
 
@@ -84,6 +97,24 @@ def cache() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "unisono"
 
 
+def host_of(store: str | None) -> tuple[str, int] | None:
+    """Host and port of the store that a World names, if it is one that processes connect to: env:// or hosted://."""
+    if store == "env://":
+        at = variables(("MASTER_ADDR", "MASTER_PORT"))
+        return (at["MASTER_ADDR"], int(at["MASTER_PORT"])) if len(at) == 2 and at["MASTER_PORT"].isdecimal() else None
+    if store is None or not store.startswith("hosted://"):
+        return None
+    host, _, port = store.removeprefix("hosted://").rpartition("/")[0].rpartition(":")
+    return host, int(port)
+
+
+def job() -> str | None:
+    """What Slurm calls the step that this process is in, as in 17.0 (17: the batch script itself); None: Slurm did not
+    start it. It stays when a job is put back into the queue."""
+    about = variables(("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return ".".join(about.values()) if "SLURM_JOB_ID" in about else None
+
+
 def inherited(changes: dict[str, str]) -> dict[str, str]:
     """The environment for a process that we start: ours, and the variables that its libraries read."""
     return {**os.environ, **changes}
@@ -102,13 +133,13 @@ def _from_torchrun() -> World | None:
     if missing:
         raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
     rank, size = _number("RANK", asked, do), _number("WORLD_SIZE", asked, do)
-    restarts = [_number(name, asked, do) for name in RESTARTS if name in os.environ]
     local = variables(("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     local_rank = _number("LOCAL_RANK", asked, do) if "LOCAL_RANK" in local else 0
     local_size = _number("LOCAL_WORLD_SIZE", asked, do) if "LOCAL_WORLD_SIZE" in local else max(1, local_rank + 1)
     if rank >= size or local_rank >= local_size or local_size > size:
         true = f"Rank {rank} of {size}, and {local_rank} of {local_size} on this host, cannot be."
         raise WorldError(asked, true, do)
+    _port(asked)
     return World(
         rank=rank,
         size=size,
@@ -116,9 +147,71 @@ def _from_torchrun() -> World | None:
         local_size=local_size,
         store="env://",
         launcher="torchrun",
-        restarts=sum(restarts),
+        restarts=_restarts(),
         terminal=rank == 0 and draws_live_lines(),
     )
+
+
+def _from_srun() -> World:
+    """What Slurm says to each task of a step (https://slurm.schedmd.com/srun.html, output environment variables).
+
+    Only a step that srun starts has several processes: a batch script is one, whatever SLURM_NTASKS says there. The
+    tasks meet on the step's first host, where task 0 is, at a port that follows from the job's number; MASTER_ADDR and
+    MASTER_PORT say otherwise, for hosts with names of Slurm's own, and ports that a firewall keeps shut.
+    """
+    asked = f"Join the {os.environ['SLURM_STEP_NUM_TASKS']} tasks of Slurm's step {job()}."
+    do = f"srun -n 2 {shlex.join(['python', *sys.argv])}, which sets all of its variables"
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+    missing = [name for name in needed if name not in os.environ]
+    if missing:
+        raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
+    restarts = _restarts()
+    name = f"{job()}-{restarts}"
+    address = os.environ.get("MASTER_ADDR") or first_host(os.environ["SLURM_STEP_NODELIST"])
+    port = PORTS[zlib.crc32(name.encode()) % len(PORTS)]
+    if "MASTER_PORT" in os.environ:
+        port = _port(asked)
+    tasks = [
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
+        for _ in range(int(times or 1))
+    ]  # 4(x2),3: four on two hosts, three on the last
+    rank, size = _number("SLURM_PROCID", asked, do), _number("SLURM_STEP_NUM_TASKS", asked, do)
+    local_rank, node = _number("SLURM_LOCALID", asked, do), _number("SLURM_NODEID", asked, do)
+    local_size = tasks[node] if node < len(tasks) else 0
+    if rank >= size or local_rank >= local_size or local_size > size:  # others would wait for it in vain
+        true = f"Task {rank} of {size}, and {local_rank} of {local_size} on node {node}, cannot be."
+        raise WorldError(asked, true, do)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        store=f"hosted://{address}:{port}/{name}",
+        launcher="srun",
+        restarts=restarts,
+        terminal=rank == 0 and draws_live_lines(),
+    )
+
+
+def first_host(hosts: str) -> str:
+    """The first name of one of Slurm's lists, as in a[01-04,7],b2 (`scontrol show hostnames` writes all of them)."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else hosts)
+
+
+def _restarts() -> int:
+    """How often a manager has begun all of this again."""
+    given = variables(RESTARTS).values()
+    return sum(int(count) for count in given if count.isdecimal())
+
+
+def _port(asked: str) -> int:
+    """MASTER_PORT, which somebody may have written by hand."""
+    port = _number("MASTER_PORT", asked, do := f"export MASTER_PORT={PORTS[0]} (any port from 1 to 65535 that is free)")
+    if not 0 < port < 1 << 16:
+        raise WorldError(asked, f"MASTER_PORT is {port}, and ports are numbers from 1 to 65535.", do)
+    return port
 
 
 def _number(name: str, asked: str, do: str) -> int:

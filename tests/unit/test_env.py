@@ -22,7 +22,7 @@ TORCHRUN = {
 
 @pytest.fixture(autouse=True)
 def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in TORCHRUN:
+    for name in (*TORCHRUN, *SRUN, *env.RESTARTS):
         monkeypatch.delenv(name, raising=False)
     yield
     env.assign(None)
@@ -83,3 +83,101 @@ def test_a_started_process_inherits_everything_and_our_own_environment_stays(mon
     assert theirs["PYTHONPATH"] == "/somewhere"
     assert theirs["OMP_NUM_THREADS"] == "1"
     assert env.variables(["OMP_NUM_THREADS", "PYTHONPATH"]) == {"PYTHONPATH": "/somewhere"}
+
+
+SRUN = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04,7],big1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+}
+
+
+@pytest.fixture
+def in_a_step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_the_tasks_of_a_step_of_slurms_are_the_processes_of_a_run(in_a_step: pytest.MonkeyPatch) -> None:
+    world = World.current()
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (6, 7, 2, 3)
+    assert (world.launcher, world.restarts, env.job()) == ("srun", 0, "17.0")
+    where, _, name = str(world.store).rpartition("/")
+    assert where.startswith("hosted://gpu03:")
+    assert int(where.rpartition(":")[2]) in env.PORTS
+    in_a_step.setenv("SLURM_RESTART_COUNT", "1")
+    again = World.current()
+    assert (again.restarts, name, str(again.store).endswith("/17.0-1")) == (1, "17.0-0", True)
+    in_a_step.setenv("MASTER_ADDR", "10.0.0.1")
+    in_a_step.setenv("MASTER_PORT", "2222")
+    assert World.current().store == "hosted://10.0.0.1:2222/17.0-1"
+
+
+def test_a_batch_script_and_a_step_of_one_task_are_one_process(in_a_step: pytest.MonkeyPatch) -> None:
+    in_a_step.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert World.current().size == 1
+    in_a_step.delenv("SLURM_STEP_NUM_TASKS")
+    in_a_step.delenv("SLURM_STEP_ID")
+    in_a_step.setenv("SLURM_NTASKS", "7")  # of the job
+    in_a_step.setenv("SLURM_RESTART_COUNT", "2")
+    world = World.current()
+    assert (world.size, world.restarts, world.launcher, env.job()) == (1, 2, "python", "17")
+
+
+def test_torchrun_in_a_step_knows_better(in_a_step: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        in_a_step.setenv(name, value)
+    assert World.current().launcher == "torchrun"
+    in_a_step.delenv("RANK")  # a batch script that exports WORLD_SIZE for others
+    assert (World.current().launcher, World.current().size) == ("srun", 7)
+
+
+def test_what_is_missing_of_slurms_variables_is_named(in_a_step: pytest.MonkeyPatch) -> None:
+    in_a_step.delenv("SLURM_NODEID")
+    with pytest.raises(WorldError) as caught:
+        World.current()
+    assert caught.value.problems[0].true == "SLURM_NODEID is not set."
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "true"),
+    [
+        ("STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS is 'many', which is not a number of 0 or more."),
+        ("PROCID", "7", "Task 7 of 7, and 2 of 3 on node 2, cannot be."),
+        ("LOCALID", "3", "Task 6 of 7, and 3 of 3 on node 2, cannot be."),
+        ("NODEID", "3", "Task 6 of 7, and 2 of 0 on node 3, cannot be."),
+        ("STEP_TASKS_PER_NODE", "", "Task 6 of 7, and 2 of 0 on node 2, cannot be."),
+    ],
+)
+def test_variables_of_slurms_that_cannot_be_are_refused(
+    in_a_step: pytest.MonkeyPatch, name: str, value: str, true: str
+) -> None:
+    in_a_step.setenv(f"SLURM_{name}", value)
+    with pytest.raises(WorldError) as caught:
+        World.current()
+    assert caught.value.problems[0].true == true
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x", ""])
+@pytest.mark.parametrize("by", ["srun", "torchrun"])
+def test_a_port_that_cannot_be_is_refused(in_a_step: pytest.MonkeyPatch, by: str, port: str) -> None:
+    for name, value in TORCHRUN.items() if by == "torchrun" else ():
+        in_a_step.setenv(name, value)
+    in_a_step.setenv("MASTER_PORT", port)
+    with pytest.raises(WorldError, match=f"MASTER_PORT is '?{port}") as caught:
+        World.current()
+    assert caught.value.problems[0].do.startswith("export MASTER_PORT=20000")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("a", "a"), ("a1,b", "a1"), ("n[007-9]", "n007"), ("n[5,7-9]-x,m", "n5-x"), ("r[0-1]n[2-3]", "r0n2")],
+)
+def test_the_first_host_of_slurms_lists(hosts: str, first: str) -> None:
+    assert env.first_host(hosts) == first

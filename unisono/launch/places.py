@@ -49,8 +49,8 @@ class Place:
     written  seconds since 1970
     idle     seconds since anything has gone on there, by its own count (a suspended machine does not count)
     where    file:line of the script's own code; code: what is written there
-    waits    for: others (in a collective), meeting (for everybody to come to the place where they meet), workers (its
-             loader's), a person (in a debugger); or nobody
+    waits    for: others (in a collective), meeting (for everybody to come to the place where they meet), store (for
+             that place, which does not answer), workers (its loader's), a person (in a debugger); or nobody
     call     the collective that it is in; or, where `waits` says nothing of others, the last one
     share    of a core that it and its workers use, since it is idle; None: not measured yet
     workers  its loader's, and what they do

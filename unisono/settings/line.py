@@ -44,8 +44,10 @@ class Line:
         return self._swap(lambda flag, v: flag == name and value in ("", v), [])
 
     def in_processes(self, count: int) -> Line:
-        """As `unisono run` starts that many processes."""
+        """As `unisono run` starts that many processes, or srun, if that is what was typed."""
         words = self.words or ("unisono", "run", "SCRIPT")
+        if words[:2] == ("srun", "-n"):
+            return Line((*words[:2], str(count), *words[3:]))
         if words[0] == "python":
             words = ("unisono", "run", *words[1:])
         return Line(words).flag("--ranks", str(count))
