@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,25 @@ def main(run):
 unisono.main(main)
 """
 
+NEVER = Scene("it never comes to that", ("FailAt step=500 phase=forward",))
+FULL = next(scene for scene in SCENES if scene.name == "the disk is full at a checkpoint")
 UNSEEN = Scene("nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A full disk lasts until the writer beside the steps has come to it; of what did not happen nothing is claimed."""
+    (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
+    request = Request(sets=("batch=8", *COURSE))
+    line = Line(("unisono",))
+    assert Rehearsal(tmp_path / "script.py", 1, 2, request, line, tmp_path, scenes=(NEVER, FULL)).play() == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 failures, each in a run of 8 steps or two.")
+    assert re.search(r"so all takes \d+ to \d+ (s|minutes)\.\n", said), said
+    assert re.search(r"not met +it never comes to that +the run has no such moment", said), said
+    assert re.search(r"survived +the disk is full at a checkpoint +ended \(.*\), went on with --resume", said), said
+    assert said.endswith("1 of 1 survived.\n")
 
 
 @pytest.mark.slow
@@ -59,3 +78,7 @@ def test_what_is_for_a_rehearsal_needs_one(command: Command) -> None:
     ended = command.run("doctor", "--rehearse", "script.py", "--ranks", "1")
     assert ended.status == 2
     assert "Of a single process nobody is left." in ended.err
+    ended = command.run("doctor", "--rehearse", "scripd.py")
+    assert ended.status == 2
+    assert "unisono doctor --rehearse scripd.py\n" in ended.err
+    assert "Next: unisono doctor --rehearse script.py" in ended.err

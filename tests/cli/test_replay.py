@@ -92,9 +92,17 @@ def replayed(
     return dict(last_json(capsys.readouterr().out))
 
 
+ELSEWHERE = "checkpoint.dir=kept"
+
+
+def left(folder: Path) -> dict[Path, int]:
+    """What a run has left, in its directory and where its checkpoints are, and when each was written."""
+    return {path: path.stat().st_mtime_ns for name in ("out", "kept") for path in (folder / name).rglob("*")}
+
+
 def test_any_step_of_any_job_has_the_same_bits_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = ran(tmp_path, 3)
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    losses = ran(tmp_path, 3, ELSEWHERE)
+    files = left(tmp_path)
     whole = replayed(tmp_path, capsys, 6)
     assert [whole["loss"]] == losses[6]
     assert (whole["from_step"], whole["epoch"], whole["samples"]) == (4, 2, 8)
@@ -107,16 +115,18 @@ def test_any_step_of_any_job_has_the_same_bits_here(tmp_path: Path, capsys: pyte
     assert alone["micro_batches"] == [rows[2]]
     assert alone["loss"] is None
     assert [replayed(tmp_path, capsys, 1)["loss"]] == losses[1], "before the first checkpoint"
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == files, "it is only read"
+    assert left(tmp_path) == files, "it is only read"
 
 
 def test_a_run_is_audited_from_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran(tmp_path, 2, "steps=5")
+    ran(tmp_path, 2, "steps=5", ELSEWHERE)
+    files = left(tmp_path)
     again = replace(earlier(tmp_path / "out", None, LINE), start=start)
     assert Audit(again, 3, 3, True, tmp_path / "audit", LINE).run() == 0
     told = last_json(capsys.readouterr().out)
     assert [each["step"] for each in told["audits"]] == [6, 7, 8]
     assert all(len(each["ranks"]) == 3 for each in told["audits"])
+    assert left(tmp_path) == files, "it is only read"
 
 
 @pytest.mark.slow
@@ -183,14 +193,21 @@ def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None
         (["replay", "local", "--step", "1"], "Between two meetings each site", "look at its losses in local/timeline"),
         (["audit", "run", "--set", "lr=1"], "with the settings that it had", "unisono audit run"),
         (["audit", "train.py", "--set", "exchange=local"], "audit_every = 1 and exchange = local", "unisono audit"),
+        (["audit", "odd"], "a script that it does not name", "unisono audit odd --json --script SCRIPT.py"),
+        (
+            ["audit", "odd", "--script", "no.py"],
+            "There is no file no.py",
+            "unisono audit odd --script SCRIPT.py --json",
+        ),
+        (["audit", "train.py", "--script", "no.py"], "is no run's directory", "unisono audit train.py"),
         (["audit", "train.py", "--steps", "0"], "At least one step", "unisono audit train.py --steps 3"),
     ],
 )
 def test_wrong_requests(ask: Ask, tmp_path: Path, words: list[str], said: str, do: str) -> None:
-    for name, exchange in (("run", "tree"), ("local", "local")):
+    for name, exchange in (("run", "tree"), ("local", "local"), ("odd", "tree")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "settings.toml").write_text(f'steps = 10\nvirtual_ranks = 8\nexchange = "{exchange}"\n')
         about = {"script": str(tmp_path / "train.py"), "folder": str(tmp_path)}
-        (tmp_path / name / "environment.json").write_text(json.dumps(about))
+        (tmp_path / name / "environment.json").write_text(json.dumps(about) if name != "odd" else "[]")
     problems = ask(*words)
     assert any(said in str(problem) and problem.do.startswith(do) for problem in problems), problems

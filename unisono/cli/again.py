@@ -8,7 +8,6 @@ the checkpoint that it begins with; the one of the run is only read.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import chdir
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from typing import Any
 from unisono.checkpoint import manifest
 from unisono.cli.placement import ALONE
 from unisono.cli.request import Request
+from unisono.cli.rundir import APART
 from unisono.cli.target import recipes
 from unisono.errors import SettingsError
 from unisono.launch import local
@@ -73,7 +73,7 @@ class Again:
             (scratch / "checkpoints" / checkpoint.name).symlink_to(checkpoint.resolve())
             accepted = (*ENVIRONMENT, *(("exchange",) if AS_TREE[0] in self.sets else ()))
         return Request(
-            sets=(*self.sets, *sets),
+            sets=(*self.sets, *sets, APART),
             settings_file=self.settings_file,
             resume=checkpoint is not None,
             accept_change=accepted,
@@ -100,10 +100,10 @@ class Again:
     def environment(self, run_dir: Path | None = None) -> dict[str, Any]:
         """What a run knew of its machine; {} where that is not there."""
         try:
-            found: dict[str, Any] = json.loads((run_dir or self.run_dir or Path("?")).joinpath(ABOUT).read_text())
+            found = json.loads((run_dir or self.run_dir or Path("?")).joinpath(ABOUT).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found
+        return found if isinstance(found, dict) else {}
 
 
 ABOUT = "environment.json"
@@ -130,7 +130,8 @@ def earlier(run_dir: Path, script: Path | None, line: Line) -> Again:
     folder = folder if folder.is_dir() else Path.cwd()
     found = _script(script, known, folder)
     if found is None:
-        true = f"It ran {known.get('script', 'a script that it does not name')}, which is not there."
+        it = f"It ran {known.get('script', 'a script that it does not name')}, which is not there."
+        true = it if script is None else f"There is no file {script}."
         raise SettingsError(asked, true, str(line.flag("--script", "SCRIPT.py")))
     refuse_parted(settings, asked, run_dir)
     more = AS_TREE if settings.get("exchange") in SERVED else ()
@@ -164,8 +165,3 @@ def _script(named: Path | None, known: Mapping[str, Any], folder: Path) -> Path 
     if path.is_file():
         return path
     return recipes().get(path.stem)
-
-
-def clear(scratch: Path) -> None:
-    """Remove what a run left there, so that another one can be made in its place."""
-    shutil.rmtree(scratch, ignore_errors=True)

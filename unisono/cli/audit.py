@@ -27,6 +27,7 @@ def audit(
     *,
     ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 3,
     steps: Annotated[int, Parameter(metavar="N", group=WHERE)] = 8,
+    script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
     """Look for hardware that computes wrongly: in each step one virtual rank is computed by three processes.
@@ -42,20 +43,26 @@ def audit(
         How many processes. With three, two outvote the third.
     steps
         How many steps are audited.
+    script
+        Of a run's directory: its script, if it is no longer where it was.
     """
     words = ["--ranks", str(ranks)] * (ranks != 3) + ["--steps", str(steps)] * (steps != 8)
+    words += ["--script", str(script)] if script is not None else []
     line = request.line("unisono", "audit", target, *words)
     refuse_unfit(line, steps, request)
     if is_run(Path(target)):
         if request.sets or request.settings_file is not None:
             true = "A run is audited with the settings that it had."
             raise SettingsError(str(line), true, str(line.without("--set").without("--settings")))
-        again = earlier(Path(target), None, line)
+        again = earlier(Path(target), script, line)
+    elif script is not None:
+        true = f"{target} is no run's directory, whose script could have moved."
+        raise SettingsError(f"--script {script}", true, str(line.without("--script")))
     else:
         asked = replace(request, sets=(*request.sets, *SETS))
-        script, threads, _ = checked(target, ranks, asked, line)
+        found, threads, _ = checked(target, ranks, asked, line)
         again = Again(
-            script=script.absolute(),
+            script=found.absolute(),
             own=request.own,
             folder=Path.cwd(),
             sets=request.sets,

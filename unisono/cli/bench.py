@@ -83,12 +83,12 @@ def bench(
 ) -> int:
     """Measure how fast processes talk to each other: every collective, every pair; name links that are slow.
 
-    In processes of this machine, or in those that torchrun has started. Writes bench.json, and plots in bench.html.
+    In processes of this machine, or in those that torchrun or srun has started. Writes bench.json, plots in bench.html.
 
     Parameters
     ----------
     ranks
-        How many processes to start here; 2 unless torchrun has started them.
+        How many processes to start here; 2 unless torchrun or srun has started them.
     only
         Measure this collective only, or `pairs`; may be given several times.
     sizes
@@ -105,7 +105,7 @@ def bench(
     line = Line(("unisono", "bench", *words, *(["--json"] if json else [])))
     world = World.current()
     count, plan = _checked(world, ranks, only, sizes, run_dir, line)
-    if world.launcher == "torchrun":
+    if world.foreign:
         return _in_this_world(world, plan, run_dir, line, json)
     folder = choose_run_dir("bench", run_dir, resume=False, line=line)
     arguments = [str(folder.resolve() / LINES), json_.dumps(plan)]
@@ -115,7 +115,7 @@ def bench(
 
 
 def _in_this_world(world: World, plan: Mapping[str, Any], run_dir: Path | None, line: Line, json: bool) -> int:
-    """torchrun has started us: this is one of the processes."""
+    """torchrun or srun has started us: this is one of the processes."""
     from unisono.cli.measure import measure_in  # it loads torch, and that only now
 
     folder = choose_run_dir("bench", run_dir, resume=False, line=line) if world.is_main else None
@@ -131,10 +131,10 @@ def _checked(
 ) -> tuple[int, dict[str, Any]]:
     """How many processes, and what they measure. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
-    foreign = world.launcher == "torchrun"
+    foreign = world.foreign
     count = world.size if foreign else 2 if ranks is None else ranks
     if foreign and ranks is not None:
-        true = f"torchrun has started {world.size} already, and these are measured."
+        true = f"{world.launcher} has started {world.size} already, and these are measured."
         problems.append(Problem(f"--ranks {ranks}", true, str(line.without("--ranks"))))
     elif count < 2:
         asked, true = f"{count} process{'' if count == 1 else 'es'}", "It takes two to talk."

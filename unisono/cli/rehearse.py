@@ -8,16 +8,20 @@ A run is survived if it ends with the weights that it has when nothing goes wron
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from unisono.cli.request import Request
 from unisono.cli.run import checked
+from unisono.cli.rundir import APART
 from unisono.cli.trials import reason_of, refuse_unfit
 from unisono.errors import SettingsError
 from unisono.launch import local
@@ -27,12 +31,18 @@ from unisono.watch.timeline import read as read_timeline
 
 STEPS = 8
 EVERY = 2
-COURSE = (f"steps={STEPS}", "epochs=none", f"checkpoint.every={EVERY}", "checkpoint.keep=3")
+COURSE = (f"steps={STEPS}", "epochs=none", f"checkpoint.every={EVERY}", "checkpoint.keep=3", APART)
 STRIKE = 5
 """The step in which it goes wrong, counted from 0: one after that behind which a checkpoint is, so one is repeated."""
 
 LIMIT_SECONDS = 3.0
 """For what hangs, at least; five times the longest step of the undisturbed run, if that is more."""
+
+
+WIDTH = 100
+"""Characters of why a run ended: the sentence with the name in it."""
+
+NOTHING_MOVED = re.compile(r"^Nothing has moved for \d+ s\. (?=.)")
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ SCENES = (
             "FailAt step={step} phase=forward",
         ),
     ),
-    Scene("the disk is full at a checkpoint", ("FullDisk step={step} phase=checkpoint steps=1",)),
+    Scene("the disk is full at a checkpoint", ("FullDisk step={step} phase=checkpoint steps=3",)),  # to the next one
     Scene("one packet in fifty is lost", ("LostPackets step={step} phase=data share=0.02 rank={last}",)),
     Scene("a process is three times slower", ("SlowAt times=3 rank={last}",)),
     Scene("a bit of the weights flips in one process", ("BitFlip step={step} of=weights rank={last}",)),
@@ -79,15 +89,20 @@ SCENES = (
 class Played:
     """How a scene ended.
 
-    survived  with the weights of the undisturbed run
+    survived  with the weights of the undisturbed run; None: nothing went wrong, since the run has no such moment
     how       in words
     seconds   from the moment it went wrong to the end of that step, wherever it was made in the end; None: it never was
     """
 
     scene: str
-    survived: bool
+    survived: bool | None
     how: str
     seconds: float | None
+
+    def __str__(self) -> str:
+        word = {True: "survived", False: "LOST", None: "not met"}[self.survived]
+        took = f"; that step was done after {self.seconds:.1f} s" if self.seconds is not None else ""
+        return f"{word:9} {self.scene:46} {self.how}{took}"
 
 
 def rehearse(target: str, ranks: int, request: Request) -> int:
@@ -117,7 +132,10 @@ class Rehearsal:
     played: list[Played] = field(default_factory=list)
 
     def play(self) -> int:
+        self._say(f"{len(self.scenes)} failures, each in a run of {STEPS} steps or two. First one undisturbed.")
+        began = time.monotonic()
         whole = self._run(Scene("undisturbed", ()), LIMIT_SECONDS)
+        whole_seconds = time.monotonic() - began
         if whole.stopped:
             return self._stopped()
         if whole.exit_status:
@@ -130,17 +148,26 @@ class Rehearsal:
             raise SettingsError(str(self.line), "It ran, and made no step.", do)
         limit = max(LIMIT_SECONDS, 5 * self._longest_step())
         shown = f"undisturbed: {result['seconds']:.1f} s for {result['steps']} steps, on {self.ranks} processes; "
-        self._say(f"{shown}weights {result['weights_sha256'][:16]}\n")
+        self._say(f"{shown}weights {result['weights_sha256'][:16]}")
+        self._say(f"With its start it took {whole_seconds:.0f} s, so all takes {self._about(whole_seconds, limit)}.\n")
         for scene in self.scenes:
             played = self._play(scene, str(result["weights_sha256"]), limit)
             if played is None:
                 return self._stopped()
             self.played.append(played)
-            took = f"; that step was done after {played.seconds:.1f} s" if played.seconds is not None else ""
-            self._say(f"{'survived' if played.survived else 'LOST':9} {scene.name:46} {played.how}{took}")
-        lost = [played.scene for played in self.played if not played.survived]
-        self._say(f"\n{len(self.played) - len(lost)} of {len(self.played)} survived.")
+            self._say(str(played))
+        lost = [played.scene for played in self.played if played.survived is False]
+        met = [played.scene for played in self.played if played.survived is not None]
+        self._say(f"\n{len(met) - len(lost)} of {len(met)} survived.")
         return self._leave(1 if lost else 0, undisturbed_seconds=result["seconds"])
+
+    def _about(self, run_seconds: float, limit: float) -> str:
+        """How long all scenes take, in words: each is a run, or a run and its resume, and what hangs is waited for."""
+        hangs = sum(limit for scene in self.scenes if scene.sets)
+        least, most = (times * len(self.scenes) * run_seconds + hangs for times in (1, 2))
+        if most < 90:
+            return f"{least:.0f} to {most:.0f} s"
+        return f"{max(1, least / 60):.0f} to {most / 60:.0f} minutes"
 
     # -- a scene
 
@@ -164,6 +191,8 @@ class Rehearsal:
             return Played(scene.name, False, f"{how}, and left no result", seconds)
         if result.get("deaths") and how == "by itself":
             how = "the others finished its step"
+        if not self._struck(scene):
+            return Played(scene.name, None, "the run has no such moment, so nothing went wrong", None)
         same = result["weights_sha256"] == whole
         return Played(scene.name, same, how if same else f"{how}; other weights than undisturbed", seconds)
 
@@ -193,6 +222,11 @@ class Rehearsal:
 
     def _run_dir(self, name: str) -> Path:
         return self.folder / name.replace(" ", "-").replace(",", "")
+
+    def _struck(self, scene: Scene) -> bool:
+        """Has it gone wrong? Who is slow is slow all the time, and leaves no mark."""
+        marks = list((self._run_dir(scene.name) / "faults").glob("fault-*"))
+        return bool(marks) or all(fault.startswith("SlowAt") for fault in scene.faults)
 
     def _result(self, name: str) -> dict[str, Any] | None:
         path = self._run_dir(name) / "result.json"
@@ -241,4 +275,4 @@ def _why(outcome: Outcome) -> str:
     record = outcome.failure.record if outcome.failure is not None else None
     said = record.problems[0].true if record is not None and record.problems else reason_of(outcome)[0]
     first = said.strip().partition("\n")[0].partition(": usually")[0].rstrip(".")
-    return first if len(first) <= 80 else f"{first[:77]}..."
+    return shorten(NOTHING_MOVED.sub("", first), WIDTH, placeholder=" ...")

@@ -120,7 +120,7 @@ class Replay:
         rows = [line for line in self.lines if line["kind"] == "micro-batch"]
         failed = reason_of(outcome) if outcome.failure is not None else None
         if not rows:
-            text = failed[1] if failed else f"The run ends before step {self.step}."
+            text = failed[1] if failed else self._too_late()
             self._say(f"It cannot be replayed.\n\n{text}")
             return self._leave(1, after, rows, unlike, error=failed[0] if failed else text)
         for text in _table(rows):
@@ -141,6 +141,14 @@ class Replay:
         status = int(same is False and not unlike)
         more = {"loss": whole and whole["loss"], "norm": norm, "recorded_loss": recorded, "same": same}
         return self._leave(status, after, rows, unlike, error=failed[0] if failed else None, **more)
+
+    def _too_late(self) -> str:
+        """The run's loop is over before that step."""
+        result = self.folder / "run" / "result.json"
+        steps = int(json_.loads(result.read_text(encoding="utf-8"))["steps"]) if result.is_file() else 0
+        if not steps:
+            return f"The run ends before step {self.step}."
+        return f"Its last step is {steps - 1}.\n  Next: {self.line.flag('--step', str(steps - 1))}"
 
     def _recorded(self) -> float | None:
         """The loss of this step as the run wrote it down; None: it shared a line with others, or was never over."""

@@ -22,6 +22,9 @@ RUNS = Path("runs")
 FOLDERS = ("log", "timeline", "checkpoints")
 FILES = ("settings.toml", "environment.json", "result.json")
 """What a run leaves in its directory."""
+APART = "checkpoint.dir=none"
+"""Set where a script is tried, or a run's is run again: what these save is not to lie among a run's own checkpoints,
+where keeping a few of them would remove others."""
 LOCK = ".lock"
 """Whoever writes to the directory has a lock on this file; it says who that is."""
 

@@ -31,6 +31,7 @@ from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
 from unisono.checkpoint.place import settle_in
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
+from unisono.cli.resubmitted import again, mark
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import recipes
 from unisono.data.seeding import seed_everything
@@ -84,8 +85,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
     request = Request.parse(sys.argv[1:], cls, script.name)
-    if world.restarts and not request.resume:  # a manager has started everything again: nobody can type it
-        request = replace(request, resume=True)
+    request = again(request, script.stem, Asked(script, request, world).line(), restarts=world.restarts)
     asked = Asked(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls)
@@ -96,10 +96,11 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         with _own_arguments(asked.request):
             dry_run(train, loaded.settings, world)
         return
-    with Watch(loaded.settings.stuck, world), join(world) as group, ExitStack() as kept:
-        shown, path = _on_main(group, lambda: asked.run_dir(kept))
+    divided = loaded.settings.parallel.shard != 1
+    with Watch(loaded.settings.stuck, world), join(world, divided=divided) as group, ExitStack() as kept:
+        shown, path, resumes = _on_main(group, lambda: (*asked.run_dir(kept), request.resume))
         run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed
-        request = replace(asked.request, run_dir=Path(shown))
+        request = replace(asked.request, run_dir=Path(shown), resume=resumes)
         asked = replace(asked, request=request)
         facts = environment(group.device)
         differences = agree(group, facts)
@@ -137,7 +138,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
             started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
             started |= {"script": str(Path(world.folder, asked.script).resolve()), "arguments": list(request.own)}
-            started |= {"folder": world.folder}
+            started |= {"folder": world.folder, **mark(request)}
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
@@ -199,6 +200,8 @@ class Asked:
 
     def line(self) -> Line:
         """The command line that asked for this, whoever started the process."""
+        if self.world.launcher == "srun":
+            return self.request.line("srun", "-n", str(self.world.size), "python", str(self.script))
         if self.world.launcher != "unisono":
             line = self.request.line("python", str(self.script))
             all_here = 1 < self.world.size == self.world.local_size
@@ -323,7 +326,7 @@ def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
     """What the main process decides, on every process; its error is raised on all of them."""
     decided: Any = None
     error: UnisonoError | None = None
-    if group.rank == 0:
+    if group.decides:
         try:
             decided = decide()
         except UnisonoError as caught:
@@ -353,6 +356,8 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
         log.say(shards)
     if run.size > 1 and may_survive(run):
         log.say("if a process dies, the others finish its step, and another one takes its place")
+        if run._mesh.unit > 1:
+            log.say(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")
     log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
 
 

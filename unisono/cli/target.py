@@ -18,7 +18,9 @@ def recipes() -> dict[str, Path]:
 
 def script_of(target: str, line: Line) -> Path:
     """The script that `unisono run TARGET` means, or `check`; `line` is what was typed. Raises SettingsError."""
-    known, asked = recipes(), f"{' '.join(line.words[:2])} {target}"
+    place = line.words.index(target) if target in line.words else 2  # behind a flag: doctor --rehearse TARGET
+    known, verb = recipes(), line.words[:place]
+    asked = f"{' '.join(verb)} {target}"
     if target in known:
         return known[target]
     path = Path(target)
@@ -26,7 +28,7 @@ def script_of(target: str, line: Line) -> Path:
         return path
 
     def instead(other: str) -> str:
-        return str(Line((*line.words[:2], other, *line.words[3:])))
+        return str(Line((*verb, other, *line.words[place + 1 :])))
 
     if path.is_dir():
         scripts = sorted(path.glob("*.py"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli.request import Request
+from unisono.cli.rundir import APART
 from unisono.errors import SettingsError
 from unisono.launch import local
 from unisono.launch.supervise import Outcome
@@ -63,7 +64,7 @@ class Trials(ABC):
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
         notes = trial.notes.format(steps=self.steps, folder=self.notes(trial.name))
-        request = replace(self.request, sets=(*self.request.sets, *trial.sets), trace=notes, json=False)
+        request = replace(self.request, sets=(*self.request.sets, *trial.sets, APART), trace=notes, json=False)
         return self.start(
             self.script,
             request.arguments(run_dir),
@@ -108,9 +109,9 @@ def refuse_unfit(line: Line, steps: int, request: Request) -> None:
     """Raises SettingsError for what trials are not: they have a step at least, and nothing to do with any other run."""
     if steps < 1:
         raise SettingsError(f"--steps {steps}", "At least one step is compared.", str(line.flag("--steps", "3")))
-    if request.resume or request.run_dir is not None:
+    if request.resume or request.autoresume or request.run_dir is not None:
         true = "It begins every run at step 0, in a folder of its own."
-        raise SettingsError(str(line), true, str(line.without("--resume").without("--run-dir")))
+        raise SettingsError(str(line), true, str(line.without("--resume").without("--autoresume").without("--run-dir")))
 
 
 def reason_of(outcome: Outcome) -> tuple[str, str]:
