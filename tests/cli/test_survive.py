@@ -51,6 +51,26 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
+    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    command.script(DYING.replace("        step.update(", wait + "        step.update("))
+    words = ("--ranks", "4", "--run-dir", "out", "--set", "parallel.shard=2", "--set", "deaths=2:1")
+    ended = command.run("run", "script.py", *words, times=3)
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert (found["steps"], found["ranks"], found["survival"]) == (24, 4, "survivors")
+    assert sorted(each["process"] for each in found["deaths"]) == [0, 1]
+    assert sorted(each["process"] for each in found["joined"]) == [4, 5]
+    told = ended.err.splitlines()
+    assert told[0].startswith("Process 1 died of SIGKILL after ")
+    assert "steps; 2 finish its step and go on." in told[0]
+    assert told[1].startswith("Process 0, which shared its model, was ended.")
+    command.script(SCRIPT)
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+
+
+@pytest.mark.slow
 def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Command) -> None:
     command.script(DYING)
     whole = undisturbed(command)
@@ -61,6 +81,56 @@ def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Comma
     assert found["resumed_at"] == 4
     assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in ended.err
     assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+
+
+STANDING = DYING.replace(
+    "unisono.main(",
+    """from unisono.world import members, standing
+standing.FORM_SECONDS, part = 1.0, members.part
+
+def stand_still():
+    if world.number in (NUMBERS) and list(Path(__file__).parent.glob("died-*")) and "--resume" not in sys.argv:
+        time.sleep(1e6)
+    part()
+
+members.part = stand_still
+unisono.main(""",
+)
+"""Processes of these numbers stand still when they are to leave their group."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) -> None:
+    command.script(STANDING.replace("NUMBERS", "1,"))
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
+    assert ended.status == 0, ended.err
+    told = ended.err.splitlines()
+    assert told[0] == "Process 1 leaves its group: it is killed. Its log is out/log/rank-1.log"
+    assert {line.split(" after ")[0] for line in told[1:3]} == {
+        "Process 0 died of SIGKILL",
+        "Process 1 died of SIGKILL",
+    }
+    command.script(SCRIPT)
+    found = result(command, "out")
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert sorted(each["process"] for each in found["deaths"]) == [0, 1]
+    assert "resumed_at" not in found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
+    command.script(STANDING.replace("NUMBERS", "1, 2"))
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:0", times=2)
+    assert ended.status == 0, ended.err
+    assert "Process 1 leaves its group: it is killed." in ended.err
+    assert "Process 2 leaves its group: it is killed." in ended.err
+    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    found = result(command, "out")
+    assert found["resumed_at"] == 4
+    command.script(SCRIPT)
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
 
 
 @pytest.mark.slow

@@ -66,15 +66,16 @@ def kill_everything(launcher: Any) -> None:
 
 
 def survive(command: Command, chance: random.Random, whole: dict[str, Any], name: str, most: int = 4) -> None:
-    """Start on some number of processes, kill all of them at a random moment, resume on another number."""
+    """Start on some number of processes, kill all of them at a random moment, begin again on another number."""
     first, second = chance.sample(range(1, most + 1), 2)
+    line = ["run", "script.py", "--run-dir", name, "--autoresume", "--ranks"]
     with command.listening():
-        running = command.start("run", "script.py", "--ranks", str(first), "--run-dir", name, "--set", "pause=0.004")
+        running = command.start(*line, str(first), "--set", "pause=0.004")
         command.wait_for(*[f"step 0 of {rank}" for rank in range(first)])
     time.sleep(chance.uniform(0.0, 0.7))
     if running.poll() is None:
         kill_everything(running)
-    ended = command.run("run", "script.py", "--ranks", str(second), "--run-dir", name, "--resume")
+    ended = command.run(*line, str(second))
     assert ended.status == 0, ended.err
     after = result(command, name)
     assert after["weights_sha256"] == whole["weights_sha256"], f"{first} -> {second} processes"

@@ -33,8 +33,11 @@ class Company:
         assert company.results() == {0: ..., 2: ...}
     """
 
-    def __init__(self, function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> None:
+    def __init__(
+        self, function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0, silence: float = 30.0
+    ) -> None:
         self.function, self.size, self.args, self.seconds = function, size, args, seconds
+        self.silence = silence
         self.processes: dict[int, Any] = {}
         self.ends: dict[int, Connection] = {}
         self.events: list[dict[str, Any]] = []
@@ -46,12 +49,18 @@ class Company:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         door.bind(str(Path(self.folder.name) / "store"))
         door.listen()
-        self.meeting = Meeting(door, self.size, silence=30.0, tell=self.events.append)
+        self.meeting = Meeting(door, self.size, silence=self.silence, tell=self._note)
         self.thread = threading.Thread(target=self.meeting.serve, daemon=True)
         self.thread.start()
         for number in range(self.size):
             self.start(number)
         return self
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """What a launcher would hear, and do."""
+        self.events.append(event)
+        if "orphan" in event:
+            self.kill(event["orphan"])
 
     def start(self, number: int, *, joins: bool = False) -> None:
         rank = number % self.size
@@ -75,6 +84,16 @@ class Company:
         for number in numbers:
             self.killed.add(number)
             os.kill(self.processes[number].pid, signal.SIGKILL)
+
+    def await_(self, event: str) -> dict[str, Any]:
+        """The first thing told with this word in it."""
+        deadline = time.monotonic() + self.seconds
+        while time.monotonic() < deadline:
+            for told in self.events:
+                if event in told:
+                    return told
+            time.sleep(0.01)
+        raise AssertionError(f"nobody told of {event} within {self.seconds:g} s: {self.events}")
 
     def look(self, doomed: set[int]) -> None:
         """Raise what somebody has failed of, or that one has died that is not `doomed` to."""
@@ -144,7 +163,7 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
 
     import torch
 
-    faulthandler.dump_traceback_later(50, exit=False)
+    faulthandler.dump_traceback_later(20, exit=False)
     mp.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     try:

@@ -105,7 +105,7 @@ def train_here(world: World, folder: str, name: str, size: int) -> None:
     meet(world, Path(folder), size)
     nobody = socket.create_server(("127.0.0.1", 0))
     if name == "a dead store":  # its host is rank 0, where somebody hears and does not answer
-        store = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        store = f"hosted://127.0.0.1:{nobody.getsockname()[1]}/17.0-0"
         world = replace(world, rank=world.rank + 1, size=size + 1, store=store)
     config = replace(
         Settings(steps=6, batch=16, virtual_ranks=size),

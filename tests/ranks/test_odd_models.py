@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -72,9 +74,10 @@ class Centre(nn.Module):
 
 
 class Stretching(nn.Linear):
-    """A forward that changes a parameter where no version tells."""
+    """A forward that changes a parameter where no version tells, and takes longer on one process than on another."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.2 * dist.get_rank())
         self.weight.data.mul_(0.99)
         return super().forward(x)
 

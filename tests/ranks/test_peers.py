@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +39,71 @@ def test_a_lost_peer_is_named_as_what_it_is() -> None:
     assert "Step 3's exchange needed every process of the run" in told
     assert "gone or silent" in told
     assert seconds < 10
+
+
+GATHERS = """
+import os, sys
+import torch, torch.distributed as dist
+from unisono.env import World
+from unisono.world.start import group
+
+rank = int(sys.argv[1])
+core = (min, max)[rank](os.sched_getaffinity(0))
+os.sched_setaffinity(0, {core})  # gloo's thread has the news of the collective's end, and not yet the core again
+with group(World(rank=rank, size=2, store="file://" + sys.argv[2])):
+    sys.setswitchinterval(100)
+    mine, all_ = torch.ones(3), [torch.ones(3), torch.ones(3)]
+    dist.all_gather(all_, mine)
+    del mine, all_
+    raise SystemExit(3)
+"""
+
+
+def begin(script: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system chooses cores by itself")
+def test_who_fails_just_after_a_collective_ends_in_peace(tmp_path: Path) -> None:
+    """A thread of gloo's was about to let go of its tensors, which takes the interpreter: half of them aborted."""
+    for number in range(2):
+        ranks = [begin(GATHERS, str(rank), f"{tmp_path}/store-{number}") for rank in range(2)]
+        said = [each.communicate(timeout=60)[1] for each in ranks]
+        assert [each.returncode for each in ranks] == [3, 3], said
+
+
+FAILS = """
+import sys, time
+import torch, torch.distributed as dist
+from unisono.env import World
+from unisono.world import start
+
+start.LEAVE_SECONDS = 1.0
+rank = int(sys.argv[1])
+with start.group(World(rank=rank, size=2, store="file://" + sys.argv[2])) as group:
+    if rank == 0:
+        time.sleep(100)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    raise ValueError("a mistake")
+"""
+
+
+def test_who_fails_with_a_collective_under_way_ends(tmp_path: Path) -> None:
+    """torch would wait for the others until they are gone, or for half an hour."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, str(rank), f"{tmp_path}/store"], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, said = ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 1
+        assert said.rstrip().endswith("ValueError: a mistake"), said
+        assert ranks[0].poll() is None
+    finally:
+        ranks[0].kill()
+        ranks[0].communicate()
 
 
 def other_errors(world: World) -> str:

@@ -24,20 +24,20 @@ from unisono.world.start import group as join
 
 
 def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], kind: str = "mlp") -> Any:
-    with join(world) as group:
+    with join(world, divided=config.parallel.shard != 1) as group:
         assert world.number is not None
         if world.number in deaths:
             die_at(*deaths[world.number])
         run = build_run(config, world, group, folder)
-        out = loop(run, kind, 101, {}, None, True)
+        out = loop(run, kind, 101, {}, None, config.parallel.shard == 1)  # noise on shards is each process's own
         run.finish()
         run.close()
         result = run.result()
         return out["losses"], run._state.fingerprint(), result
 
 
-def undisturbed(folder: Path, kind: str = "mlp", **changes: Any) -> Any:
-    (alone,) = run_ranks(train, 1, kind, settings(**changes), str(folder / "alone"), 101, False, None, None, True)
+def undisturbed(folder: Path, kind: str = "mlp", *, noise: bool = True, **changes: Any) -> Any:
+    (alone,) = run_ranks(train, 1, kind, settings(**changes), str(folder / "alone"), 101, False, None, None, noise)
     return alone["losses"], alone["state"]
 
 
@@ -96,7 +96,7 @@ def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def evaluated(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
-    with join(world) as group:
+    with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
         run = build_run(config, world, group, folder)
@@ -173,7 +173,7 @@ def long_work(
     world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], resume: bool = False
 ) -> Any:
     """Every step evaluates and has a checkpoint soon; each process notes what it has finished."""
-    with join(world) as group:
+    with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
         run = build_run(config, world, group, folder, resume=resume)
@@ -274,7 +274,7 @@ def test_a_step_of_two_passes_goes_on(tmp_path: Path) -> None:
 
 
 def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
-    with join(world) as group:
+    with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
         run = build_run(config, world, group, folder)
@@ -290,3 +290,35 @@ def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, t
         run.finish()
         run.close()
         return run._state.fingerprint()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_death_in_an_evaluation_between_two_passes(tmp_path: Path, times: int) -> None:
+    """Who is left walks over the virtual ranks of the dead in the second pass, which were not its own in the first."""
+    expected = run_ranks(evaluates_between, 1, settings(steps=5), tmp_path / "alone", {})[0]
+    with Company(evaluates_between, 3, settings(steps=5), tmp_path, {1: ("evaluate", times)}) as company:
+        company.killed = {1}
+        assert company.results() == {0: expected, 2: expected}
+
+
+def evaluates_between(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
+    with join(world) as group:
+        if world.number in deaths:
+            die_at(*deaths[world.number])
+        run = build_run(config, world, group, folder)
+        one, other, found = run.place(MLP), run.place(MLP), []
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
+        run.track(one=one, other=other, first=first, second=second)
+        for step in run.steps(Points(101)):
+            step.run(one, summed, over=[first])
+            step.update(first)
+            found.append(run.evaluate(one, Points(57), right))
+            step.run(other, summed, over=[second])
+            step.update(second)
+        run.finish()
+        run.close()
+        return found, run._state.fingerprint()
+
+
+def summed(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(out, y, reduction="sum"), len(y)

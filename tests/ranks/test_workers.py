@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -78,3 +79,18 @@ def test_workers_that_never_begin_are_told(tmp_path: Path) -> None:
     for told in run_ranks(losses, 2, str(tmp_path), 100):
         assert "2 loader workers were to begin" in told
         assert "--set loader.workers=0" in told
+
+
+def test_a_worker_whose_process_is_gone_before_it_begins_goes_too() -> None:
+    """Else it would wait for work for ever: torch's own look at the parent begins later."""
+    register = workers._Register(1)
+
+    def orphan() -> None:
+        register.parent += 1  # somebody else's child
+        register.arrived(0)
+
+    child = multiprocessing.get_context("fork").Process(target=orphan)
+    child.start()
+    child.join(10)
+    assert child.exitcode == 1
+    assert register.pids() == {0}

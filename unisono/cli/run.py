@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +20,10 @@ from unisono.checkpoint import left, manifest
 from unisono.checkpoint.place import checkpoints_at, places_of
 from unisono.cli.machine import problems_here
 from unisono.cli.request import WHERE, Request
+from unisono.cli.resubmitted import again
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import script_of
+from unisono.env import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
 from unisono.launch.process import CRASHES
@@ -52,7 +56,12 @@ def run(
     no_dry_run
         Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
     """
+    world = World.current()
+    if world.foreign and world.size > 1:
+        return _one_of(world, target, ranks, request)
     flags = [*(["--ranks", ranks] if ranks != "1" else []), *(["--no-dry-run"] if no_dry_run else [])]
+    typed = request.line("unisono", "run", target, *flags)
+    request = again(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
     minimum, count = numbers(ranks, line)
     script, threads, unsure = checked(target, count, request, line)
@@ -76,6 +85,24 @@ def run(
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
+
+
+def _one_of(world: World, target: str, ranks: str, request: Request) -> int:
+    """srun or torchrun has started this command so many times: then each is one of the processes."""
+    line = request.line("unisono", "run", target, *(["--ranks", ranks] if ranks != "1" else []))
+    if ranks not in ("1", str(world.size)):
+        true = f"{world.launcher} has started {world.size} of this command, and each is a process of the run."
+        do = f"{line.without('--ranks')} (srun -n {ranks}, or torchrun --nproc-per-node {ranks}, starts so many)"
+        raise SettingsError(str(line), true, do)
+    script = script_of(target, line)
+    sys.argv = [str(script), *request.arguments(request.run_dir)]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except UnisonoError as error:
+        traceback.print_exception(error)  # with the script's line, as plain python would
+        return error.exit_status
+    return 0
 
 
 def _fits(script: Path, threads: int, ranks: int, request: Request, line: Line) -> bool:

@@ -69,8 +69,11 @@ class _Register:
 
     def __init__(self, workers: int) -> None:
         self.lines = mmap.mmap(-1, 8 * workers)
+        self.parent = os.getpid()
 
     def arrived(self, worker: int) -> None:
+        if os.getppid() != self.parent:  # it was killed meanwhile; torch looks for a change after this
+            os._exit(1)
         struct.pack_into("=q", self.lines, 8 * worker, os.getpid())
 
     def pids(self) -> set[int]:

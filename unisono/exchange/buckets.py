@@ -348,7 +348,7 @@ class Readiness:
         self.fired = [0] * len(layout.params)
         self.next = 0
         self.into: Copy | Loose | None = None
-        self._tell = self._sends = self._last = False
+        self._known = self._tell = self._sends = self._last = False
         self._missing: list[int] = []
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
@@ -390,7 +390,12 @@ class Readiness:
         )
 
     def begin(self) -> None:
-        """A step begins: nothing is used or touched, nothing is launched."""
+        """A step begins: nothing is used or touched, nothing is launched.
+
+        In the first one nothing leaves before its last backward is over: what it tells of a model, every process says
+        by itself then, and none only that another one is gone.
+        """
+        self._known = any(self.expected)
         self.used = [False] * len(self.used)
         self.touched = False
         self.next = 0
@@ -401,8 +406,7 @@ class Readiness:
         self.into = into
         into.place(self.layout.params)
         self.fired = [0] * len(self.fired)
-        known = any(self.expected)
-        self._tell, self._sends, self._last = tell and known, launch and known, last
+        self._tell, self._sends, self._last = tell and any(self.expected), launch and self._known, last
         if self._sends:
             self._missing = [len(bucket.members) for bucket in self.layout.buckets]
 

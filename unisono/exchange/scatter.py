@@ -131,6 +131,8 @@ class Scatter(Exchange):
                 self.chunks.append(Chunk(layer, trained, self, shard.size))
             else:
                 self.dropped.append(Drop(layer, trained, self, shard.size))
+        of_layers = [p for chunk in (*self.chunks, *self.dropped) for p in chunk.params]
+        self._others = [p for p in of_layers if id(p) not in ours]  # that train, but not by this exchange
         self._sent: Sent | None = None
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
@@ -146,14 +148,18 @@ class Scatter(Exchange):
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         self.round += 1
+        self._waiting = [p.grad for p in self._others]  # whole, of another pass: FSDP2 would add to it
+        for p in self._others:
+            p.grad = None
         for chunk in [*self.chunks, *self.dropped]:
             chunk.layer.reduce_by(chunk)
 
     def leave(self) -> None:
-        self._settle()
-        for chunk in [*self.chunks, *self.dropped]:
-            for p in chunk.params:
-                p.grad = None  # what FSDP2 makes of the nothing that we put out
+        self.shard.attempt(self._settle)
+        for p in self.params:
+            p.grad = None  # what FSDP2 makes of the nothing that we put out
+        for p, grad in zip(self._others, self._waiting, strict=True):
+            p.grad = grad
 
     def send(self, chunk: Chunk, gradient: torch.Tensor) -> None:
         """Everybody gets their chunk of our gradient, unless it is a spare one; ours of theirs is on its way to us.
@@ -166,6 +172,9 @@ class Scatter(Exchange):
                 "--set 'parallel.layers=[\"...\"]'",
             )
         chunk.rounds += 1
+        self.shard.attempt(lambda: self._send(chunk, gradient))
+
+    def _send(self, chunk: Chunk, gradient: torch.Tensor) -> None:
         self._settle()
         rows = gradient.view(self.shard.size, chunk.length)
         rank, others = self.shard.rank, [r for r in range(self.shard.size) if r != self.shard.rank]
@@ -205,7 +214,8 @@ class Scatter(Exchange):
             total = self._total(chunk)
             whole &= divide_(total, weight)
             for p, grad in zip(chunk.params, chunk.views(total), strict=True):
-                p.grad = grad if id(p) in ours else None
+                if id(p) in ours:
+                    p.grad = grad
         return whole
 
     def _total(self, chunk: Chunk) -> torch.Tensor:

@@ -17,6 +17,9 @@ the group of old and says that it is ready; and when all who are left have said 
 place decides alone and in one thread, so everybody hears the same, whoever else dies meanwhile. A process that comes in
 addition waits until all the others say that they are open for it, at a step's end.
 
+Where several processes hold a model together they are a unit (parallel.shard): whoever dies takes the others of his
+unit out as well, whom the launcher ends, and units come in when all of their seats are taken.
+
 Everything that is said is a line of JSON; bytes travel as latin-1.
 """
 
@@ -45,6 +48,7 @@ class Caller:
         self.line = line
         self.number: int | None = None
         self.joins = False
+        self.seat = 0  # where it sits among those of its unit
         self.ready: dict[str, Any] | None = None
         self.heard_at = time.monotonic()
         self.waits: tuple[list[str], int, float] | None = None  # for these keys, in this generation, until then
@@ -79,6 +83,8 @@ class Meeting:
     def __init__(self, door: socket.socket, size: int, *, silence: float, tell: Tell, minimum: int = 1) -> None:
         self.silence, self.tell, self.minimum = silence, tell, minimum
         self.roster = list(range(size))
+        self.unit = 1
+        """So many neighbours in the roster hold a model together: the first of its ranks, then the others."""
         self.generation = 0
         self.lost: list[int] = []  # since the last generation began
         self.values: dict[str, str] = {}
@@ -138,11 +144,15 @@ class Meeting:
             return
         del self.members[number]
         if number in self.roster:
-            self.roster.remove(number)
-            self.lost.append(number)
+            first = self.roster.index(number) // self.unit * self.unit
+            orphans = [other for other in self.roster[first : first + self.unit] if other != number]
+            self.lost += [number, *orphans]
+            self.roster = [other for other in self.roster if other not in self.lost]
             for other in self.members.values():
                 other.say(lost=number)
             self._look_at_waits()
+            for orphan in orphans if self.roster else ():
+                self.tell({"orphan": orphan, "lost": number})
         self._form()
 
     def _look_for_silence(self) -> None:
@@ -155,13 +165,18 @@ class Meeting:
     def _answer(self, caller: Caller, words: dict[str, Any]) -> None:
         """One line that was said."""
         if "hello" in words:
-            caller.number, caller.joins = words["hello"], words["joins"]
+            caller.number, caller.joins, caller.seat = words["hello"], words["joins"], words["seat"]
             self.members[words["hello"]] = caller
         elif "ready" in words:
             caller.ready = words
             if caller.joins:
-                self._knock(caller)
+                self._knock()
             self._form()
+        elif "unit" in words:
+            self.unit = words["unit"]
+        elif "stuck" in words:  # by its own word (world/standing.py): nobody waits for it any more
+            self.tell({"silent": caller.number, "why": words["stuck"]})
+            self._let_go(caller)
         elif "told" in words:
             self.tell(words["told"])
         elif "bye" in words:
@@ -200,7 +215,7 @@ class Meeting:
             return
         new = []
         if all(caller.ready and caller.ready["open"] for caller in ready):
-            new = sorted(n for n, caller in self.members.items() if caller.joins and caller.ready)
+            new = self._newcomers()
         self.generation += 1
         self.roster += new
         lost, self.lost = self.lost, []
@@ -210,16 +225,20 @@ class Meeting:
             caller = self.members[number]
             caller.ready, caller.joins = None, False
             caller.say(**formed)
-        for caller in list(self.members.values()):
-            if caller.joins and caller.ready:
-                self._knock(caller)
+        self._knock()
         self.tell({"formed": formed, "about": about})
 
-    def _knock(self, joiner: Caller) -> None:
+    def _newcomers(self) -> list[int]:
+        """Who wants to join, and may: whole units of them, each in the order of its seats."""
+        waiting = [n for n, caller in sorted(self.members.items()) if caller.joins and caller.ready]
+        seats = ([n for n in waiting if self.members[n].seat % self.unit == seat] for seat in range(self.unit))
+        return [number for unit in zip(*seats, strict=False) for number in unit]
+
+    def _knock(self) -> None:
         """Those who are there hear that somebody wants to join them."""
-        for number in self.roster:
+        for number in self.roster if self._newcomers() else ():
             if number in self.members:
-                self.members[number].say(knock=joiner.number)
+                self.members[number].say(knock=1)
 
     def _refuse(self, why: str) -> None:
         for caller in self.members.values():

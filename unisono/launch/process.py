@@ -86,6 +86,7 @@ class Process:
         self.ended_at: float | None = None
         self.joined = not task.substitute  # is it one of those who train, or has it only been started to join them?
         self.missed = False  # it died, and the others go on without it
+        self.orphan_of: int | None = None  # it was ended since this one died, with which it shared a model
         try:
             self.popen = subprocess.Popen(
                 task.command,

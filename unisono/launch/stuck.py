@@ -13,7 +13,7 @@ from typing import NamedTuple
 from unisono.errors import Stuck
 from unisono.launch.places import COMPUTES, Place
 
-FOR_OTHERS = ("others", "meeting")
+FOR_OTHERS = ("others", "meeting", "store")
 
 
 class Verdict(NamedTuple):
@@ -63,7 +63,7 @@ def _blame(places: Sequence[Place]) -> tuple[list[Place], str]:
         return free, f"{_ranks(free, 'Rank')}: {said}."
     kinds = Counter(map(_kind, places))
     if len(kinds) == 1:
-        if places[0].waits == "meeting":
+        if places[0].waits in ("meeting", "store"):
             return [], _meeting(places)
         return [], "All wait in the same place: what they wait for is sent by nobody, or does not arrive."
     most = kinds.most_common(1)[0][1]
@@ -76,7 +76,7 @@ def _blame(places: Sequence[Place]) -> tuple[list[Place], str]:
 def _meeting(places: Sequence[Place]) -> str:
     """All who are there wait where processes meet."""
     absent = sorted(set(range(places[0].size)) - {place.rank for place in places})
-    if absent and all(place.step is None for place in places):
+    if absent and all(place.step is None and place.waits == "meeting" for place in places):
         who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         return f"All others wait for {who} to come to unisono.main."
     return "All wait where processes meet: that place (the store) does not answer, or somebody never came."
@@ -111,7 +111,7 @@ def does(place: Place) -> str:
     return f"sleeps{at}{code}"
 
 
-WAITS = {"others": "for a message", "meeting": "where processes meet"}
+WAITS = {"others": "for a message", "meeting": "where processes meet", "store": "where processes meet"}
 
 
 def table(places: Sequence[Place], guilty: Sequence[Place]) -> str:

@@ -249,7 +249,7 @@ class _Supervisor:
         process.missed = True
         if process.rank == self.voice and left:
             self.voice = left[0].rank
-        if left and not done and not stopping and survival.may_replace():
+        if left and not done and not stopping and survival.may_replace(one_death=process.orphan_of is None):
             self._start(survival.build(len(self.processes), process.rank))
 
     def _hear(self, survival: Survival) -> None:
@@ -260,11 +260,21 @@ class _Supervisor:
             self.selector.unregister(survival.meeting.stdout)  # type: ignore[arg-type]
         for event in events or []:
             if "silent" in event:
-                process = self.processes[event["silent"]]
-                process.missed = process.alive
+                self._kill_silent(self.processes[event["silent"]], event.get("why", "gives no sign of life"))
+            if "orphan" in event:
+                process = self.processes[event["orphan"]]
+                process.orphan_of, process.missed = event["lost"], process.alive
                 process.kill()
             if "formed" in event:
                 self._tell(event["formed"], max(survival.step, 0))
+
+    def _kill_silent(self, process: Process, why: str) -> None:
+        """The others take it for dead, so it must be. Not by `kill`: it then counts as any death, so that the run ends,
+        and may begin again, if all have died like this."""
+        if process.alive:
+            self._say(f"Process {process.rank} {why}: it is killed. Its log is {process.task.log}")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
 
     def _tell(self, formed: dict[str, Any], step: int) -> None:
         """Who died, and who has joined."""
@@ -278,6 +288,9 @@ class _Supervisor:
                 time.sleep(0.001)
             if process.alive and process.has_ended():
                 self._bury(process)
+            if process.orphan_of is not None:
+                self._say(f"Process {number}, which shared its model, was ended. Its log is {process.task.log}")
+                continue
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
             self._say(
                 f"Process {number} {how} after {step} steps; {len(formed['roster'])} finish its step and go on. "

@@ -93,9 +93,9 @@ class Survival:
                 self.step, self._deaths = max(steps), 0
         return events
 
-    def may_replace(self) -> bool:
-        """A process died. Is another one to be started in its place?"""
-        self._deaths += 1
+    def may_replace(self, *, one_death: bool = True) -> bool:
+        """A process is gone, by a death of its own or not. Is another one to be started in its place?"""
+        self._deaths += one_death
         return self._deaths <= LIMIT
 
 

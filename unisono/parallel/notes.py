@@ -77,6 +77,10 @@ class Notes:
             if number != note.ours:
                 self._refuse(rank, note.ours, number)
 
+    def forget(self) -> None:
+        """What was written is lost: another group has taken the place of ours."""
+        self._end, self._written = None, []
+
     def end(self) -> None:
         """A step, or an evaluation, is over. Who knows of more to come will hear of it, and say so."""
         if self.at_once:
@@ -108,35 +112,56 @@ class Notes:
 
 
 class Gather:
-    """Stands where FSDP2 would gather a layer: everybody's part goes to everybody, behind a note.
+    """Stands where FSDP2 would gather a layer: everybody's part goes to everybody.
 
     It keeps the protocol AllGather of torch.distributed.fsdp: `output_tensor` is flat, a part of each process, in the
-    order of ranks.
+    order of ranks. Where somebody has died, zeros are gathered until the step is made again.
     """
 
-    def __init__(self, layer: Layer, notes: Notes) -> None:
-        self.notes, self.number = notes, notes.number(f"to gather {layer.within}")
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-        ours, note = self.notes.group, self.notes.write(self.number)
+        left: list[Work] = []
+        if not self.group.attempt(lambda: left.extend(self.gather(output_tensor, input_tensor))):
+            output_tensor.zero_()
+        if async_op and left:
+            return left[0]
+        wait_for(left)
+        return None
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> list[Work]:
+        """All parts arrive in `out`. Returns what is still to be waited for."""
+        work = self.group.all_gather(out, part)
+        if self.group.device.type != "cpu":
+            return [work]
+        wait_for([work])
+        return []
+
+
+class Noted(Gather):
+    """The same behind a note, for who gathers layers one by one."""
+
+    def __init__(self, layer: Layer, notes: Notes) -> None:
+        super().__init__(notes.group)
+        self.notes, self.number = notes, notes.number(f"to gather {layer.within}")
+
+    def gather(self, out: torch.Tensor, part: torch.Tensor) -> list[Work]:
+        ours, note = self.group, self.notes.write(self.number)
         if not self.notes.at_once:
-            work = ours.all_gather(output_tensor, input_tensor)
-            if async_op:
-                return work
-            work.wait()
-            return None
-        rows = output_tensor.view(ours.size, -1)
+            return super().gather(out, part)
+        rows = out.view(ours.size, -1)
         others = [rank for rank in range(ours.size) if rank != ours.rank]
-        sends, receives = [Message(input_tensor, r) for r in others], [Message(rows[r], r) for r in others]
+        sends, receives = [Message(part, r) for r in others], [Message(rows[r], r) for r in others]
         works = ours.send_and_receive(sends, receives, tag=self.number)
-        if rows[ours.rank].data_ptr() != input_tensor.data_ptr():
-            rows[ours.rank].copy_(input_tensor)
+        if rows[ours.rank].data_ptr() != part.data_ptr():
+            rows[ours.rank].copy_(part)
         self.notes.read(note)
         wait_for(works)
-        return None
+        return []
 
 
 def _even(rows: Sequence[Sequence[int]]) -> list[list[int]]:

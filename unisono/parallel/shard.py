@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -25,9 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from unisono.errors import LoopError
 from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.layout import apply_rows
-from unisono.parallel.notes import Gather, Notes
+from unisono.parallel.notes import Gather, Noted, Notes
 from unisono.parallel.precision import DTYPES
-from unisono.world.collectives import like, local
+from unisono.world.collectives import Group, like, local
 
 if TYPE_CHECKING:
     from unisono.settings import ParallelSettings
@@ -122,7 +123,19 @@ class Layer:
     def listen(self, notes: Notes) -> None:
         """From now on, whoever gathers it tells the others so, and is told what they do."""
         self.notes, self.reduced = notes, notes.number(f"done with {self.within} in backward")
-        self._fsdp.set_custom_all_gather(Gather(self, notes))  # type: ignore[arg-type]  # it keeps that protocol
+        self._fsdp.set_custom_all_gather(Noted(self, notes))  # type: ignore[arg-type]  # it keeps that protocol
+
+    def gather_by(self, group: Group) -> None:
+        """From now on it is gathered over this group, whichever torch's own is then."""
+        self._fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # it keeps that protocol
+
+    def become(self, group: Group) -> None:
+        """Those who share it have a new group."""
+        if self.notes is not None:
+            self.notes.forget()
+        for of in self._fsdp._get_fsdp_state()._fsdp_param_groups:
+            about: Any = of.mesh_info
+            about.shard_process_group = group.handle or dist.group.WORLD
 
     def reduce_by(self, comm: Any) -> None:
         """Hand gradients to `comm` from now on, as the sums that they are."""

@@ -13,6 +13,7 @@ import torch
 from unisono.data.loader import Loader, Schedule
 from unisono.data.seeding import Generators, seed_everything
 from unisono.errors import DataError, LoopError
+from unisono.exchange import refuse_numbers
 from unisono.exchange.buckets import touched
 from unisono.exchange.own import Own
 from unisono.parallel.precision import LossScale
@@ -98,6 +99,14 @@ class Engine:
         """What each of `size` processes computes of every batch, unless somebody deals anew."""
         return place_evenly(settings.virtual_ranks, size, sites_of(settings))
 
+    @classmethod
+    def seated(cls, settings: Settings, mesh: Mesh) -> tuple[Seat, Schedule]:
+        """Where this process sits, and what each computes. Those who share layers compute one span in turn."""
+        seat, line = Seat(mesh.data.rank), mesh.data
+        if mesh.shard.size > 1 and settings.parallel.gather == "layer":
+            seat, line = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size), mesh.replicate
+        return seat, Schedule(cls.spans(settings, mesh, line.size))
+
     # -- a step
 
     def new_step(self, number: int) -> Step:
@@ -129,17 +138,19 @@ class Engine:
             refuse_hooks(self.models.trained, self.models.names, self.order.virtual_ranks)
         if optimizers is None and self._whole is not None:
             return self._whole
-        params = self.models.trained
+        asked = self.models.params
         if optimizers is not None:
-            asked = {id(p) for o in optimizers for group in getattr(o, "param_groups", []) for p in group["params"]}
-            params = [p for p in params if id(p) in asked]
-            if not params:
-                names = " and ".join(type(o).__name__ for o in optimizers) or "nothing"
-                raise LoopError(
-                    f"step.over was given {names}.",
-                    "It holds no parameter of a placed model that needs a gradient.",
-                    "pass the optimizers whose parameters this pass is for: step.over(optimizer).",
-                )
+            held = {id(p) for o in optimizers for group in getattr(o, "param_groups", []) for p in group["params"]}
+            asked = [p for p in asked if id(p) in held]
+        refuse_numbers(asked, self.settings.compress)
+        params = [p for p in asked if p.requires_grad]
+        if optimizers is not None and not params:
+            names = " and ".join(type(o).__name__ for o in optimizers) or "nothing"
+            raise LoopError(
+                f"step.over was given {names}.",
+                "It holds no parameter of a placed model that needs a gradient.",
+                "pass the optimizers whose parameters this pass is for: step.over(optimizer).",
+            )
         key = tuple(map(id, params))
         if key not in self._gradients:
             only = optimizers is not None
@@ -256,10 +267,10 @@ class Engine:
 
     def _meet(self, step: Step, number: int, gradient: Gradient) -> None:
         """Everything that processes do together: it can be made again, until the gradient is known to be whole."""
+        if self.order.virtual_ranks > 1:  # before anything leaves, so that whoever has it says so, and not who waits
+            self._check_forward(step)
         gradient.exchange.launch()
         self.models.busy = False
-        if self.order.virtual_ranks > 1:
-            self._check_forward(step)
         gradient.seen = True
         buffers = self.models.buffers
         exchange = gradient.exchange
@@ -313,8 +324,8 @@ class Engine:
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)
             return float(torchs)
-        pipeline = self.models.pipeline
-        norm = total_norm(grads, self.mesh) if pipeline is None else pipeline.names.total_norm(params)
+        pipe = self.models.pipeline
+        norm = total_norm(grads, self.mesh, self.survivors) if pipe is None else pipe.names.total_norm(params)
         if limit is not None:
             clip_(grads, limit, norm)
         return norm

@@ -55,8 +55,9 @@ class Gradient:
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
         self.notes = layers[0].notes if layers else None
-        if layers and by_layer:
-            self.exchange = build_exchange("scatter", params, ranks, mesh.replicate, shard=mesh.shard, layers=layers)
+        self.scattered = layers if by_layer else []
+        if self.scattered:
+            self.exchange = self._scatter()
         elif pipeline is not None:
             stages = pipeline.parts_of(params)
             parts = [chosen(settings, of, mesh.data, mesh.world) if of else Resting() for of in stages]
@@ -67,7 +68,7 @@ class Gradient:
             self.exchange = chosen(settings, self.leaves, mesh.data, mesh.world)
         if mesh.context.size > 1:
             self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
-        self.inputs = list(self.leaves) if only and not (layers and by_layer) else None
+        self.inputs = list(self.leaves) if only and not self.scattered else None
         self.finite = True
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
         self.seen = False  # has a backward of it been looked at closely?
@@ -93,8 +94,18 @@ class Gradient:
         """Other processes make it than before: from here on with an exchange among them. Returns the old one, to close
         when what it holds is not needed any more."""
         old, self.stale = self.exchange, False
-        self.exchange = after_a_death(self.settings, self.leaves, self.mesh.data, self.mesh.world)
+        self.exchange = (
+            self._scatter()
+            if self.scattered
+            else after_a_death(self.settings, self.leaves, self.mesh.data, self.mesh.world)
+        )
         return old
+
+    def _scatter(self) -> Exchange:
+        """Of layers that are gathered one by one."""
+        ranks, mesh = self.settings.virtual_ranks, self.mesh
+        more = {"shard": mesh.shard, "layers": self.scattered}
+        return build_exchange("scatter", self.params, ranks, mesh.replicate, **more)
 
     def _gather(self) -> list[torch.nn.Parameter]:
         """Gather all layers of all models, until `finish`. Returns the whole of every parameter."""

@@ -97,6 +97,9 @@ class Models:
             self.notes = self.notes or Notes(self.mesh.shard)
             for layer in layers:
                 layer.listen(self.notes)
+        elif layers:
+            for layer in layers:
+                layer.gather_by(self.mesh.shard)
         self.layers += layers
         apply_marks(model, marks)
         self.plans.append(plan)
@@ -126,6 +129,11 @@ class Models:
         """These were tracked: their buffers count too, whoever holds their parameters."""
         self.tracked = list(modules)
         self._grew = True
+
+    def become(self) -> None:
+        """The processes that share them have a new group, or other replicas beside them (world/mesh.py)."""
+        for layer in self.layers:
+            layer.become(self.mesh.shard)
 
     def batch_norms(self) -> list[tuple[str, _BatchNorm]]:
         """Every batch norm, with its name."""

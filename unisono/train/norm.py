@@ -18,19 +18,25 @@ from unisono.score.tree import chain
 from unisono.world.collectives import lies_apart, local
 
 if TYPE_CHECKING:
+    from unisono.train.survivors import Survivors
     from unisono.world.collectives import Group
     from unisono.world.mesh import Mesh
 
 
-def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh) -> float:
-    """The norm of these gradients; where processes hold parts of them, those that do must call it together.
+def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, survivors: Survivors | None = None) -> float:
+    """The norm of these gradients; where processes hold parts of them, those that do must call it together. With
+    `survivors` all processes must: it is a meeting, made again if one of them dies meanwhile.
 
     What is cut by the axis `tensor` is added up part by part, in the order of ranks: there the norm depends on how many
     parts there are, and still not on shards or replicas.
     """
     cut = [grad for grad in grads if is_cut(grad)]
     whole = [grad for grad in grads if not is_cut(grad)]
-    return norm_of(_squares(whole, mesh.shard), _squares(cut, mesh.shard), mesh.tensor)
+
+    def found() -> float:
+        return norm_of(_squares(whole, mesh.shard), _squares(cut, mesh.shard), mesh.tensor)
+
+    return found() if survivors is None or mesh.shard.size == 1 else survivors.together("The gradient's norm", found)
 
 
 def norm_of(squares: float, cut: float, tensor: Group) -> float:

@@ -87,10 +87,8 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
         shards=shards,
         window=window,
     )
-    by_layer = mesh.shard.size > 1 and settings.parallel.gather == "layer"
-    seat = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size) if by_layer else Seat(mesh.data.rank)
-    schedule = Schedule(kind.spans(settings, mesh, (mesh.replicate if by_layer else mesh.data).size))
-    if by_layer and settings.micro_batch is not None:
+    seat, schedule = kind.seated(settings, mesh)
+    if seat.turns > 1 and settings.micro_batch is not None:
         run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
 
     def open_loader(schedule: Schedule, seat: Seat, first: int) -> Loader:

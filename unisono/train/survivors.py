@@ -15,33 +15,30 @@ dealt anew and computed (score/rescue.py), and comes out of the loop's own `for 
     process 1   v3 killed
     process 2   v6 v7 v8 | exchange x        | v5    | exchange | update ...        rank 1 of 2
 
-A process that is started instead joins at a step's end. What it needs is what a resume needs: what the run tracks. The
-first of those who have it sends it; no file is read.
+A process that is started instead joins at a step's end, and is given what it needs (train/welcome.py).
+
+Where several processes share a model, layer by layer, a death is met in the midst of a forward or a backward pass,
+which cannot be left: gathering then gives zeros (Group.attempt), the script goes on to the end of its rounds, and
+these are made again, all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import torch
-
-from unisono.checkpoint.load import Checkpoint
-from unisono.checkpoint.pack import Tensors, described, pack, unpack
-from unisono.data.loader import Schedule
 from unisono.data.seeding import seed_everything
 from unisono.errors import PeerLost, WorldError
 from unisono.exchange import promise_of, survives
 from unisono.score.keys import mix, place_key
 from unisono.score.order import Place
-from unisono.score.placement import Seat
+from unisono.score.placement import taken
 from unisono.score.rescue import deal_missing
 from unisono.score.tree import Node
-from unisono.settings import ENVIRONMENT
 from unisono.train.dealing import WORDS, build_dealing
 from unisono.train.engine import Engine
-from unisono.world.collectives import Message, peers, wait_for
+from unisono.train.welcome import welcome
+from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
     from unisono.train.divergence import Divergence
@@ -78,6 +75,7 @@ class Survivors:
         self.meetings = 0
         self.deaths: list[dict[str, int]] = []
         self.joined: list[dict[str, int]] = []
+        self.empty = False  # have we just come, and know nothing yet?
         self._leads = run.is_main
         self._regrouped = -1  # the step that was under way when the group last changed
 
@@ -93,23 +91,26 @@ class Survivors:
                     found.append(body())
                     self.group.barrier()
             except (PeerLost, RuntimeError, ConnectionError) as lost:
-                said = self._agree(lost, whole=bool(found))
+                said = self._agree(lost, whole=bool(found) and not self.company.torn)
                 self._regroup(self._next_step)
+                if self.run._last_step is not None:  # a later pass of it is dealt otherwise
+                    self._regrouped = self.run._last_step.number
                 if not committed(said, self.meetings):
-                    if again:
-                        continue
-                    raise
+                    if not again:
+                        raise
+                    self.run._models.rest()
+                    continue
             self.meetings += 1
             return found[0]
 
     def go_on(self, step: Step, number: int, gradient: Gradient, lost: Exception) -> Rounds | None:
         """Pass `number` of `step` met a death. The rounds that are missing; None: the gradient is whole everywhere."""
-        engine = step._engine
-        whole = gradient.is_whole
+        engine, torn = step._engine, self.company.torn  # then shards were not gathered, and nothing here is good
+        whole = gradient.is_whole and not torn
         old, held = gradient.exchange, dict[Node, Any]()
 
         def still_held() -> list[int]:
-            held.update({} if whole else old.held())
+            held.update({} if whole or torn else old.held())
             return [v for node in held for v in range(*node)]
 
         said = self._agree(lost, whole=whole, in_step=True, held=still_held)
@@ -120,6 +121,7 @@ class Survivors:
             return None
         top = all(each.in_step and each.meetings == self.meetings for each in said)
         pieces = engine._pieces(step.number, engine.block)
+        engine.models.rest()  # not before: a gradient that is whole lies where parameters are gathered
         gradient.renew()
         if not (top and any(each.held for each in said)):  # some have not begun it: then it is an ordinary step
             held.clear()
@@ -150,14 +152,13 @@ class Survivors:
             engine.dealing.begin()
 
         def rounds() -> Rounds:
-            for virtual_rank in ours:
-                for piece in range(len(engine.order.micro_bounds(step.number, virtual_rank))):
-                    place, batch = engine._loader.fetch(Place(step.number, virtual_rank, piece))
-                    if kept is not None and number == 0:
-                        kept.append((place, batch))
-                    if number:
-                        seed_everything(mix(place_key(engine._round_key, *place[:3]), number), engine._accelerator)
-                    yield place, batch, False
+            for place in self._places(engine, step.number, ours):
+                place, batch = engine._loader.fetch(place)
+                if kept is not None and number == 0:
+                    kept.append((place, batch))
+                if number:
+                    seed_everything(mix(place_key(engine._round_key, *place[:3]), number), engine._accelerator)
+                yield place, batch, False
 
         return engine._walk(rounds(), number, gradient)
 
@@ -165,11 +166,16 @@ class Survivors:
         """Another pass of a step in which the group has changed: its micro-batches are dealt otherwise than before."""
         if self._regrouped != step:
             return
-        known = dict(kept)
-        places = [Place(step, v, piece) for v, count in pieces.items() for piece in range(count)]
-        engine = self.run._engine
+        known, engine = dict(kept), self.run._engine
         assert engine is not None
+        places = self._places(engine, step, pieces)
         kept[:] = [(p, known[p]) if p in known else engine._loader.fetch(p) for p in places]
+
+    @staticmethod
+    def _places(engine: Engine, step: int, virtual_ranks: Iterable[int]) -> list[Place]:
+        """This process's micro-batches of these, with those who take turns in them."""
+        places = [Place(step, v, n) for v in virtual_ranks for n in range(len(engine.order.micro_bounds(step, v)))]
+        return [place for place, _ in taken(((place, None) for place in places), engine.seat)]
 
     # -- a new group
 
@@ -191,19 +197,18 @@ class Survivors:
             self._note(formed.lost, formed.joined)
             try:
                 with peers(GOING_ON):
-                    mine = Said(self.meetings, whole, in_step, list(held()), self._empty)
+                    mine = Said(self.meetings, whole, in_step, list(held()), self.empty)
                     said = [Said(*each) for each in self.group.gather(mine)]
                     if any(each.empty for each in said):
-                        self._feed(said)
+                        welcome(self, [each.empty for each in said])
+                        self.empty = False
                     return said
             except (PeerLost, RuntimeError, ConnectionError) as again:
                 if not self.company.lost_one(again):
                     raise
 
-    _empty = False
-
     @property
-    def _watch(self) -> Divergence | None:
+    def watch(self) -> Divergence | None:
         return self.run._engine.divergence if self.run._engine is not None else None
 
     def _note(self, lost: Sequence[int], joined: Sequence[int]) -> None:
@@ -219,7 +224,7 @@ class Survivors:
     def _regroup(self, first: int) -> None:
         """From step `first` on the steps are made by the group that there is now."""
         run, engine = self.run, self.run._engine
-        run._mesh.become()
+        run._models.become()
         if engine is None or run._over:
             return
         if self.group.rank == 0 and not self._leads:
@@ -227,16 +232,15 @@ class Survivors:
             run._watcher.lead(run.steps_done)
             run.on_lead()
         engine._loader.close()
-        spans = engine.spans(run.settings, run._mesh, self.group.size)
-        engine.seat, engine.schedule = Seat(self.group.rank), Schedule(spans)
+        engine.seat, engine.schedule = engine.seated(run.settings, run._mesh)
         engine._loader = engine.open_loader(engine.schedule, engine.seat, first)
         engine._batches = iter(engine._loader)
         for gradient in engine._gradients.values():
             gradient.stale = True
         before = engine.dealing.deals if engine.dealing is not None else []
         promise, _ = promise_of(run.settings, self.group.size)
-        if self._watch is not None:
-            self._watch.doubt()
+        if self.watch is not None:
+            self.watch.doubt()
         engine.dealing = build_dealing(run.settings, run._mesh, engine.schedule, first, promise, run._watcher.note)
         run._table.words = WORDS if engine.dealing is not None else 0
         if engine.dealing is not None:
@@ -251,74 +255,9 @@ class Survivors:
 
     def join(self) -> None:
         """We come in addition, and know nothing: wait until the others let us in at a step's end."""
-        self._empty = True
+        self.empty = True
         self._agree(PeerLost(GOING_ON), open_=True)
         self._regroup(self.run.steps_done)
-
-    def _feed(self, said: Sequence[Said]) -> None:
-        """The first one who knows it sends all that a resume needs to those who have just come."""
-        source = next((rank for rank, each in enumerate(said) if not each.empty), None)
-        if source is None:
-            raise PeerLost(
-                f"Process {self.company.number} was to join a run.",
-                "All processes that knew its state are gone.",
-                "go on from the newest checkpoint: the same command with --resume.",
-            )
-        new = [rank for rank, each in enumerate(said) if each.empty]
-        tensors, told = Tensors(), None
-        if self.group.rank == source:
-            told = self._told(tensors)
-        told = self.group.gather(told)[source]
-        if self.group.rank == source:
-            wait_for(
-                self.group.send_and_receive(
-                    [Message(_bytes(tensor), rank) for rank in new for tensor in tensors.values()], []
-                )
-            )
-        elif self._empty:
-            kinds = described(told["states"])
-            room = {
-                name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"])) for name, about in kinds.items()
-            }
-            # in the order in which they were put in
-            wait_for(self.group.send_and_receive([], [Message(_bytes(room[name]), source) for name in told["names"]]))
-            self._take(told, room)
-        self.group.barrier()
-        self._empty = False
-
-    def _told(self, tensors: Tensors) -> dict[str, Any]:
-        run = self.run
-        states = {name: pack(thing.state_dict(), name, tensors) for name, thing in run._state.tracked.items()}
-        return {
-            "steps": run.steps_done,
-            "meetings": self.meetings,
-            "states": states,
-            "names": list(tensors),
-            "columns": run._table.names,
-            "saved_after": run._state.saved_after,
-            "same_after": self._watch.same_after if self._watch is not None else 0,
-            "machine": {name: run._identity.get(name) for name in ENVIRONMENT},
-            "changes": run.changes,
-            "deaths": [self.deaths, self.joined],
-        }
-
-    def _take(self, told: Mapping[str, Any], room: Mapping[str, torch.Tensor]) -> None:
-        run = self.run
-        ours = {name: run._identity.get(name) for name in ENVIRONMENT}
-        if differ := [name for name in ENVIRONMENT if told["machine"].get(name) != ours[name]]:
-            raise WorldError(
-                f"Process {self.company.number} was to join a run that is in the midst of it.",
-                f"Its machine differs in {', '.join(differ)}, which changes bits.",
-                "replace processes on machines of the same kind.",
-            )
-        states = {name: unpack(plain, room) for name, plain in told["states"].items()}
-        run._state.take(Checkpoint(Path("the memory of a survivor"), told["steps"], {}, states))
-        run.steps_done, self.meetings = told["steps"], told["meetings"]
-        run._table.names, run._state.saved_after = told["columns"], told["saved_after"]
-        run.changes[:] = told["changes"]
-        if self._watch is not None:
-            self._watch.same_after = told["same_after"]
-        self.deaths, self.joined = told["deaths"]
 
 
 def committed(said: Sequence[Said], meetings: int) -> bool:
@@ -326,25 +265,23 @@ def committed(said: Sequence[Said], meetings: int) -> bool:
     return any(each.meetings > meetings for each in said) or all(each.whole for each in said)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as bytes: not every back end knows every kind of number."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def build_survivors(run: Run[Any]) -> Survivors | None:
     """Who goes on when a process dies; None, where nobody can: then the newest checkpoint is the way."""
     company, engine = run._group.company, run._engine
     if company is None or not may_survive(run) or (engine is not None and engine.own is not None):
         return None
-    company.watchful = True
+    company.watch(run._mesh.unit)
     return Survivors(run, company)
 
 
 def may_survive(run: Run[Any]) -> bool:
     """Can those who are left go on without a process that dies, as far as the settings tell? (An audit compares what
-    processes have made that were there before.)"""
-    settings = run.settings
-    plain = run._mesh.torchs is None and run._kind is Engine and not settings.audit_every
+    processes have made that were there before. Of a model that lies over several, another replica must be there; its
+    buddies hold what they were told of the group that is gone.)"""
+    settings, axes = run.settings, run._mesh.axes
+    whole = run._mesh.torchs is None
+    replicas = axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.buddy
+    plain = run._kind is Engine and not settings.audit_every and (whole or replicas)
     return run._group.company is not None and plain and settings.virtual_ranks > 1 and survives(settings)
 
 

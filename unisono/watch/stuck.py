@@ -35,7 +35,7 @@ from unisono.launch import places, record
 from unisono.launch.places import Place
 from unisono.launch.stuck import Telling, judge
 from unisono.watch import flight
-from unisono.watch.board import Board, board
+from unisono.watch.board import Board, alone, board, hosts_by_rank
 
 if TYPE_CHECKING:
     from unisono.settings import StuckSettings
@@ -107,8 +107,9 @@ class Watch:
             place = self._here()
             if self._show(place):
                 continue
-            where = where or board(self.world)
-            self._judge(place, where.meet(place) if where is not None else [place])
+            where = where or board(self.world, place)
+            known = where.meet(place) if where is not None else alone(place, by_rank=hosts_by_rank(self.world))
+            self._judge(place, known)
 
     def _show(self, place: Place) -> bool:
         """To the launcher, if it is ours."""
@@ -233,7 +234,7 @@ WHOM = (
     ("/torch/distributed/rendezvous.py", "meeting"),
     ("/torch/distributed/", "others"),
     ("/torch/utils/data/dataloader.py", "workers"),
-    *((f"/unisono/world/{name}.py", "meeting") for name in ("start", "connect", "keys", "members")),
+    *((f"/unisono/world/{name}.py", "meeting") for name in ("start", "connect", "hosted", "keys", "members")),
     ("/unisono/world/", "others"),
     ("/unisono/exchange/", "others"),
 )

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from unisono import phases
 from unisono.errors import PeerLost
+from unisono.world.patience import Patient, Watched
 
 if TYPE_CHECKING:
     from unisono.world.members import Company
@@ -66,20 +66,6 @@ def wait_for(works: Iterable[Work]) -> None:
     for work in works:
         work.wait()
     phases.Waited.seconds += time.perf_counter() - began
-
-
-TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
-
-
-class Patient(NamedTuple):
-    """A message under way, of gloo's. By itself it would wait no longer than connecting may take: it keeps the timeout
-    that the group was made with, whatever `_set_pg_timeout` says later (torch 2.13)."""
-
-    work: Any
-
-    def wait(self) -> Any:
-        return self.work.wait(TIMEOUT)
 
 
 # torch 2.13 gave these two new names and warns about the old ones
@@ -133,20 +119,45 @@ class Group:
     handle: dist.ProcessGroup | None = None
     company: Company | None = None
 
-    def become(self, rank: int, size: int, neighbours: Mapping[int, int]) -> None:
+    def become(
+        self,
+        rank: int,
+        size: int,
+        neighbours: Mapping[int, int],
+        members: tuple[int, ...] = (),
+        handle: dist.ProcessGroup | None = None,
+    ) -> None:
         """From now on these are its processes, and this is ours among them."""
-        self.rank, self.size, self.neighbours = rank, size, neighbours
+        self.rank, self.size, self.neighbours, self.members, self.handle = rank, size, neighbours, members, handle
+
+    @property
+    def decides(self) -> bool:
+        """Is this the process that decides for all, where one does?"""
+        return self.rank == 0
+
+    def attempt(self, body: Callable[[], Any]) -> bool:
+        """Do something with the others in the midst of what only a step's end can mend: a model's forward pass, say,
+        which gathers shards. False: somebody has died, and what it would have made is not there. The step's end will
+        tell, and everybody makes it again; until then nothing more is attempted."""
+        company = self.company
+        if company is None or not company.watchful:
+            body()
+            return True
+        if not company.torn:
+            try:
+                body()
+            except (RuntimeError, ConnectionError) as error:
+                company.bear(error)
+        return not company.torn
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> Work:
         """Begin to sum `tensor` over all processes, in place; or to find the largest of each element."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        work: Work = dist.all_reduce(tensor, op=op, group=self.handle, async_op=True)
-        return work
+        return self._watched(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True))
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
         """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
-        work: Work = _all_gather(out, mine, group=self.handle, async_op=True)
-        return work
+        return self._watched(_all_gather(out, mine, group=self.handle, async_op=True))
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int = 0) -> list[Work]:
         """Begin to send and to receive these. Between two processes, messages of one tag arrive in the order they were
@@ -158,12 +169,18 @@ class Group:
         sends = [message for message in sends if message.tensor.numel()]
         if self.device.type == "cpu":  # gloo takes them one by one anyway: without the checks of a batch
             works = [dist.irecv(tensor, group=self.handle, group_src=peer, tag=tag) for tensor, peer in receives]
-            works += [dist.isend(tensor, group=self.handle, group_dst=peer, tag=tag) for tensor, peer in sends]
-            return [Patient(work) for work in works]
+            sent = [dist.isend(tensor, group=self.handle, group_dst=peer, tag=tag) for tensor, peer in sends]
+            post = self.company.messenger if self.company is not None else None
+            return [Patient(work) for work in works] + [post.take(work) if post else Patient(work) for work in sent]
         ops = [self.op(dist.irecv, message) for message in receives] + [
             self.op(dist.isend, message) for message in sends
         ]
         return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    def _watched(self, work: Any) -> Work:
+        """A collective that was begun: somebody may die in it, and the others go on."""
+        watchful = self.company is not None and self.company.watchful
+        return Watched(work, self.company) if watchful else work  # type: ignore[arg-type]
 
     def op(self, what: Any, message: Message) -> dist.P2POp:
         """A message as torch takes it; `what` is dist.isend or dist.irecv."""
@@ -175,7 +192,7 @@ class Group:
         if mine.dtype is torch.bool:  # gloo does not know it
             return self.trade(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
         out = mine.new_empty(sum(theirs))
-        dist.all_to_all_single(out, mine, theirs, sizes, group=self.handle)
+        self._watched(dist.all_to_all_single(out, mine, theirs, sizes, group=self.handle, async_op=True)).wait()
         return out
 
     def add_up(self, flat: torch.Tensor) -> torch.Tensor:
@@ -194,13 +211,13 @@ class Group:
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.handle)
+            self.all_reduce(tensor).wait()
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest over all processes, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.handle)
+            self.all_reduce(tensor, largest=True).wait()
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
@@ -231,11 +248,12 @@ class Group:
             dense = tensor.detach().to(self.device).contiguous()
             if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
                 root = self.members[source] if self.members else source
-                dist.broadcast(dense.reshape(-1).view(torch.uint8), src=root, group=self.handle)
+                flat = dense.reshape(-1).view(torch.uint8)
+                self._watched(dist.broadcast(flat, src=root, group=self.handle, async_op=True)).wait()
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
     def barrier(self) -> None:
         """Wait until everybody is here."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.handle)
+            self.sum_(torch.zeros(1, device=self.device))

@@ -7,6 +7,8 @@ each other under different names in all attempts to come (torch 2.13); before ea
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -14,19 +16,34 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from unisono.errors import WorldError
-from unisono.world.collectives import TIMEOUT
+from unisono.world.patience import TIMEOUT
 
 CONNECT = timedelta(seconds=4)
-"""How long connecting may take once everybody is there (and a tenth of a second more for each process)."""
+"""How long connecting may take once everybody is there (and a tenth of a second more for each process), as it is said
+to gloo."""
+
+AGAIN, EACH = timedelta(seconds=0.3), timedelta(seconds=0.02)
+"""The same where processes may die meanwhile, and more for each: two seconds for four of them, as gloo counts. All are
+there, so it takes 30 ms; and whoever dies in it is waited for in vain: gloo cannot be woken while it connects."""
+
+RELAXED = 5
+"""gloo waits so many times what it is told for a connection that does not come (its `relaxedTimeout`; 1.6 s were 8.0,
+measured), though not for an address in the store."""
 
 ATTEMPTS = 5
 """On a busy machine gloo now and then waits for a connection that was made (1 in some thousand groups, measured). Each
-attempt may take twice as long as the one before it: two minutes in all."""
+attempt may take twice as long as the one before it."""
+
+PART_SECONDS = 5.0
+"""A group whose threads do not end within this time is left to itself."""
 
 
-def connect(store: dist.Store, rank: int, size: int, backend: str, first: timedelta = CONNECT) -> None:
+def connect(
+    store: dist.Store, rank: int, size: int, backend: str, first: timedelta | None = None, limit: float = math.inf
+) -> None:
     """torch's group of these processes. Wait until everybody is there, however long a host takes to start; then
-    connect, and soon (`first`: how long the first attempt may take), or try again."""
+    connect, and soon (`first`: what gloo is told in the first attempt), or try again; `limit`: as often as these
+    seconds allow."""
     count(store, size, "here")
 
     def connect_here(attempt: int, patience: timedelta) -> None:
@@ -39,12 +56,25 @@ def connect(store: dist.Store, rank: int, size: int, backend: str, first: timede
             timeout=patience,
         )
 
-    def part() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    all_together(store, rank, size, "connected", connect_here, part, first)
+    all_together(store, rank, size, "connected", connect_here, part, first, limit)
     distributed_c10d._set_pg_timeout(TIMEOUT)
+
+
+def soon(size: int) -> timedelta:
+    """What gloo is told in a first attempt where processes may die meanwhile."""
+    return AGAIN + size * EACH
+
+
+def part() -> None:
+    """Out of torch's group, if there is one. Its end waits for its threads, and one of these may wait in a collective
+    that will never come (members.py): then it goes on waiting, beside us."""
+    if not dist.is_initialized():
+        return
+    held = [dist.group.WORLD]
+    dist.destroy_process_group()
+    ends = threading.Thread(target=held.clear, name="group", daemon=True)
+    ends.start()
+    ends.join(PART_SECONDS)
 
 
 def count_groups_from(number: int) -> None:
@@ -59,13 +89,17 @@ def all_together(
     what: str,
     connect: Callable[[int, timedelta], None],
     part: Callable[[], None],
-    first: timedelta = CONNECT,
+    first: timedelta | None = None,
+    limit: float = math.inf,
 ) -> None:
     """Connect, with everybody; where one process cannot, all `part` again and try anew, with more patience."""
-    for attempt in range(1, ATTEMPTS + 1):
+    patience = first or CONNECT + size * timedelta(seconds=0.1)
+    longest = RELAXED * patience.total_seconds()
+    attempts = max(n for n in range(1, ATTEMPTS + 1) if n == 1 or (2**n - 1) * longest <= limit)
+    for attempt in range(1, attempts + 1):
         error: RuntimeError | None = None
         try:
-            connect(attempt, 2 ** (attempt - 1) * (first + size * timedelta(seconds=0.1)))
+            connect(attempt, 2 ** (attempt - 1) * patience)
         except RuntimeError as caught:
             error = caught
         # who has connected to somebody who has not must try again as well
@@ -75,7 +109,7 @@ def all_together(
     reason = str(error).splitlines()[0] if error else "another process could not."
     raise WorldError(
         f"Process {rank} was to connect to the other {size - 1}.",
-        f"They met, but {ATTEMPTS} attempts to connect failed: {reason}",
+        f"They met, but {attempts} attempts to connect failed: {reason}",
         "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
     ) from error
 

@@ -19,12 +19,16 @@ GONE = "Connection closed by peer: a process of the run is gone"
 
 
 class Keys(dist.Store):
-    """One connection to the meeting place. `generation`: those who wait for the same thing are in the same one."""
+    """One connection to the meeting place. `generation`: those who wait for the same thing are in the same one.
+
+    asked  how many questions were asked; waits: is one of them now waiting for what another process is to set?
+    """
 
     def __init__(self, path: str, limit: timedelta) -> None:
         super().__init__()
         self.generation = 0
         self.limit = limit
+        self.asked, self.waits = 0, False
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(path)
         self._rest = b""
@@ -32,6 +36,7 @@ class Keys(dist.Store):
 
     def _ask(self, do: str, **words: Any) -> Any:
         with self._one:
+            self.asked, self.waits = self.asked + 1, do == "wait"
             self._line.sendall(json.dumps({"do": do, **words}).encode() + b"\n")
             while b"\n" not in self._rest:
                 data = self._line.recv(1 << 16)
@@ -39,6 +44,7 @@ class Keys(dist.Store):
                     raise ConnectionError("Connection closed by peer: the meeting place of the run is gone")
                 self._rest += data
             answer, _, self._rest = self._rest.partition(b"\n")
+            self.waits = False
         return json.loads(answer)["value"]
 
     def close(self) -> None:

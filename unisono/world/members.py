@@ -8,11 +8,23 @@ The meeting place (launch/meeting.py) sees a process's connection end and tells 
 needs telling: with gloo only who waits for the dead process itself sees an error, and who waits for somebody who waits
 for that one waits on; and gloo's own abort does not wake a collective that waits (measured; torch 2.13). So a thread
 listens in every process, and at bad news shuts down the sockets of its own group (shutdown(2)): whatever waits there
-fails at once.
+fails at once. They are shut for reading only. gloo then closes them by itself, a moment later, when its own thread
+sees their end; and who sends something in that moment has sent it, to nobody. Were they shut for writing as well, that
+message would fail, be kept for later, and be forgotten when the connection is closed: of what is half on its way gloo
+tells nobody (pair.cc, signalException), and who waits for it waits for the half hour that a collective has. So hung 25
+of 40 messages sent just after the shutdown, and none of 40 with reading shut only.
+
+What can still hang so is a message to the dead process itself, in the moment before gloo sees its end, and a large one
+that is half on its way: nobody waits for these in a thread that is needed (patience.py). And nobody knows all that can
+go wrong in compiled code. So leaving and connecting have a limit (standing.py): a process that stands still is taken
+for dead, and the others go on without it.
 
 Ranks are given in the order of age: who began first is first. So a death moves the ranks behind it forward, the main
 process is always one of those that have been there longest, and a process that joins comes last. A process's number is
 its own for good: who replaces process 2 of four is process 4.
+
+Where several processes share a model (parallel.shard), these are a unit: a death takes the whole of it out, and as many
+processes come in its place. The lines of the mesh are made anew with the group.
 """
 
 from __future__ import annotations
@@ -23,18 +35,20 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Sequence
-from datetime import timedelta
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from unisono.env import World
 from unisono.errors import PeerLost, Stopped, WorldError
-from unisono.world.collectives import TIMEOUT, Group
-from unisono.world.connect import connect
+from unisono.world.collectives import Group
+from unisono.world.connect import connect, part, soon
 from unisono.world.keys import Keys
+from unisono.world.patience import TIMEOUT, Messenger
 from unisono.world.shared import find_neighbours
+from unisono.world.standing import FORM_SECONDS, Standing
 
 SCHEME = "unix://"
 """What the address of a meeting place begins with."""
@@ -47,10 +61,6 @@ CONFIRM_SECONDS = 5.0
 
 LEAVE_SECONDS = 300.0
 """Once a process is done, the others are not far."""
-
-CONNECT_AGAIN = timedelta(seconds=1)
-"""The first attempt to connect may take so long (and a tenth of a second more for each process), since all are there;
-usually it takes 30 ms. Whoever dies in it is waited for in vain: gloo cannot be woken while it connects."""
 
 CONNECTION_SIGNS = ("closed", "reset", "Broken pipe", "broken", "refused", "imed out", "onnect", "gone", "Wait timeout")
 """What gloo says when a peer is lost, in one of many ways."""
@@ -75,17 +85,24 @@ class Company:
         self.joins = world.joins
         self.knocks = False
         self.watchful = False  # is there somebody here who goes on when another one dies?
+        self.torn = False  # has something failed that the group's next meeting is to make again?
+        self.lines: Callable[[], None] = lambda: None  # makes the other groups anew, those of the mesh's lines
         self.generation = 0
         self.keys = Keys(path, TIMEOUT)
         self._lost = threading.Event()
         self._formed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._sockets: set[str] = set()  # of the group that we are in
+        self._sockets: set[str] = set()  # of the groups that we are in
+        self.messenger: Messenger | None = None  # who waits for what we send
+        self._before: Collection[str] | None = None  # what was there before
         self._mutex = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(path)
         self._left, self._over = threading.Event(), threading.Event()
+        self._standing = Standing(
+            lambda: self.keys.asked, lambda: self.keys.waits, lambda: self.watchful and self._lost.is_set()
+        )
         self._speaking = threading.Lock()
-        self._say(hello=self.number, joins=self.joins)
+        self._say(hello=self.number, joins=self.joins, seat=world.rank)
         for target in (self._listen, self._beat):
             threading.Thread(target=target, name="company", daemon=True).start()
         os.register_at_fork(after_in_child=self._part_from_parent)
@@ -112,6 +129,8 @@ class Company:
             self._lost.set()
             if self.watchful:
                 self._tear()
+            if self.messenger is not None:
+                self.messenger.heard()
         elif "knock" in words:
             self.knocks = True
         elif "roster" in words:
@@ -124,7 +143,7 @@ class Company:
             self._over.set()
 
     def _tear(self) -> None:
-        """Nothing comes through our group's sockets any more, in either direction: who waits for it fails."""
+        """Nothing comes through our group's sockets any more: who waits for it fails."""
         with self._mutex:
             for name, descriptor in _sockets().items():
                 if name not in self._sockets:
@@ -135,12 +154,14 @@ class Company:
                     continue
                 with end, contextlib.suppress(OSError):  # it may be closed at the other end
                     end.getpeername()  # one that listens has none, and gloo aborts the process if that one is shut
-                    end.shutdown(socket.SHUT_RDWR)
+                    end.shutdown(socket.SHUT_RD)
             self._sockets = set()
 
     def _beat(self) -> None:
         while not self._left.wait(BEAT_SECONDS):
             self._say(beat=1)
+            if what := self._standing.stuck():
+                self._say(stuck=what)
 
     def _say(self, **words: Any) -> None:
         try:
@@ -165,6 +186,24 @@ class Company:
             return True
         return any(sign in str(error) for sign in CONNECTION_SIGNS) and self._lost.wait(CONFIRM_SECONDS)
 
+    def watch(self, unit: int) -> None:
+        """From now on somebody here goes on when another one dies. `unit`: so many neighbours share a model."""
+        self.watchful, self.messenger = True, Messenger(self)
+        self._say(unit=unit)
+
+    def bad_news(self, seconds: float = 0.0) -> bool:
+        """Has somebody died since the group was formed? That was told so many seconds ago, at least."""
+        if not self._lost.is_set():
+            return False
+        time.sleep(seconds)
+        return True
+
+    def bear(self, error: Exception) -> None:
+        """Raise this error, unless it tells of a death, which the next meeting will see to."""
+        if not self.lost_one(error):
+            raise error
+        self.torn = True
+
     def tell(self, **what: Any) -> None:
         """The launcher hears of it."""
         self._say(told={"number": self.number, **what})
@@ -174,12 +213,15 @@ class Company:
         join, if all are `open_` for them. `group` is the new one then. All processes must call this; `about` is for the
         launcher.
 
-        Raises PeerLost if nobody is left, or the meeting place is gone; in a process that was to join, Stopped.
+        Raises PeerLost if nobody is left, they cannot connect in time, or the meeting place is gone; in a process that
+        was to join, Stopped.
         """
         while True:
-            self._part()
+            with self._standing.doing("leaves its group"):
+                self._part()
             self._say(ready=about, open=open_)
-            words = self._formed.get()
+            with self._standing.doing("waits for the others"):
+                words = self._formed.get()
             if "refused" in words and self.joins:
                 raise Stopped
             if "refused" in words:
@@ -191,7 +233,8 @@ class Company:
             roster = tuple(words["roster"])
             self.generation = self.keys.generation = words["generation"]
             try:
-                self._connect(group, roster)
+                with self._standing.doing("connects"):
+                    self._connect(group, roster)
             except (RuntimeError, ConnectionError, WorldError) as error:
                 if not self.lost_one(error):
                     raise PeerLost(
@@ -207,21 +250,34 @@ class Company:
         rank, size = roster.index(self.number), len(roster)
         group.become(rank, size, {})
         if size == 1:
+            self.lines()
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
-        before = _sockets().keys()
-        connect(store, rank, size, dist.get_default_backend_for_device(group.device), CONNECT_AGAIN)
+        self._before = _sockets().keys()
+        backend = dist.get_default_backend_for_device(group.device)
+        connect(store, rank, size, backend, soon(size), FORM_SECONDS)
+        self.own()
+        group.become(rank, size, find_neighbours(group))
+        self.lines()
+        self.own()
+
+    def own(self) -> None:
+        """The sockets that were made since the group was are its own, and go with it."""
+        if self._before is None:
+            return
         with self._mutex:
-            self._sockets = _sockets().keys() - before
+            self._sockets = _sockets().keys() - self._before
         if self._lost.is_set():  # before we had them
             self._tear()
-        group.become(rank, size, find_neighbours(group))
 
     def _part(self) -> None:
         """Out of the group that there is."""
         self._tear()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if self.messenger is not None:
+            self.messenger.close()
+            self.messenger = Messenger(self)
+        part()
+        self.torn = False
 
     def leave(self) -> None:
         """In peace: nobody is to take it for a death. The group, if we are in one, is left when all others have said so
@@ -230,8 +286,7 @@ class Company:
         if dist.is_initialized():  # servers and workers have parted before, and one of these may stand still
             self._over.wait(LEAVE_SECONDS)
         self._left.set()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        part()
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self.keys.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,31 @@ class Mesh:
     context: Group = field(default_factory=Group)
     pipeline: Group = field(default_factory=Group)
     torchs: DeviceMesh | None = None
+    _cut: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False)
 
-    def become(self) -> Mesh:
-        """The world has other processes than before (world/members.py), all with whole models: this is its mesh now."""
-        assert self.torchs is None
-        self.axes = Axes(replicate=self.world.size)
-        return self
+    def become(self) -> None:
+        """The world has more or fewer replicas than before (world/members.py): this is its mesh. Everybody calls it.
+
+        Where this process stands among those that share its model is as it was, so what it holds stays where it is:
+        torch's own mesh, and whoever holds a part of it, only get to know the new groups.
+        """
+        self.axes = self.axes._replace(replicate=self.world.size // self.unit)
+        if self.torchs is None:
+            return
+        for line, names in ((self.replicate, ["replicate"]), (self.shard, ["shard"])):
+            new = _line(self.axes, self.world, *names)
+            line.become(new.rank, new.size, new.neighbours, new.members, new.handle)
+        handles: dict[str, Any] = {}
+        for name in self.torchs.mesh_dim_names or ():
+            handles[name] = getattr(self, name).handle or dist.group.WORLD
+        self.torchs._get_root_mesh()._pg_registry = {handle.group_name: handle for handle in handles.values()}
+        for torchs in (self.torchs, *self._cut.values()):
+            torchs._dim_group_names = [handles[name].group_name for name in torchs.mesh_dim_names or ()]
+
+    @property
+    def unit(self) -> int:
+        """So many processes hold a model together, and can only be lost together."""
+        return self.axes.size // self.axes.replicate
 
     @property
     def speaks(self) -> bool:
@@ -52,11 +71,23 @@ class Mesh:
     def torch_mesh(self, *axes: str) -> DeviceMesh:
         """torch's mesh of these axes, which have more than one process each."""
         assert self.torchs is not None
-        return self.torchs if self.torchs.mesh_dim_names == axes else self.torchs[axes]
+        if self.torchs.mesh_dim_names == axes:
+            return self.torchs
+        if axes not in self._cut:
+            self._cut[axes] = self.torchs[axes]
+        return self._cut[axes]
 
 
 def build_mesh(axes: Axes, world: Group) -> Mesh:
     """The mesh over all processes. Every one of them must call this."""
+    mesh = _build(axes, world)
+    if world.company is not None:
+        world.company.lines = mesh.become
+        world.company.own()
+    return mesh
+
+
+def _build(axes: Axes, world: Group) -> Mesh:
     assert axes.size == world.size
     if axes.replicate == world.size:
         alone = Group(device=world.device)
@@ -109,9 +140,9 @@ def _line(axes: Axes, world: Group, *names: str) -> Group:
     lines = axes.lines(*names)
     mine = next(line for line in lines if world.rank in line)
     if len(mine) == 1:
-        return Group(device=world.device)
+        return Group(device=world.device, company=world.company)
     if len(mine) == world.size:
         return world
     near = {i: world.neighbours[member] for i, member in enumerate(mine) if member in world.neighbours}
-    handle = join_lines(lines, world.rank, world.size)
-    return Group(mine.index(world.rank), len(mine), world.device, near, mine, handle)
+    handle = join_lines(lines, world.rank, world.size, watched=world.company is not None)
+    return Group(mine.index(world.rank), len(mine), world.device, near, mine, handle, world.company)

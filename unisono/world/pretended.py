@@ -7,6 +7,9 @@
 
 Nothing travels: torch's back end for dry runs ("fake") returns from every collective at once, with what it finds there.
 What is computed in such a group means nothing. What is refused in it is refused by the code that a run goes through.
+
+It serves twice: in a dry run, before there is anybody (train/dry_run.py); and for a process that is to join others with
+whom it will share a model (world/members.py). Until they let it in it places its part in a group like theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,18 +25,34 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it makes
 
 from unisono.world.collectives import Group
 
+if TYPE_CHECKING:
+    from unisono.world.members import Company
+
 
 class Pretended(Group):
-    """The group of process 0, and of others that are not there."""
+    """The group of this process, and of others that are not there; until it becomes another one."""
+
+    there = False
+
+    @property
+    def decides(self) -> bool:
+        return super().decides if self.there else True
+
+    def become(self, *about: Any, **more: Any) -> None:
+        self.there = True
+        super().become(*about, **more)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.mul_(self.size)
+        return super().sum_(tensor) if self.there else tensor.mul_(self.size)
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+        return super().max_(tensor) if self.there else tensor
 
     def gather(self, value: Any) -> list[Any]:
-        return [value] * self.size
+        return super().gather(value) if self.there else [value] * self.size
+
+    def share(self, value: Any) -> Any:
+        return super().share(value) if self.there else value
 
 
 class _Agreeing(dist.Store):
@@ -65,7 +84,13 @@ def pretended(size: int) -> Iterator[Group]:
     if size == 1:
         yield Group()
         return
-    store = _Agreeing(size)  # torch keeps what is C++ of it, and that alone
-    dist.init_process_group("fake", store=store, rank=0, world_size=size)
-    yield Pretended(0, size)
+    group, _ = pretend(0, size)
+    yield group
     dist.destroy_process_group()
+
+
+def pretend(rank: int, size: int, company: Company | None = None) -> tuple[Group, object]:
+    """A group of so many processes, of which this one is there alone, as rank `rank`; and what must live as long."""
+    store = _Agreeing(size)  # torch keeps what is C++ of it, and that alone
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    return Pretended(rank, size, company=company), store

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import math
+import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +18,14 @@ from torch.distributed import distributed_c10d
 
 from unisono.env import World
 from unisono.errors import WorldError
-from unisono.world.collectives import TIMEOUT, Group
-from unisono.world.connect import all_together, connect, count_groups_from
+from unisono.world.collectives import Group
+from unisono.world.connect import all_together, connect, count_groups_from, soon
+from unisono.world.hosted import HOSTED, hosted
 from unisono.world.keys import Keys
 from unisono.world.members import SCHEME, Company
+from unisono.world.patience import TIMEOUT
 from unisono.world.shared import find_neighbours
+from unisono.world.standing import FORM_SECONDS
 
 
 def choose_device(world: World) -> torch.device:
@@ -37,19 +45,23 @@ def choose_device(world: World) -> torch.device:
 
 
 @contextmanager
-def group(world: World) -> Iterator[Group]:
-    """The group of all processes of `world`, joined on entry and left together on exit.
+def group(world: World, *, divided: bool = False) -> Iterator[Group]:
+    """The group of all processes of `world`, joined on entry and left together on exit. `divided`: a model is to lie
+    over several of them.
 
     Leaving waits for everybody and then destroys the group: a process that exits with gloo's threads still talking to
-    peers aborts now and then (6 of 24 runs, measured). After an exception nobody is waited for.
+    peers aborts now and then (6 of 24 runs, measured). After an exception nobody is waited for, neither here nor when
+    the interpreter ends.
     """
     device = choose_device(world)
     if world.size == 1:
         yield Group(0, 1, device)
         return
+    atexit.register(end_soon)
     if (world.store or "").startswith(SCHEME) and device.type == "cpu":
-        with company(world, device) as joined:
+        with company(world, device, divided=divided) as joined:
             yield joined
+        atexit.unregister(end_soon)
         return
     connect(_store(world), world.rank, world.size, dist.get_default_backend_for_device(device))
     joined = build_group(world, device)
@@ -57,17 +69,42 @@ def group(world: World) -> Iterator[Group]:
     if dist.is_initialized():  # some part before: train/serving.py
         joined.barrier()
         dist.destroy_process_group()
+    atexit.unregister(end_soon)
+
+
+LEAVE_SECONDS = 30.0
+"""Who has failed is gone so long after its script's end. What a script has asked Python to do then may take as long."""
+LET_GO_SECONDS = 0.1
+"""A thread of gloo's that was waiting for the interpreter, to let go of a tensor, has it by then, many times over."""
+
+
+def end_soon() -> None:
+    """The interpreter of a process that has failed is about to end, with torch's group still there.
+
+    Its threads let go of the tensors of what is done, and need the interpreter for that; one that comes too late aborts
+    the process. And the group waits, in its destructor, until every collective under way is over, and so for others,
+    who may be waiting for this process: only a thread without Python can end that.
+    """
+    time.sleep(LET_GO_SECONDS)
+    nowhere = open(os.devnull, "w")  # noqa: SIM115  (until the end)
+    faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
 
 
 @contextmanager
-def company(world: World, device: torch.device) -> Iterator[Group]:
-    """The same, where those who are left go on without one that dies. Who joins later is alone at first."""
+def company(world: World, device: torch.device, *, divided: bool) -> Iterator[Group]:
+    """The same, where those who are left go on without one that dies. Who joins later is alone at first; if it is to
+    hold a part of a model, it pretends that the others who hold it are there."""
     watched = Company(world)
-    joined = Group(0, 1, device, company=watched)
+    joined, kept = Group(0, 1, device, company=watched), None
     if not world.joins:
         watched.form(joined)
+    elif divided:
+        from unisono.world.pretended import pretend  # half a second
+
+        joined, kept = pretend(world.rank, world.size, watched)
     yield joined
     watched.leave()
+    del kept
 
 
 def build_group(world: World, device: torch.device) -> Group:
@@ -76,8 +113,9 @@ def build_group(world: World, device: torch.device) -> Group:
     return replace(group, neighbours=find_neighbours(group))
 
 
-def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int) -> dist.ProcessGroup:
-    """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together."""
+def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watched: bool = False) -> dist.ProcessGroup:
+    """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together.
+    `watched`: some may die in it, and the others try again without them."""
     made: list[dist.ProcessGroup] = []
     known = distributed_c10d._world.group_count
 
@@ -92,7 +130,8 @@ def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int) -> dist.P
         made.clear()
 
     store = dist.PrefixStore(f"lines-{lines}", distributed_c10d._get_default_store())
-    all_together(store, rank, size, "connected", connect_here, part)
+    first, limit = (soon(size), FORM_SECONDS) if watched else (None, math.inf)
+    all_together(store, rank, size, "connected", connect_here, part, first, limit)
     mine = next(group for line, group in zip(lines, made, strict=True) if rank in line)
     distributed_c10d._set_pg_timeout(TIMEOUT, mine)
     return mine
@@ -105,6 +144,8 @@ def _store(world: World) -> dist.Store:
         return Keys(world.store.removeprefix(SCHEME), TIMEOUT)
     if world.store.startswith("file://"):
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
+    if world.store.startswith(HOSTED):
+        return hosted(world.store, world.rank)
     store: dist.Store
     store, _, _ = next(dist.rendezvous(world.store, world.rank, world.size, timeout=TIMEOUT))
     return store

@@ -1,0 +1,190 @@
+"""Models that several processes share: who dies takes his replica out, and the replicas beside it go on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from tests.pairs import every_pair
+from tests.ranks.company import Company
+from tests.ranks.test_survivors import evaluated, long_work, two_passes, undisturbed, work
+from tests.ranks.training import settings
+from unisono import phases
+from unisono.env import World
+from unisono.settings import CheckpointSettings, ParallelSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train.gradient import Gradient
+
+Gather = Literal["layer", "step"]
+
+
+DEATHS = [("forward", 9), ("backward", 10), ("exchange", 3), ("update", 3)]
+STEP_IS_SLOW = ["layer", pytest.param("step", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("gather", "death"), every_pair(["layer", "step"], DEATHS))
+def test_the_other_replica_finishes_the_step(tmp_path: Path, gather: Gather, death: tuple[str, int]) -> None:
+    losses, state = undisturbed(tmp_path, noise=False)
+    config = settings(parallel=ParallelSettings(shard=2, gather=gather))
+    with Company(work, 4, config, tmp_path, {1: death}) as company:
+        company.killed = {1}
+        found = company.results()
+    assert sorted(found) == [2, 3]
+    for value in found.values():
+        assert value[:2] == (losses, state)
+        assert [each["process"] for each in value[2]["deaths"]] == [1, 0]
+
+
+@pytest.mark.parametrize("gather", STEP_IS_SLOW)
+def test_a_replica_joins(tmp_path: Path, gather: Gather) -> None:
+    losses, state = undisturbed(tmp_path, noise=False, steps=30)
+    config = settings(steps=30, parallel=ParallelSettings(shard=2, gather=gather))
+    with Company(work, 4, config, tmp_path, {3: ("forward", 9)}) as company:
+        company.killed = {3}
+        company.start(6, joins=True)
+        company.start(7, joins=True)
+        found = company.results()
+    assert found[0][:2] == (losses, state)
+    assert found[0][2]["ranks"] == 4
+    for new in (6, 7):
+        assert found[new][1] == state
+        assert 0 < len(found[new][0]) < 30
+        assert found[new][0] == losses[-len(found[new][0]) :]
+
+
+@pytest.mark.parametrize("gather", STEP_IS_SLOW)
+def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, gather: Gather) -> None:
+    checkpoint = CheckpointSettings(every=2)
+    expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
+    config = settings(checkpoint=checkpoint, parallel=ParallelSettings(shard=2, gather=gather))
+    for death in (("evaluate", 2), ("checkpoint", 2)):
+        with Company(evaluated, 4, config, tmp_path / death[0], {0: death}) as company:
+            company.killed = {0}
+            found = company.results()
+        assert found == {2: expected, 3: expected}
+        assert [path.name for path in sorted((tmp_path / death[0] / "checkpoints").iterdir())][-1] == "step-00000008"
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_two_passes_wait_for_one_update(tmp_path: Path, gather: Gather) -> None:
+    """Each pass goes through both models, and what the other has made stays."""
+    alone, shared = settings(), settings(parallel=ParallelSettings(shard=2, gather=gather))
+    (expected,) = run_ranks(two_passes, 1, alone, tmp_path / "alone", {})
+    assert run_ranks(two_passes, 2, shared, tmp_path / "shared", {}) == [expected, expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_a_step_of_two_passes_goes_on(tmp_path: Path, gather: Gather) -> None:
+    expected = run_ranks(two_passes, 1, settings(), tmp_path / "alone", {})[0]
+    config = settings(parallel=ParallelSettings(shard=2, gather=gather))
+    for times in (4, 5, 8, 9):
+        with Company(two_passes, 4, config, tmp_path / str(times), {1: ("exchange", times)}) as company:
+            company.killed = {1}
+            assert company.results() == {2: expected, 3: expected}
+
+
+def dies_with_its_result(world: World, config: Settings, folder: Path, step: int) -> Any:
+    """Process 1 dies when it holds a step's whole gradient, and before it can say so: the others hold it as well."""
+    if world.number == 1:
+        left = step
+
+        def hold(gradient: Gradient, whole: bool) -> None:
+            nonlocal left
+            left -= whole
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Gradient.is_whole = property(lambda _: False, hold)  # type: ignore[assignment]
+    return work(world, config, folder, {})
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_what_all_hold_is_not_made_again(tmp_path: Path, gather: Gather) -> None:
+    losses, state = undisturbed(tmp_path, noise=False)
+    config = settings(parallel=ParallelSettings(shard=2, gather=gather))
+    with Company(dies_with_its_result, 4, config, tmp_path, 3) as company:
+        company.killed = {1}
+        found = company.results()
+    for value in found.values():
+        assert value[:2] == (losses, state)
+
+
+def test_two_that_die_at_once_take_two_replicas_out(tmp_path: Path) -> None:
+    losses, state = undisturbed(tmp_path, noise=False)
+    config = settings(parallel=ParallelSettings(shard=2))
+    with Company(work, 6, config, tmp_path, {0: ("backward", 5), 3: ("backward", 5)}) as company:
+        company.killed = {0, 3}
+        found = company.results()
+    assert sorted(found) == [4, 5]
+    for value in found.values():
+        assert value[:2] == (losses, state)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_a_soak_of_kills(tmp_path: Path, gather: Gather) -> None:
+    """Any process but those of one replica that knows the run's state, at any moment; new replicas come."""
+    chance = random.Random(3)
+    config = settings(
+        steps=10_000, checkpoint=CheckpointSettings(every=7), parallel=ParallelSettings(shard=2, gather=gather)
+    )
+    with Company(long_work, 4, config, tmp_path / "soak", {}, seconds=120) as company:
+        kills = 0
+        while kills < 15:
+            time.sleep(chance.uniform(0.1, 1.0))
+            company.look(doomed=set())
+            begun = {event["number"] for event in company.events if "begun" in event}
+            units = [company.roster[at : at + 2] for at in range(0, len(company.roster), 2)]
+            safe = [unit for unit in units if set(unit) <= begun & set(company.alive)]
+            others = [
+                number for unit in units if safe and unit != safe[-1] for number in unit if number in company.alive
+            ]
+            if others:
+                company.kill(chance.choice(others))
+                kills += 1
+                for _ in range(2):  # an even number, and the next one: the first seat, and the second
+                    company.start(len(company.processes), joins=True)
+        (tmp_path / "soak" / "enough").touch()
+        told = [value for value in company.results().values() if value is not None]
+    steps = told[0][0][-1] + 1
+    ((_, state),) = run_ranks(long_work, 1, settings(steps=steps), tmp_path / "alone", {}, seconds=300)
+    for finished, fingerprint in told:
+        assert fingerprint == state
+        assert finished == list(range(finished[0], steps))
+
+
+def clips(world: World, config: Settings, folder: Path, dead: int) -> Any:
+    """That process is killed as the third update begins, before its gradients are clipped; process 1 comes late."""
+    times = 0
+
+    def observe(_: str, entered: str) -> None:
+        nonlocal times
+        times += entered == "update"
+        if entered == "update" and times == 3 and world.number == dead:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if entered == "update" and times == 3 and world.number == 1:
+            time.sleep(0.3)  # process 0 waits for its part of the norm
+
+    phases.observe(observe)
+    return work(world, config, folder, {})
+
+
+@pytest.mark.parametrize("gather", STEP_IS_SLOW)
+def test_a_death_while_others_clip(tmp_path: Path, gather: Gather) -> None:
+    losses, state = undisturbed(tmp_path, noise=False, clip=0.1)
+    config = settings(clip=0.1, parallel=ParallelSettings(shard=2, gather=gather))
+    with Company(clips, 4, config, tmp_path, 3) as company:
+        company.killed = {2, 3}
+        found = company.results()
+    assert sorted(found) == [0, 1]
+    for value in found.values():
+        assert value[:2] == (losses, state)
+        assert [each["process"] for each in value[2]["deaths"]] == [3, 2]

@@ -1,0 +1,67 @@
+"""Does this process stand still on its way from a group that has lost somebody to the next one?
+
+    computes, notices        leaves       says "ready", waits      connects       computes ...
+    |-- as long as it takes --|-- limit --|-- for the others --|-- limit --|
+
+A forward pass may take minutes, and so may that of somebody else, for whom we wait. But leaving a group and connecting
+are our own code's and gloo's, and take a few milliseconds; and nobody waits long in a collective of a group whose
+sockets are shut. Who does will not come back: gloo forgets a message that was half on its way (members.py), and until
+its timeout, half an hour later, nothing wakes who waits for that one. So the thread that gives this process's signs of
+life looks at its main thread once a second, and says so; the meeting place then takes it for dead, and the launcher
+kills it, as one that gives no sign at all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+FORM_SECONDS = 30.0
+"""Leaving a group may take no longer, nor connecting, nor waiting in a group that is gone. On a quiet machine it takes
+30 ms, on a busy one a second or two; and training stands still meanwhile, for all."""
+
+IN_GROUP = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}unisono{os.sep}world{os.sep}")
+"""Whose code a main thread is in that waits for others in compiled code."""
+
+
+class Standing:
+    """moves   counts what goes on while we connect: whoever asks the others something is not stuck
+    waits   is that an answer of others that we wait for?
+    torn    has our group lost somebody, so that nothing can be waited for in it?
+    """
+
+    def __init__(self, moves: Callable[[], int], waits: Callable[[], bool], torn: Callable[[], bool]) -> None:
+        self._moves, self._waits, self._torn = moves, waits, torn
+        self._main = threading.get_ident()
+        self._doing = ""
+        self._seen: tuple[str, int] | None = None  # what it did when we looked last
+        self._since = 0.0
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """A block that has a limit; or has none, if `what` begins with "waits"."""
+        before, self._doing = self._doing, what
+        try:
+            yield
+        finally:
+            self._doing = before
+
+    def stuck(self) -> str:
+        """What this process has been doing for too long; nothing: it is well. To be asked every now and then."""
+        now, what = time.monotonic(), self._what()
+        seen = (what, self._moves()) if what else None
+        if seen is None or seen != self._seen:
+            self._seen, self._since = seen, now
+        return what if now - self._since > FORM_SECONDS else ""
+
+    def _what(self) -> str:
+        if self._doing:
+            return "" if self._doing.startswith("waits") or self._waits() else self._doing
+        frame = sys._current_frames().get(self._main) if self._torn() else None
+        if frame is not None and any(room in frame.f_code.co_filename for room in IN_GROUP):
+            return "waits in a collective of a group that is gone"
+        return ""
