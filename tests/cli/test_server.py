@@ -111,7 +111,7 @@ def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command
     assert "Rank 0 of 3 died of signal 9 (SIGKILL)" in ended.err
     assert "Starting again from its checkpoint after step" in ended.err
     told = result(command)
-    assert told["resumed_at"] >= 20
+    assert told["resumed_at"] >= 10  # that of 20 may still have been on its way
     assert told["steps"] == 60
 
 
