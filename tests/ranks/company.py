@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import late as late_
 from unisono import phases
 from unisono.env import World
 from unisono.errors import Stopped
@@ -26,7 +27,8 @@ DIED = object()
 
 
 class Company:
-    """`size` processes of function(world, *args), with a meeting place in this one.
+    """`size` processes of function(world, *args), with a meeting place in this one. `late`: by a back end that tells
+    nobody of a death, as NCCL (late.py).
 
     with Company(work, 3) as company:
         company.kill(1)
@@ -34,10 +36,16 @@ class Company:
     """
 
     def __init__(
-        self, function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0, silence: float = 30.0
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *args: Any,
+        seconds: float = 60.0,
+        silence: float = 30.0,
+        late: bool = False,
     ) -> None:
         self.function, self.size, self.args, self.seconds = function, size, args, seconds
-        self.silence = silence
+        self.silence, self.late = silence, late
         self.processes: dict[int, Any] = {}
         self.ends: dict[int, Connection] = {}
         self.events: list[dict[str, Any]] = []
@@ -75,7 +83,7 @@ class Company:
             joins=joins,
         )
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(self.function, world, theirs, self.args))
+        process = context.Process(target=_rank, args=(self.function, world, theirs, self.args, self.late))
         process.start()
         theirs.close()
         self.processes[number], self.ends[number] = process, mine
@@ -158,7 +166,7 @@ def die_at(phase: str, times: int) -> None:
     phases.observe(observe)
 
 
-def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tuple[Any, ...]) -> None:
+def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tuple[Any, ...], late: bool) -> None:
     import faulthandler
 
     import torch
@@ -166,6 +174,8 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
     faulthandler.dump_traceback_later(20, exit=False)
     mp.set_start_method("fork", force=True)
     torch.set_num_threads(1)
+    if late:
+        late_.use()
     try:
         pipe.send((function(world, *args), None))
     except Stopped:

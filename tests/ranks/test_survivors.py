@@ -45,12 +45,17 @@ QUICK = [("backward", 10), ("exchange", 3), ("update", 3)]
 SLOW = [("forward", 9), ("data", 8), ("other", 13)]
 
 
+BACK_ENDS = pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+"""One that tells of a death, and one that tells nobody (late.py)."""
+
+
+@BACK_ENDS
 @pytest.mark.parametrize(
     "death", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=lambda death: death[0]
 )
-def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int]) -> None:
+def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int], late: bool) -> None:
     losses, state = undisturbed(tmp_path)
-    with Company(work, 3, settings(), tmp_path, {1: death}) as company:
+    with Company(work, 3, settings(), tmp_path, {1: death}, late=late) as company:
         company.killed = {1}
         found = company.results()
     for value in found.values():
@@ -70,9 +75,10 @@ def test_one_after_the_other_dies_until_one_is_left(tmp_path: Path) -> None:
     assert {each["process"] for each in found[2]["deaths"]} == {0, 1, 3}
 
 
-def test_a_process_that_joins_takes_its_share(tmp_path: Path) -> None:
+@BACK_ENDS
+def test_a_process_that_joins_takes_its_share(tmp_path: Path, late: bool) -> None:
     losses, state = undisturbed(tmp_path, steps=30)
-    with Company(work, 2, settings(steps=30), tmp_path, {1: ("forward", 9)}) as company:
+    with Company(work, 2, settings(steps=30), tmp_path, {1: ("forward", 9)}, late=late) as company:
         company.killed = {1}
         company.start(2, joins=True)
         found = company.results()
@@ -83,12 +89,12 @@ def test_a_process_that_joins_takes_its_share(tmp_path: Path) -> None:
     assert found[0][2]["ranks"] == 2
 
 
-def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path) -> None:
+@BACK_ENDS
+def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, late: bool) -> None:
     expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
+    config = settings(checkpoint=CheckpointSettings(every=2))
     for death in (("evaluate", 2), ("checkpoint", 2)):
-        with Company(
-            evaluated, 3, settings(checkpoint=CheckpointSettings(every=2)), tmp_path / death[0], {0: death}
-        ) as company:
+        with Company(evaluated, 3, config, tmp_path / death[0], {0: death}, late=late) as company:
             company.killed = {0}
             found = company.results()
         assert found == {1: expected, 2: expected}
@@ -199,11 +205,12 @@ def long_work(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
+@BACK_ENDS
+def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path, late: bool) -> None:
     config = settings(steps=10_000, checkpoint=CheckpointSettings(every=7))
     chance = random.Random(7)
     deaths = {number: (chance.choice(PHASES), chance.randrange(3, 60)) for number in range(200) if number % 2}
-    with Company(long_work, 4, config, tmp_path / "soak", deaths, seconds=120) as company:
+    with Company(long_work, 4, config, tmp_path / "soak", deaths, seconds=120, late=late) as company:
         gone: set[int] = set()
         while len(gone) < 36:
             time.sleep(chance.uniform(0.1, 0.6))

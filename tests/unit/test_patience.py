@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unisono.world.patience import Messenger, Watched
+from unisono.world.patience import Late, Messenger, Watched
 
 
 class News:
@@ -77,3 +77,38 @@ def test_a_collective_takes_its_time_until_somebody_dies() -> None:
     news.bad = True
     with pytest.raises(ConnectionError, match="closed by peer"):
         Watched(Work(), news).wait()  # type: ignore[arg-type]
+
+
+class Queued:
+    """As NCCL's: waiting for it returns at once; and that it has failed is told once it counts as completed."""
+
+    def __init__(self, error: str = "") -> None:
+        self.done, self.error = threading.Event(), error
+
+    def wait(self) -> bool:
+        if self.error and self.done.is_set():
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+def test_what_returns_at_once_is_waited_for_all_the_same() -> None:
+    slow, failed = Queued(), Queued("remote process exited or there was a network error")
+    threading.Timer(0.2, slow.done.set).start()
+    began = time.monotonic()
+    assert Late(slow, News()).wait()  # type: ignore[arg-type]
+    assert time.monotonic() - began > 0.15
+    threading.Timer(0.1, failed.done.set).start()
+    with pytest.raises(RuntimeError, match="remote process"):
+        Late(failed, News()).wait()  # type: ignore[arg-type]
+
+
+def test_what_nobody_tells_of_is_waited_for_until_somebody_dies() -> None:
+    news, done = News(), Queued()
+    threading.Timer(0.1, lambda: setattr(news, "bad", True)).start()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        Late(Queued(), news).wait()  # type: ignore[arg-type]
+    done.done.set()
+    assert Late(done, news).wait()  # type: ignore[arg-type]  # it was over before, and is right

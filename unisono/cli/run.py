@@ -52,7 +52,8 @@ def run(
         A recipe's name, or the path to a script.
     ranks
         How many processes. The result is the same for any number. If one dies, the others go on, and another is
-        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left.
+        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left;
+        it also asks for that on accelerators, where they otherwise do so at every death.
     no_dry_run
         Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
     """
@@ -63,7 +64,8 @@ def run(
     typed = request.line("unisono", "run", target, *flags)
     request = again(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
-    minimum, count = numbers(ranks, line)
+    asked = numbers(ranks, line)
+    count = asked.usual
     script, threads, unsure = checked(target, count, request, line)
     if unsure and not no_dry_run and not _fits(script, threads, count, request, line):
         print(f"Stopped before its start: nothing to save.\n  Next: {line}", file=sys.stderr)
@@ -74,7 +76,7 @@ def run(
     started = time.time()
     with hold(run_dir, line):
         before = _mark(run_dir)
-        outcome = again_and_again(script, request, run_dir, ranks=count, minimum=minimum, threads=threads)
+        outcome = again_and_again(script, request, run_dir, asked, threads=threads)
         joined = _mark(run_dir) != before
     if count > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
         raise _never_joined(script, count, line)
@@ -125,15 +127,29 @@ RESTARTS = 3
 """So often in a row a run is started again that has died without getting further."""
 
 
-def again_and_again(
-    script: Path, request: Request, run_dir: Path, *, ranks: int, minimum: int, threads: int
-) -> Outcome:
+class Ranks(NamedTuple):
+    """How many processes: as a rule, and at least. `elastic`: did somebody ask for both?"""
+
+    least: int
+    usual: int
+    elastic: bool
+
+
+def again_and_again(script: Path, request: Request, run_dir: Path, ranks: Ranks, *, threads: int) -> Outcome:
     """The run, from its newest checkpoint again whenever its processes have died and none could go on."""
     left.clear(run_dir)
     reached, failures = _saved(run_dir), 0
     while True:
         arguments = request.arguments(run_dir)
-        outcome = local.run(script, arguments, ranks=ranks, logs=run_dir / "log", threads=threads, minimum=minimum)
+        outcome = local.run(
+            script,
+            arguments,
+            ranks=ranks.usual,
+            logs=run_dir / "log",
+            threads=threads,
+            minimum=ranks.least,
+            elastic=ranks.elastic,
+        )
         if not _died(outcome) or not outcome.in_loop or outcome.stopped:
             return outcome
         saved, behind = _saved(run_dir), left.steps_left(run_dir)
@@ -164,8 +180,8 @@ def _saved(run_dir: Path) -> int:
     return 0
 
 
-def numbers(ranks: str, line: Line) -> tuple[int, int]:
-    """The least and the usual number of processes that `--ranks N` or `--ranks MIN:MAX` asks for."""
+def numbers(ranks: str, line: Line) -> Ranks:
+    """What `--ranks N` or `--ranks MIN:MAX` asks for."""
     least, colon, most = ranks.partition(":")
     try:
         found = (int(least), int(most)) if colon else (1, int(ranks))
@@ -176,7 +192,7 @@ def numbers(ranks: str, line: Line) -> tuple[int, int]:
     if colon and not 1 <= found[0] <= found[1]:
         true = "The first number is the fewest processes, at least 1, and the second the usual number of them."
         raise SettingsError(str(line), true, str(line.flag("--ranks", f"1:{max(1, *found)}")))
-    return found
+    return Ranks(*found, elastic=bool(colon))
 
 
 def _mark(run_dir: Path) -> tuple[int, int] | None:

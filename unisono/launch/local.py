@@ -33,6 +33,7 @@ def run(
     say: bool = True,
     variables: Mapping[str, str] = MappingProxyType({}),
     minimum: int | None = None,
+    elastic: bool = False,
 ) -> Outcome:
     """Run the script in `ranks` processes and return when all are gone.
 
@@ -42,6 +43,7 @@ def run(
     say      tell on standard error why it failed
     variables  more of what a library, or Python itself, reads from its environment
     minimum  if a process dies, and so many are left, they go on, and another one is started; None: that ends the run
+    elastic  do so on accelerators, too
     """
     terminal = screen == 1 and draws_live_lines()
     columns = os.get_terminal_size(1).columns if terminal else 0
@@ -60,8 +62,9 @@ def run(
                 columns=columns,
                 number=number if survives else None,
                 joins=number >= ranks,
+                elastic=elastic,
             )
-            environment = inherited({**_for_libraries(threads), **variables})
+            environment = inherited({**_for_libraries(threads), **(TELL_NOBODY if elastic else {}), **variables})
             return _task(number, world, [str(script), *arguments], environment, logs, Path(folder))
 
         tasks = [build(number, number) for number in range(ranks)]
@@ -126,6 +129,11 @@ def _task(
         record=record,
         substitute=world.joins,
     )
+
+
+TELL_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Else NCCL's watchdog ends every process whose peer is gone (https://docs.pytorch.org/docs/2.13/torch_nccl_environment_variables.html).
+"""
 
 
 def _for_libraries(threads: int) -> dict[str, str]:

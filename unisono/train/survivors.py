@@ -277,12 +277,15 @@ def build_survivors(run: Run[Any]) -> Survivors | None:
 def may_survive(run: Run[Any]) -> bool:
     """Can those who are left go on without a process that dies, as far as the settings tell? (An audit compares what
     processes have made that were there before. Of a model that lies over several, another replica must be there; its
-    buddies hold what they were told of the group that is gone.)"""
-    settings, axes = run.settings, run._mesh.axes
-    whole = run._mesh.torchs is None
+    buddies hold what they were told of the group that is gone; and torch puts it together by collectives of its own,
+    which on an accelerator nobody could leave.)"""
+    settings, axes, company = run.settings, run._mesh.axes, run._group.company
+    if company is None:
+        return False
     replicas = axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.buddy
-    plain = run._kind is Engine and not settings.audit_every and (whole or replicas)
-    return run._group.company is not None and plain and settings.virtual_ranks > 1 and survives(settings)
+    whole = run._mesh.torchs is None
+    plain = run._kind is Engine and not settings.audit_every and (whole or (replicas and not company.late))
+    return plain and settings.virtual_ranks > 1 and survives(settings)
 
 
 def join(survivors: Survivors | None) -> None:

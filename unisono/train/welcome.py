@@ -45,7 +45,8 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
     told = group.gather(about)
     new = [rank for rank, is_new in enumerate(empty) if is_new and rank % unit == group.rank % unit]
     if group.rank in known:
-        wait_for(group.send_and_receive([Message(_bytes(each), rank) for rank in new for each in mine], []))
+        gifts = [_bytes(each).to(group.device) for each in mine]
+        wait_for(group.send_and_receive([Message(each, rank) for rank in new for each in gifts], []))
     elif empty[group.rank]:
         source = known[group.rank % unit]
         assert source is not None
@@ -53,7 +54,11 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
         _refuse_another_machine(survivors, about["machine"])
         kind = _Parts if "bags" in about else _Whole
         luggage = kind(survivors.run, about)
-        wait_for(group.send_and_receive([], [Message(_bytes(each), source) for each in luggage.room]))
+        room = [_bytes(each) for each in luggage.room]
+        come = [each.to(group.device) for each in room]  # the very same, if it lies there
+        wait_for(group.send_and_receive([], [Message(each, source) for each in come]))
+        for into, each in zip(room, come, strict=True):
+            into.copy_(each)
         luggage.unpack()
         _take(survivors, about)
     group.barrier()

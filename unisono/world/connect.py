@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -65,13 +66,19 @@ def soon(size: int) -> timedelta:
     return AGAIN + size * EACH
 
 
-def part() -> None:
+def part(*, abort: bool = False) -> None:
     """Out of torch's group, if there is one. Its end waits for its threads, and one of these may wait in a collective
-    that will never come (members.py): then it goes on waiting, beside us."""
+    that will never come (members.py): then it goes on waiting, beside us. `abort`: end what is under way, as NCCL can;
+    it is over on the device when this returns."""
     if not dist.is_initialized():
         return
     held = [dist.group.WORLD]
-    dist.destroy_process_group()
+    if abort:
+        distributed_c10d._abort_process_group()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    else:
+        dist.destroy_process_group()
     ends = threading.Thread(target=held.clear, name="group", daemon=True)
     ends.start()
     ends.join(PART_SECONDS)

@@ -19,6 +19,9 @@ that is half on its way: nobody waits for these in a thread that is needed (pati
 go wrong in compiled code. So leaving and connecting have a limit (standing.py): a process that stands still is taken
 for dead, and the others go on without it.
 
+An accelerator's back end has no sockets that could be shut, and needs none: who waits for it looks at the news by
+himself (patience.py), and what is left on the device is aborted when the group is left.
+
 Ranks are given in the order of age: who began first is first. So a death moves the ranks behind it forward, the main
 process is always one of those that have been there longest, and a process that joins comes last. A process's number is
 its own for good: who replaces process 2 of four is process 4.
@@ -62,8 +65,19 @@ CONFIRM_SECONDS = 5.0
 LEAVE_SECONDS = 300.0
 """Once a process is done, the others are not far."""
 
-CONNECTION_SIGNS = ("closed", "reset", "Broken pipe", "broken", "refused", "imed out", "onnect", "gone", "Wait timeout")
-"""What gloo says when a peer is lost, in one of many ways."""
+CONNECTION_SIGNS = (
+    "closed",
+    "reset",
+    "Broken pipe",
+    "broken",
+    "refused",
+    "imed out",
+    "onnect",
+    "gone",
+    "Wait timeout",
+    "emote process",
+)
+"""What gloo (or NCCL) says when a peer is lost, in one of many ways."""
 
 
 class Formed(NamedTuple):
@@ -76,15 +90,21 @@ class Formed(NamedTuple):
 
 
 class Company:
-    """This process among the others. `knocks`: does somebody want to join?"""
+    """This process among the others.
 
-    def __init__(self, world: World) -> None:
+    backend  torch's, of our groups
+    late     does its waiting end before the result is there, and whoever has died? (NCCL)
+    knocks   does somebody want to join?
+    """
+
+    def __init__(self, world: World, backend: str = "gloo") -> None:
         assert world.store is not None
         path = world.store.removeprefix(SCHEME)
         self.number = world.rank if world.number is None else world.number
         self.joins = world.joins
         self.knocks = False
         self.watchful = False  # is there somebody here who goes on when another one dies?
+        self.backend, self.late = backend, backend != "gloo"
         self.torn = False  # has something failed that the group's next meeting is to make again?
         self.lines: Callable[[], None] = lambda: None  # makes the other groups anew, those of the mesh's lines
         self.generation = 0
@@ -106,6 +126,11 @@ class Company:
         for target in (self._listen, self._beat):
             threading.Thread(target=target, name="company", daemon=True).start()
         os.register_at_fork(after_in_child=self._part_from_parent)
+
+    @property
+    def pretends(self) -> bool:
+        """Is this process to join others, and in no group with them yet (pretended.py)?"""
+        return self.joins and not self.generation
 
     # -- what others do
 
@@ -144,6 +169,8 @@ class Company:
 
     def _tear(self) -> None:
         """Nothing comes through our group's sockets any more: who waits for it fails."""
+        if self.late:
+            return
         with self._mutex:
             for name, descriptor in _sockets().items():
                 if name not in self._sockets:
@@ -254,8 +281,7 @@ class Company:
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
         self._before = _sockets().keys()
-        backend = dist.get_default_backend_for_device(group.device)
-        connect(store, rank, size, backend, soon(size), FORM_SECONDS)
+        connect(store, rank, size, self.backend, soon(size), FORM_SECONDS)
         self.own()
         group.become(rank, size, find_neighbours(group))
         self.lines()
@@ -276,7 +302,7 @@ class Company:
         if self.messenger is not None:
             self.messenger.close()
             self.messenger = Messenger(self)
-        part()
+        part(abort=self.late and self._lost.is_set())
         self.torn = False
 
     def leave(self) -> None:

@@ -10,12 +10,17 @@ after a death, none waits like that that is still needed:
 
         send 1, 2 ----> |thread| 1 done .. 2 (forgotten)                 left behind with the group that is gone
         we      wait 2 ........................ lost! --> an error
+
+An accelerator's back end (NCCL) tells nobody of a death, and its `wait` returns at once: what comes next on the device
+waits, for ever if a peer is gone; and who aborts the group finds it all completed, with whatever lies in the results.
+Where processes go on after a death, `Late` makes of this what gloo's waiting is: an end with the result, or an error.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +32,9 @@ TIMEOUT = timedelta(minutes=30)
 
 LOOK = timedelta(seconds=1)
 """Between two looks at whether somebody has died, while a collective waits."""
+
+LATE_LOOK_SECONDS = 1e-4
+"""The same where the back end waits for nothing: it is we who see that a collective is over."""
 
 GRACE_SECONDS = 0.5
 """After a death whatever waits fails by itself in this time, or never."""
@@ -59,6 +67,25 @@ class Watched(NamedTuple):
                 if self.company.bad_news(GRACE_SECONDS):
                     raise forgotten() from error
         return None
+
+
+class Late(NamedTuple):
+    """A collective or message under way, of a back end whose own `wait` returns at once (`work.wait` makes the device's
+    stream wait; https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Work)."""
+
+    work: Any
+    company: Company
+
+    def wait(self) -> Any:
+        self.work.wait()
+        until = time.monotonic() + TIMEOUT.total_seconds()
+        while not self.work.is_completed():
+            if self.company.bad_news():
+                raise forgotten()
+            if time.monotonic() > until:
+                raise ConnectionError(f"Timed out waiting {TIMEOUT.total_seconds():g} s for a peer")
+            time.sleep(LATE_LOOK_SECONDS)
+        return self.work.wait()  # completed may mean failed, and that is raised here
 
 
 class Messenger:

@@ -58,7 +58,7 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     atexit.register(end_soon)
-    if (world.store or "").startswith(SCHEME) and device.type == "cpu":
+    if (world.store or "").startswith(SCHEME) and (device.type == "cpu" or world.elastic):
         with company(world, device, divided=divided) as joined:
             yield joined
         atexit.unregister(end_soon)
@@ -94,7 +94,7 @@ def end_soon() -> None:
 def company(world: World, device: torch.device, *, divided: bool) -> Iterator[Group]:
     """The same, where those who are left go on without one that dies. Who joins later is alone at first; if it is to
     hold a part of a model, it pretends that the others who hold it are there."""
-    watched = Company(world)
+    watched = Company(world, dist.get_default_backend_for_device(device))
     joined, kept = Group(0, 1, device, company=watched), None
     if not world.joins:
         watched.form(joined)
