@@ -31,7 +31,7 @@ from unisono.launch.supervise import Outcome
 from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 """For a busy machine; nothing waits that long unless it hangs."""
 
 PRELUDE = """

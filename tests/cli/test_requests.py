@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,12 @@ from unisono.errors import Problem, SettingsError
             "8 virtual ranks: 1 to 8 processes.",
             "unisono run train.py --ranks 8 --json, or (other bits): "
             "unisono run train.py --ranks 9 --json --set virtual_ranks=9",
+        ),
+        (
+            "run train.py --fault 'Explode step=2'",
+            "--fault 'Explode step=2'",
+            "There is no fault Explode; there are FailAt, HangAt, SlowAt, BitFlip, TornFile, FullDisk, LostPackets.",
+            "unisono run train.py --json --fault 'FailAt step=2 phase=backward'",
         ),
         (
             "run text --ranks 3 --set parallel.tensor=3",
@@ -197,7 +204,7 @@ from unisono.errors import Problem, SettingsError
 def test_a_wrong_request_is_answered_with_the_line_to_type(
     ask: Ask, words: str, asked: str, true: str, do: str
 ) -> None:
-    assert ask(*words.split()) == [Problem(asked, true, do)]
+    assert ask(*shlex.split(words)) == [Problem(asked, true, do)]
 
 
 def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:

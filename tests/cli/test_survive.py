@@ -51,7 +51,6 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
     wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
@@ -100,7 +99,6 @@ unisono.main(""",
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) -> None:
     command.script(STANDING.replace("NUMBERS", "1,"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
@@ -119,7 +117,6 @@ def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
     command.script(STANDING.replace("NUMBERS", "1, 2"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:0", times=2)
@@ -134,7 +131,6 @@ def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Command) -> None:
     command.script(DYING.replace("(every=4)", "(every=100)"))
     whole = undisturbed(command)

@@ -40,7 +40,7 @@ class Company:
         function: Callable[..., Any],
         size: int,
         *args: Any,
-        seconds: float = 60.0,
+        seconds: float = 120.0,
         silence: float = 30.0,
         late: bool = False,
     ) -> None:

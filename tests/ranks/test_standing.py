@@ -94,7 +94,7 @@ def stand_still(world: World, where: str) -> Any:
         if company.number == 1 and where == "stopped":
             company._tear = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         elif company.number == 1:
-            setattr(members, where, lambda *_: time.sleep(1e6))
+            setattr(members, where, lambda *_, **__: time.sleep(1e6))
         if company.number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         try:

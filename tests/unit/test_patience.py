@@ -67,7 +67,7 @@ def test_one_that_is_forgotten_is_left_behind_at_bad_news() -> None:
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="closed by peer"):
         posted.wait()
-    assert 0.1 < time.monotonic() - began < 3
+    assert 0.1 < time.monotonic() - began < 15
 
 
 def test_a_collective_takes_its_time_until_somebody_dies() -> None:

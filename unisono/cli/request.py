@@ -118,6 +118,22 @@ class Request:
             problems.append(Problem(f"--accept-change {name}", true, do))
         return problems
 
+    def problems_of_faults(self, line: Line) -> list[Problem]:
+        """What is wrong with the faults that are to strike this run."""
+        if not self.faults:
+            return []
+        from unisono.testing.plan import fault_of  # with torch
+
+        problems = []
+        for text in self.faults:
+            try:
+                fault_of(text)
+            except ValueError as error:
+                true = f"{str(error)[:1].upper()}{str(error)[1:]}."
+                do = str(line.flag("--fault", "FailAt step=2 phase=backward"))
+                problems.append(Problem(f"--fault {text!r}", true, do))
+        return problems
+
     @classmethod
     def parse(cls, argv: Sequence[str], settings: type, script: str) -> Request:
         """What a script's own command line asks for (`argv` without the script itself).

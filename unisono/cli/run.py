@@ -150,7 +150,11 @@ def again_and_again(script: Path, request: Request, run_dir: Path, ranks: Ranks,
             minimum=ranks.least,
             elastic=ranks.elastic,
         )
-        if not _died(outcome) or not outcome.in_loop or outcome.stopped:
+        if not _died(outcome) or outcome.stopped:
+            return outcome
+        if not outcome.in_loop:
+            why = "it died before its training loop, where it most likely would again"
+            print(f"Not started again: {why}.", file=sys.stderr, flush=True)
             return outcome
         saved, behind = _saved(run_dir), left.steps_left(run_dir)
         now = max(saved, behind)
@@ -277,7 +281,7 @@ def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> t
     if cls is not None and loaded is not None:
         known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}
         known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
-    problems += request.problems_of_accepted(known, line)
+    problems += request.problems_of_accepted(known, line) + request.problems_of_faults(line)
     if loaded is None:
         return 1, False, problems
     unsure = asks_of_the_model(loaded.settings) and calls_main(script)

@@ -225,7 +225,7 @@ class Asked:
             problems += problems_here(loaded.settings, self.world.size, self.line())
         if self.world.launcher == "python":  # others have several processes, and one of them will look
             problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=self.line())
-        problems += request.problems_of_accepted((), self.line())
+        problems += request.problems_of_accepted((), self.line()) + request.problems_of_faults(self.line())
         if problems or loaded is None:
             raise SettingsError.of(problems)
         return loaded

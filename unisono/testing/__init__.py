@@ -83,7 +83,7 @@ _context.set_forkserver_preload(
 )
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 60.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 120.0) -> list[Any]:
     """[function(world, *args) of rank 0, ...]; `function` joins the group itself, if it wants one.
 
     Raises AssertionError with a rank's own traceback when one fails or dies, and TimeoutError after `seconds`.

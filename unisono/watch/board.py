@@ -11,7 +11,6 @@ that it can be named.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
@@ -44,33 +43,44 @@ class Board:
         self._seen: dict[int, tuple[Place, float]] = {}  # the last word of each, and when we heard it
         self._asked_at: float | None = None  # when we first looked for the others
         self._asking: threading.Thread | None = None
-        self._answered = False
+        self._answered = self._gone = False
 
     def meet(self, mine: Place) -> list[Place]:
         """Everybody's place; who has not spoken for a while is silent. Nobody answers: only ours, and that of the host
         of the store, if it is one of us."""
-        if self._asking is None or not self._asking.is_alive():
-            self._answered = False
-            self._asking = threading.Thread(target=self._ask, args=(mine,), name="board", daemon=True)
-            self._asking.start()
-        self._asking.join(ANSWER.total_seconds())
-        if not self._answered:
+        if not self._answers(mine):
             return alone(mine, by_rank=self.by_rank)
         if mine.idle < mine.limit / 2:
             return [mine]  # nobody asks; what others do is not looked at
         self._asked_at = self._asked_at or time.monotonic()
         return sorted([mine, *self._others(mine)], key=lambda place: place.rank)
 
+    def _answers(self, mine: Place) -> bool:
+        """Does the store, in time? One that is gone does not come back, and torch warns of it whenever it is asked."""
+        if self._gone:
+            return False
+        if self._asking is None or not self._asking.is_alive():
+            self._answered = False
+            self._asking = threading.Thread(target=self._ask, args=(mine,), name="board", daemon=True)
+            self._asking.start()
+        self._asking.join(ANSWER.total_seconds())
+        return self._answered
+
     def _ask(self, mine: Place) -> None:
         """In a thread of its own: `check` waits for ever for a store whose process is stopped, whatever its time limit
         (torch 2.13)."""
-        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+        torch = sys.modules["torch"]
+        try:
             self.store.set(_key(mine.rank), mine.text())
             if mine.idle >= mine.limit / 2:
                 for rank in range(self.world.size):
                     if rank != mine.rank and self.store.check([_key(rank)]):
                         self._hear(Place.of(bytes(self.store.get(_key(rank)))))
             self._answered = True
+        except torch.distributed.DistNetworkError:
+            self._gone = True
+        except (RuntimeError, ValueError, TypeError):
+            return
 
     def _hear(self, place: Place) -> None:
         before = self._seen.get(place.rank)
