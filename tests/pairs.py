@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 
-def every_pair(ones: Collection[Any], others: Collection[Any], quick: int = 2) -> list[Any]:
-    """All pairs, for pytest.mark.parametrize. Among the quick tests is one in `quick` of them, along diagonals, so that
-    none of either is left out; the rest is slow:
+def every_pair(ones: Collection[Any], others: Collection[Any], most: int = 3) -> list[Any]:
+    """All pairs, for pytest.mark.parametrize. Among the quick tests is one in three of them (in two, if there are but
+    two of either), along diagonals, so that none of either is left out; the rest is slow:
 
             a  b  c  d
-        1   x     x         with quick=2
-        2      x     x
-        3   x     x
+        1   x        x
+        2         x
+        3      x
     """
+    quick = min(most, len(ones), len(others))
     return [
         pytest.param(one, other, marks=[pytest.mark.slow] * ((row + column) % quick > 0))
         for row, one in enumerate(ones)

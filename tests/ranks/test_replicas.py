@@ -58,7 +58,8 @@ def test_a_replica_joins(tmp_path: Path, gather: Gather) -> None:
         assert found[new][0] == losses[-len(found[new][0]) :]
 
 
-@pytest.mark.parametrize("gather", STEP_IS_SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["layer", "step"])
 def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, gather: Gather) -> None:
     checkpoint = CheckpointSettings(every=2)
     expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
