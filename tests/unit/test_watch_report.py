@@ -203,10 +203,3 @@ def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
         " ".join(closing({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
     )
     assert "of gradients" not in "".join(closing({**RESULT, "bytes_per_step": 0}, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("count", "told"), [(999, "999 B"), (1000, "1 kB"), (42_700_000, "42.7 MB"), (3.2e12, "3.2e+03 GB")]
-)
-def test_sizes_are_told_in_three_digits(count: float, told: str) -> None:
-    assert report._bytes(count) == told

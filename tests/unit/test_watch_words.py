@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.watch.progress import Field, duration, fit, size
+from unisono.settings import size
+from unisono.watch.progress import Field, duration, fit
 
 
 @given(st.lists(st.builds(Field, st.integers(0, 9), st.text("abc ", max_size=30)), min_size=1), st.integers(1, 120))

@@ -40,6 +40,7 @@ from unisono.checkpoint.pack import Tensors, described, pack
 from unisono.checkpoint.place import Place, clear_old, place_of
 from unisono.checkpoint.sheet import SUFFIX, Stage, at_once, lay_out
 from unisono.errors import CheckpointError, Problem
+from unisono.settings import size
 from unisono.world.collectives import Group
 
 FORMAT = 2
@@ -301,8 +302,8 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def told(error: Exception, there: Place, steps: int, size: int) -> Problem:
-    """Why a checkpoint could not be written, and what is left."""
+def told(error: Exception, there: Place, steps: int, needed: int) -> Problem:
+    """Why a checkpoint of so many bytes could not be written, and what is left."""
     if isinstance(error, CheckpointError):
         return error.problems[0]
     try:
@@ -311,9 +312,9 @@ def told(error: Exception, there: Place, steps: int, size: int) -> Problem:
         whole = []
     last = f"The checkpoint after step {whole[0]} is whole." if whole else "There is no earlier one."
     free = there.free()
-    room = "" if free is None else f"; {free / 1e6:.1f} MB are free there"
+    room = "" if free is None else f"; {size(free)} are free there"
     return Problem(
         f"A checkpoint after step {steps} was to be written to {there}.",
-        f"{type(error).__name__}: {error}. It takes {size / 1e6:.1f} MB{room}. {last}",
+        f"{type(error).__name__}: {error}. It takes {size(needed)}{room}. {last}",
         "make room or mend the permissions, then start the same command with --resume.",
     )

@@ -16,8 +16,7 @@ from unisono.cli.run import checked
 from unisono.cli.trials import Trial, Trials, reason_of, refuse_unfit
 from unisono.errors import Problem, SettingsError
 from unisono.launch.supervise import Outcome
-from unisono.settings import Line, plural, toml
-from unisono.watch.progress import size
+from unisono.settings import Line, plural, size, toml
 
 if TYPE_CHECKING:
     from unisono.cli.agreement import Agreement, Error, Limits, Written

@@ -46,7 +46,7 @@ from unisono.settings.file import lines_of
 from unisono.settings.line import Line
 from unisono.settings.script import settings_of
 from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed
-from unisono.settings.words import nearest_name, plural
+from unisono.settings.words import nearest_name, plural, size
 
 __all__ = [
     "CheckpointSettings",
@@ -77,6 +77,7 @@ __all__ = [
     "kind",
     "plain",
     "shown",
+    "size",
     "toml",
     "plural",
 ]

@@ -1,4 +1,4 @@
-"""Words for messages: the name that was probably meant, and how many of a thing there are."""
+"""Words for messages: the name that was probably meant, how many of a thing there are, and how many bytes."""
 
 from __future__ import annotations
 
@@ -19,3 +19,12 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 def plural(count: int, one: str, many: str = "") -> str:
     """1 step, 2 steps."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """412 MB, 1.24 GB: three digits, decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB" if num_bytes < 999.5 else f"{num_bytes:.0f} TB"

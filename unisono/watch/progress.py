@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 import psutil  # type: ignore[import-untyped]
 
+from unisono.settings import size
+
 LIVE_SECONDS = 0.5
 """A live line is drawn at most this often."""
 PLAIN_SECONDS = 10.0
@@ -280,15 +282,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
     return f"{minutes}:{whole % 60:02}"
-
-
-def size(num_bytes: float) -> str:
-    """412 MB, 1.24 GB: three digits, decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB" if num_bytes < 999.5 else f"{num_bytes:.0f} TB"
 
 
 def _rate(per_second: float) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.settings import size
 from unisono.watch import timeline
 
 WIDTH = 80
@@ -172,7 +173,7 @@ def closing(
         plain = result.get("bytes_uncompressed")
         beside = f", {sent / plain:.1%} of what it would be uncompressed" if plain else ""
         what = "between sites a step, by each of them" if result.get("sites") else "of gradients a step, by a process"
-        facts["sent"] = f"{_bytes(sent)} {what}{beside}"
+        facts["sent"] = f"{size(sent)} {what}{beside}"
         if plain and sent > plain:
             facts["sent"] += ": fewer nodes send less (compress.nodes)"
     if late := result.get("late_mean"):
@@ -259,15 +260,6 @@ def _who(result: Mapping[str, Any]) -> str:
     if not ranks or not virtual:
         return ""
     return f", {ranks} rank{'s' * (ranks != 1)} ({virtual} virtual)"
-
-
-def _bytes(count: float) -> str:
-    """812 B, 3.2 kB, 42.7 MB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def _wrapped(found: Bottleneck) -> Sequence[str]:
