@@ -87,7 +87,7 @@ STANDING = DYING.replace(
     """from unisono.world import members, standing
 standing.FORM_SECONDS, part = 1.0, members.part
 
-def stand_still():
+def stand_still(**_):
     if world.number in (NUMBERS) and list(Path(__file__).parent.glob("died-*")) and "--resume" not in sys.argv:
         time.sleep(1e6)
     part()

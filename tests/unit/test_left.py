@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -31,3 +33,21 @@ def test_half_of_it_is_nothing(tmp_path: Path) -> None:
     assert left.take(tmp_path, 0) is None
     left.clear(tmp_path)
     assert not (tmp_path / left.FOLDER).exists()
+
+
+COMES_AND_GOES = """
+import os, sys
+while True:
+    os.mkdir(sys.argv[1])
+    os.rmdir(sys.argv[1])
+"""
+
+
+def test_who_has_left_nothing_looks_while_another_takes_the_folder(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", COMES_AND_GOES, str(tmp_path / left.FOLDER)]) as other:
+        try:
+            for _ in range(5000):
+                assert left.take(tmp_path, 1) is None
+                assert left.steps_left(tmp_path) == 0
+        finally:
+            other.kill()

@@ -23,7 +23,7 @@ FOLDER = "left-behind"
 
 def steps_left(run_dir: Path) -> int:
     """The newest step that anybody has left something of; 0: nobody has."""
-    names = [path.stem for path in (run_dir / FOLDER).glob("rank-*-step-*.safetensors")]
+    names = [path.stem for path in _found(run_dir, "rank-*-step-*.safetensors")]
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 
@@ -47,7 +47,7 @@ def take(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] | None
     """What this rank's process has left, which is gone afterwards; None: nothing."""
     from safetensors import safe_open
 
-    found = sorted((run_dir / FOLDER).glob(f"rank-{rank:05d}-*.safetensors"))
+    found = _found(run_dir, f"rank-{rank:05d}-*.safetensors")
     if not found:
         return None
     with safe_open(found[-1], "pt") as file:
@@ -58,3 +58,10 @@ def take(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] | None
     with suppress(OSError):  # it is not empty yet
         found[0].parent.rmdir()
     return tensors, about
+
+
+def _found(run_dir: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted((run_dir / FOLDER).glob(pattern))
+    except FileNotFoundError:  # another process has just taken the last of it
+        return []
