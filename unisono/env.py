@@ -38,7 +38,7 @@ class World:
     number: int | None = None  # of this process for good, whatever its rank becomes; None: its rank
     restarts: int = 0  # how often a manager (torchrun, Slurm) has begun all of this again, as after a death
     joins: bool = False  # does it come in addition, to processes that are in the midst of it?
-    elastic: bool = False  # was it asked for (--ranks MIN:MAX) that the number of processes may change?
+    least: int = 0  # processes that must be left for it to go on, if somebody has said so (--ranks MIN:MAX)
     launcher: str = "python"  # who started us: python, unisono, torchrun, srun
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ from unisono import env
 from unisono.errors import WorldError
 from unisono.launch.local import loopback_name
 from unisono.launch.record import Record, read, write, write_to
-from unisono.launch.supervise import Outcome, Task, supervise
+from unisono.launch.supervise import Outcome, Task, _has_something, supervise
 
 
 def task(folder: Path, name: str, *command: str, log: Path | None = None) -> Task:
@@ -104,3 +106,18 @@ def test_a_script_that_leaves_keeps_its_status(code: int | str | None, status: i
 
 def test_the_loopback_interface_has_a_name() -> None:
     assert loopback_name() is not None
+
+
+def test_a_descriptor_beyond_a_thousand_can_be_waited_for() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1500:
+        pytest.skip("this shell may not have so many descriptors (ulimit -n)")
+    reader, writer = os.pipe()
+    os.dup2(reader, 1500)
+    os.close(reader)
+    with os.fdopen(1500, "rb", buffering=0) as file:
+        assert not _has_something(file, 0.0)
+        os.write(writer, b"word")
+        assert _has_something(file, 1.0)
+        file.read(4)
+        os.close(writer)
+        assert _has_something(file, 1.0)  # its end

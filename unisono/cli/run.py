@@ -128,7 +128,7 @@ RESTARTS = 3
 
 
 class Ranks(NamedTuple):
-    """How many processes: as a rule, and at least. `elastic`: did somebody ask for both?"""
+    """How many processes: at least, and as a rule. `elastic`: did somebody ask for both?"""
 
     least: int
     usual: int

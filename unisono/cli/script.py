@@ -354,7 +354,7 @@ def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, f
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if shards := about_shards(s.parallel, run._mesh.axes):
         log.say(shards)
-    if run.size > 1 and may_survive(run):
+    if run.size > max(1, run.world.least) and may_survive(run):
         log.say("if a process dies, the others finish its step, and another one takes its place")
         if run._mesh.unit > 1:
             log.say(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")

@@ -62,9 +62,9 @@ def run(
                 columns=columns,
                 number=number if survives else None,
                 joins=number >= ranks,
-                elastic=elastic,
+                least=(minimum or 0) if elastic else 0,
             )
-            environment = inherited({**_for_libraries(threads), **(TELL_NOBODY if elastic else {}), **variables})
+            environment = inherited({**_for_libraries(threads), **(LEAVE_US_ALONE if elastic else {}), **variables})
             return _task(number, world, [str(script), *arguments], environment, logs, Path(folder))
 
         tasks = [build(number, number) for number in range(ranks)]
@@ -131,9 +131,15 @@ def _task(
     )
 
 
-TELL_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""Else NCCL's watchdog ends every process whose peer is gone (https://docs.pytorch.org/docs/2.13/torch_nccl_environment_variables.html).
-"""
+LEAVE_US_ALONE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # which turns that on again
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Else NCCL's watchdog ends every process whose peer is gone, at once or after minutes, and waits for dumps meanwhile.
+https://docs.pytorch.org/docs/2.13/torch_nccl_environment_variables.html"""
 
 
 def _for_libraries(threads: int) -> dict[str, str]:

@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from unisono.launch.process import CRASHES, Failure, Process, Task
 from unisono.launch.record import does_bequeath, in_loop, left_at, read
@@ -302,7 +302,7 @@ class _Supervisor:
         deadline = time.monotonic() + DRAIN_SECONDS
         open_ = process.stdout in self.selector.get_map()
         while open_ and time.monotonic() < deadline:
-            if select.select([process.stdout], [], [], deadline - time.monotonic())[0]:
+            if _has_something(process.stdout, deadline - time.monotonic()):
                 open_ = self._forward(process)
         if open_:
             self.selector.unregister(process.stdout)
@@ -420,3 +420,10 @@ class _Supervisor:
             signal.set_wakeup_fd(wakeup)
             os.close(reader)
             os.close(writer)
+
+
+def _has_something(file: IO[bytes], seconds: float) -> bool:
+    """Is there something to read, or its end, within this time? (`select.select` knows no descriptor beyond 1023.)"""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(max(seconds, 0.0) * 1000))

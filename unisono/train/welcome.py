@@ -11,7 +11,7 @@ buddies do (train/parcel.py), to whoever sits in the same place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +45,9 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
     told = group.gather(about)
     new = [rank for rank, is_new in enumerate(empty) if is_new and rank % unit == group.rank % unit]
     if group.rank in known:
-        gifts = [_bytes(each).to(group.device) for each in mine]
-        wait_for(group.send_and_receive([Message(each, rank) for rank in new for each in gifts], []))
+        for portion in _portions(mine):
+            gifts = [piece.to(group.device) for piece in portion]
+            wait_for(group.send_and_receive([Message(piece, rank) for rank in new for piece in gifts], []))
     elif empty[group.rank]:
         source = known[group.rank % unit]
         assert source is not None
@@ -54,11 +55,11 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
         _refuse_another_machine(survivors, about["machine"])
         kind = _Parts if "bags" in about else _Whole
         luggage = kind(survivors.run, about)
-        room = [_bytes(each) for each in luggage.room]
-        come = [each.to(group.device) for each in room]  # the very same, if it lies there
-        wait_for(group.send_and_receive([], [Message(each, source) for each in come]))
-        for into, each in zip(room, come, strict=True):
-            into.copy_(each)
+        for portion in _portions(luggage.room):
+            come = [piece.to(group.device) for piece in portion]  # the very same, if it lies there
+            wait_for(group.send_and_receive([], [Message(piece, source) for piece in come]))
+            for into, piece in zip(portion, come, strict=True):
+                into.copy_(piece)
         luggage.unpack()
         _take(survivors, about)
     group.barrier()
@@ -143,6 +144,22 @@ class _Parts:
         still, moving = self._bags
         parcel = Parcel(self.about["steps"], still, moving, self.about["names"], self.about["plain"])
         put_back(parcel, self.run._state.tracked, self.run.device)
+
+
+PORTION_BYTES = 1 << 28
+"""So much of a state that lies elsewhere has room on the device beside the model, which has come there already."""
+
+
+def _portions(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All bytes of these, in pieces of theirs that are not too many to be under way at once."""
+    portion, held = list[torch.Tensor](), 0
+    for piece in (piece for tensor in tensors for piece in _bytes(tensor).split(PORTION_BYTES)):
+        if portion and held + len(piece) > PORTION_BYTES:
+            yield portion
+            portion, held = [], 0
+        portion.append(piece)
+        held += len(piece)
+    yield portion
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

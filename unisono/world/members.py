@@ -119,7 +119,10 @@ class Company:
         self._line.connect(path)
         self._left, self._over = threading.Event(), threading.Event()
         self._standing = Standing(
-            lambda: self.keys.asked, lambda: self.keys.waits, lambda: self.watchful and self._lost.is_set()
+            lambda: self.keys.asked,
+            lambda: self.keys.waits,
+            lambda: self.watchful and self._lost.is_set(),
+            anywhere=self.late,
         )
         self._speaking = threading.Lock()
         self._say(hello=self.number, joins=self.joins, seat=world.rank)
@@ -244,7 +247,7 @@ class Company:
         was to join, Stopped.
         """
         while True:
-            with self._standing.doing("leaves its group"):
+            if not self.late:
                 self._part()
             self._say(ready=about, open=open_)
             with self._standing.doing("waits for the others"):
@@ -260,6 +263,8 @@ class Company:
             roster = tuple(words["roster"])
             self.generation = self.keys.generation = words["generation"]
             try:
+                if self.late:  # who aborts waits until all who are left do, and now nobody is in a collective
+                    self._part()
                 with self._standing.doing("connects"):
                     self._connect(group, roster)
             except (RuntimeError, ConnectionError, WorldError) as error:
@@ -298,11 +303,12 @@ class Company:
 
     def _part(self) -> None:
         """Out of the group that there is."""
-        self._tear()
-        if self.messenger is not None:
-            self.messenger.close()
-            self.messenger = Messenger(self)
-        part(abort=self.late and self._lost.is_set())
+        with self._standing.doing("leaves its group"):
+            self._tear()
+            if self.messenger is not None:
+                self.messenger.close()
+                self.messenger = Messenger(self)
+            part(abort=self.late)
         self.torn = False
 
     def leave(self) -> None:
@@ -312,7 +318,7 @@ class Company:
         if dist.is_initialized():  # servers and workers have parted before, and one of these may stand still
             self._over.wait(LEAVE_SECONDS)
         self._left.set()
-        part()
+        part(abort=self.late)
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self.keys.close()

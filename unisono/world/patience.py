@@ -70,14 +70,14 @@ class Watched(NamedTuple):
 
 
 class Late(NamedTuple):
-    """A collective or message under way, of a back end whose own `wait` returns at once (`work.wait` makes the device's
-    stream wait; https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Work)."""
+    """A collective or message under way, of a back end whose own `wait` returns at once: it makes the device wait, and
+    with it whoever looks at any later result (https://docs.pytorch.org/docs/2.13/distributed.html). It is called when
+    nothing is to be waited for any more: a loss that a script looks at must not hang on a dead peer."""
 
     work: Any
     company: Company
 
     def wait(self) -> Any:
-        self.work.wait()
         until = time.monotonic() + TIMEOUT.total_seconds()
         while not self.work.is_completed():
             if self.company.bad_news():

@@ -58,7 +58,7 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     atexit.register(end_soon)
-    if (world.store or "").startswith(SCHEME) and (device.type == "cpu" or world.elastic):
+    if (world.store or "").startswith(SCHEME) and (device.type == "cpu" or world.least):
         with company(world, device, divided=divided) as joined:
             yield joined
         atexit.unregister(end_soon)
