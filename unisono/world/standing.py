@@ -41,9 +41,9 @@ class Still(NamedTuple):
 
 
 class Standing:
-    """moves   counts what goes on while we connect: whoever asks the others something is not stuck
-    waits   is that an answer of others that we wait for?
-    torn    has our group lost somebody, so that nothing can be waited for in it?
+    """moves     counts what goes on while we connect: whoever asks the others something is not stuck
+    waits     is that an answer of others that we wait for?
+    torn      has our group lost somebody, so that nothing can be waited for in it?
     anywhere  may it wait for a device that waits for the group, wherever it is?
     """
 
