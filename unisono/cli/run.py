@@ -52,8 +52,8 @@ def run(
         A recipe's name, or the path to a script.
     ranks
         How many processes. The result is the same for any number. If one dies, the others go on, and another is
-        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left;
-        it also asks for that on accelerators, where they otherwise do so at every death.
+        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left.
+        On accelerators they do so at every death, unless MIN:MAX is said.
     no_dry_run
         Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
     """
