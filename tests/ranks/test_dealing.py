@@ -13,9 +13,12 @@ import torch.nn.functional as F
 
 from tests.pairs import every_pair
 from tests.ranks import training
+from unisono.data.loader import Schedule
 from unisono.env import World
+from unisono.score.dealing import Dealer
 from unisono.settings import DealSettings, LoaderSettings, Settings
 from unisono.testing import SlowAt, build_run, run_ranks
+from unisono.train.dealing import Dealing
 from unisono.world.start import group as join
 
 CLAIMED: list[tuple[int, dict[str, Any]]] = [
@@ -101,3 +104,15 @@ def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: 
     assert found[0]["losses"] == alone["losses"]
     assert sum(f["rounds"] for f in found) == alone["rounds"]
     assert sum(f["guests"] for f in found) > 0
+
+
+def test_it_is_named_although_it_computes_nothing_now() -> None:
+    """The others have become quicker, and in the step that shows it, it has no time of its own."""
+    said: list[str] = []
+    dealer = Dealer(3, ((0, 1), (1, 2), (2, 3)))
+    dealing = Dealing(dealer, None, 1.0, Schedule(dealer.spans), said.append)
+    for step, seconds in enumerate([[1.0, 1.0, 1.0]] * 60 + [[0.01, 0.01, 0.0]] * 100):
+        dealing.hear(step, [(took, float(step), 0.0) for took in seconds])
+    assert any(
+        line.startswith("Rank 2 would take 1e+03 ms for a virtual rank, where the others take 10:") for line in said
+    )

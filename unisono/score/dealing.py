@@ -37,6 +37,7 @@ class Dealer:
     def __init__(self, virtual_ranks: int, spans: Spans) -> None:
         self.virtual_ranks, self.spans = virtual_ranks, spans
         self.slow: tuple[int, ...] = ()
+        self.typical: list[float] = []  # seconds for a virtual rank on each process, when it was last dealt anew
         self._heard = [deque[float](maxlen=WINDOW) for _ in spans]
         self._steps = 0  # that were heard of
         self._rest, self._dealt = REST, 0  # how long, and since which of these steps
@@ -58,7 +59,7 @@ class Dealer:
             return None
         soon = self._dealt > 0 and self._steps - self._dealt < 4 * self._rest
         self._rest = min(2 * self._rest, LONG_REST) if soon else REST
-        self._dealt, self.spans = self._steps, best
+        self._dealt, self.spans, self.typical = self._steps, best, typical
         self.slow = tuple(rank for rank, (lo, hi) in enumerate(best) if lo == hi)
         return best
 

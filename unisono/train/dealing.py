@@ -99,11 +99,11 @@ class Dealing:
         self.note(f"from step {first} on the processes compute {', '.join(map(str, counts))} virtual ranks, by speed")
         slow = self.dealer.slow
         if slow and slow != self._told and not self.servers:
-            self.note(self._about(slow, seconds))
+            self.note(self._about(slow, self.dealer.typical))
         self._told = slow
 
     def _about(self, slow: Sequence[int], seconds: Sequence[float]) -> str:
-        took, others = (median(s for r, s in enumerate(seconds) if (r in slow) == of and s) for of in (True, False))
+        took, others = (median(s for r, s in enumerate(seconds) if (r in slow) == of) for of in (True, False))
         return (
             f"{'Rank' if len(slow) == 1 else 'Ranks'} {', '.join(map(str, slow))} would take {1000 * took:.3g} ms for "
             f"a virtual rank, where the others take {1000 * others:.3g}: they are done sooner without help, and "
