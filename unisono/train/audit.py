@@ -39,6 +39,7 @@ from unisono.world.collectives import peers
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
     from unisono.train.gradient import Gradient
+    from unisono.train.run import Run
     from unisono.train.step import Step
 
 WHAT = "An audit"
@@ -275,6 +276,11 @@ def dense(p: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     return (full if full.layout is torch.strided else full.to_dense()).detach().contiguous()
 
 
-def build_audit(engine: Engine, every: int) -> Audit | None:
-    """Who audits a run, if somebody does."""
-    return Audit(engine, every) if every else None
+def build_audit(engine: Engine, run: Run[Any]) -> Audit | None:
+    """Who audits a run, if somebody does. Machines that are unlike would accuse each other of their last bits."""
+    if not run.settings.audit_every:
+        return None
+    if run.differences:
+        run.print("nothing is audited (audit_every): these machines do not compute the same bits")
+        return None
+    return Audit(engine, run.settings.audit_every)
