@@ -25,6 +25,9 @@ def plain(value: Any) -> Any:
     return value.item() if number else value
 
 
+OTHERWISE = "; from step "
+
+
 def promise(run: Run[Any]) -> tuple[str, str]:
     """What is promised of this run's result, and why. A resume cannot promise more than what it goes on from."""
     here = _promise_here(run)
@@ -35,7 +38,8 @@ def promise(run: Run[Any]) -> tuple[str, str]:
         first = min(c["step"] for c in run.changes)
         if before.startswith(PROMISES[0]):  # or "exact until" such a step already
             return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
-        return before, f"{why}; from step {first} on other mathematics: {what}"
+        why, _, _ = why.partition(OTHERWISE)  # said of earlier changes, which are among these
+        return before, f"{why}{OTHERWISE}{first} on other mathematics: {what}"
     return max(here, (before, why), key=lambda promised: _rank(promised[0]))
 
 
