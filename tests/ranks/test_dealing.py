@@ -19,6 +19,7 @@ from unisono.score.dealing import Dealer
 from unisono.settings import DealSettings, LoaderSettings, Settings
 from unisono.testing import SlowAt, build_run, run_ranks
 from unisono.train.dealing import Dealing
+from unisono.train.pace import Pace
 from unisono.world.start import group as join
 
 CLAIMED: list[tuple[int, dict[str, Any]]] = [
@@ -110,7 +111,7 @@ def test_it_is_named_although_it_computes_nothing_now() -> None:
     """The others have become quicker, and in the step that shows it, it has no time of its own."""
     said: list[str] = []
     dealer = Dealer(3, ((0, 1), (1, 2), (2, 3)))
-    dealing = Dealing(dealer, None, 1.0, Schedule(dealer.spans), said.append)
+    dealing = Dealing(dealer, None, 1.0, Pace(torch.device("cpu")), Schedule(dealer.spans), said.append)
     for step, seconds in enumerate([[1.0, 1.0, 1.0]] * 60 + [[0.01, 0.01, 0.0]] * 100):
         dealing.hear(step, [(took, float(step), 0.0) for took in seconds])
     assert any(

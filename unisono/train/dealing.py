@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unisono import phases
 from unisono.score.dealing import Dealer
 from unisono.train.claims import Claims
+from unisono.train.pace import Pace
 from unisono.world.crew import Crew
 from unisono.world.tickets import Tickets
 
@@ -39,6 +39,7 @@ class Dealing:
     """dealer  deals anew, for a long time; None: nobody does
     claims  deal within a step; None: nobody does
     share   samples of a virtual rank, on average
+    pace    of this process
     note    where a line for people goes
     deals   what was decided: (first step, virtual ranks of each process)
     servers  so many processes, the first ones, compute nothing
@@ -49,15 +50,16 @@ class Dealing:
         dealer: Dealer | None,
         claims: Claims | None,
         share: float,
+        pace: Pace,
         schedule: Schedule,
         note: Callable[[str], None],
         servers: int = 0,
     ) -> None:
         self.dealer, self.claims = dealer, claims
-        self.share, self.schedule, self.note = share, schedule, note
+        self.share, self.pace, self.schedule, self.note = share, pace, schedule, note
         self.servers = servers
         self.deals: list[tuple[int, list[int]]] = []
-        self._began = self._waited = self._busy = self._said = 0.0
+        self._said = 0.0
         self._samples = 0
         self._claimed = False
         self._told: tuple[int, ...] = ()
@@ -70,16 +72,19 @@ class Dealing:
 
     def begin(self) -> None:
         """A pass begins: the first of its micro-batches is about to be fetched."""
-        self._began, self._waited, self._samples = time.perf_counter(), phases.Waited.seconds, 0
+        self._samples = 0
+        self.pace.begin()
 
     def done(self, bounds: tuple[int, int]) -> None:
-        """A micro-batch of the pass is computed. Waiting for others in the midst of it was no work."""
+        """A micro-batch of the pass is computed."""
         self._samples += bounds[1] - bounds[0]
-        self._busy = time.perf_counter() - self._began - (phases.Waited.seconds - self._waited)
+        self.pace.done()
+        if self._claimed:
+            self.pace.keep_up()
 
     def say(self, horizon: int) -> tuple[float, float, float]:
         before, self._said = self._said, time.perf_counter()
-        took = self._busy / self._samples * self.share if self._samples else 0.0
+        took = self.pace.seconds() / self._samples * self.share if self._samples else 0.0
         return took, float(horizon), self._said - before if before else 0.0
 
     def hear(self, step: int, said: Sequence[Sequence[float]]) -> None:
@@ -125,7 +130,7 @@ def build_dealing(
     servers = mesh.world.servers if isinstance(mesh.world, Crew) else 0
     dealer = Dealer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
     claims = Claims(mesh.world.rank, Tickets(mesh.world)) if deal.claim else None
-    return Dealing(dealer, claims, settings.batch / ranks, schedule, note, servers)
+    return Dealing(dealer, claims, settings.batch / ranks, Pace(mesh.world.device), schedule, note, servers)
 
 
 def deal_by_hand(engine: Engine, group: Group, spans: Spans) -> int:

@@ -1,0 +1,53 @@
+"""How long this process works on a pass. Waiting for others in the midst of it is no work.
+
+An accelerator works behind the process that gives it orders: when these are given, it has only begun. So its own time
+is looked at, between two events on it (https://docs.pytorch.org/docs/2.13/generated/torch.Event.html):
+
+    process   begin  orders 1  orders 2 done                    seconds  (waits for the second event)
+    device    |      [ micro-batch 1 ][ micro-batch 2 ]|        --------^
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from unisono import phases
+
+
+class Pace:
+    """device  what computes here"""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began = self._waited = self._busy = self._idle = 0.0
+        self._count = 0  # of micro-batches
+        self._events = [] if device.type == "cpu" else [torch.Event(device, enable_timing=True) for _ in range(3)]
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._began, self._waited, self._count = time.perf_counter(), phases.Waited.seconds, 0
+        if self._events:
+            self._events[2].record()
+
+    def done(self) -> None:
+        """A micro-batch of it is computed, or all orders for it are given."""
+        self._idle = phases.Waited.seconds - self._waited
+        self._busy = time.perf_counter() - self._began - self._idle
+        if self._events:
+            self._count += 1
+            self._events[self._count % 2].record()
+
+    def keep_up(self) -> None:
+        """Wait until all micro-batches but the last one are done. Who gives orders far ahead of the device seems to be
+        free, and is not."""
+        if self._events and self._count > 1:
+            self._events[(self._count - 1) % 2].synchronize()
+
+    def seconds(self) -> float:
+        """How long the pass took until its last `done`."""
+        if not self._events or not self._count:
+            return self._busy
+        begin, end = self._events[2], self._events[self._count % 2]
+        end.synchronize()
+        return max(self._busy, begin.elapsed_time(end) / 1000 - self._idle)
