@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -26,3 +27,13 @@ os.environ["XDG_CACHE_HOME"] = _cache  # before the fork server starts, whose ch
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_cache, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def accelerator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of an accelerator that there is not (tests/standin)."""
+    from tests.standin import standin
+
+    if why := standin.missing():
+        pytest.skip(why)
+    return standin.build(tmp_path_factory.getbasetemp().parent)

@@ -39,6 +39,7 @@ class World:
     restarts: int = 0  # how often a manager (torchrun, Slurm) has begun all of this again, as after a death
     joins: bool = False  # does it come in addition, to processes that are in the midst of it?
     least: int = 0  # processes that must be left for it to go on, if somebody has said so (--ranks MIN:MAX)
+    on_cpu: tuple[int, int] = (0, 0)  # ranks from the first to before the second leave accelerators to the others
     launcher: str = "python"  # who started us: python, unisono, torchrun, srun
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
@@ -49,6 +50,19 @@ class World:
     def is_main(self) -> bool:
         """Rank 0 speaks for all."""
         return self.rank == 0 and not self.dry
+
+    @property
+    def cpu_ranks(self) -> int:
+        """So many compute on the CPU beside others."""
+        return self.on_cpu[1] - self.on_cpu[0]
+
+    @property
+    def seat(self) -> int | None:
+        """The number of its accelerator on this host; None: it is to leave them alone."""
+        first, end = self.on_cpu
+        if first <= self.rank < end:
+            return None
+        return self.local_rank - (self.cpu_ranks if self.rank >= end else 0)
 
     @property
     def foreign(self) -> bool:

@@ -60,7 +60,7 @@ def audit(
         raise SettingsError(f"--script {script}", true, str(line.without("--script")))
     else:
         asked = replace(request, sets=(*request.sets, *SETS))
-        found, threads, _ = checked(target, ranks, asked, line)
+        found, threads, *_ = checked(target, ranks, asked, line)
         again = Again(
             script=found.absolute(),
             own=request.own,

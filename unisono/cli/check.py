@@ -45,7 +45,7 @@ def check(
     """
     line = request.line("unisono", "check", target, *(["--steps", str(steps)] if steps != 3 else []))
     refuse_unfit(line, steps, request)
-    script, threads, _ = checked(target, 1, request, line)
+    script, threads, *_ = checked(target, 1, request, line)
     with tempfile.TemporaryDirectory(prefix="unisono-check-") as folder:
         return Check(script=script, threads=threads, steps=steps, request=request, line=line, folder=Path(folder)).run()
 

@@ -184,12 +184,12 @@ def _all_gather(group: Group, count: int) -> Call:
 
 
 def _reduce_scatter(group: Group, count: int) -> Call:
-    tensor, mine = torch.ones(count, device=group.device), torch.empty(count // group.size, device=group.device)
+    tensor, mine = torch.ones(count, device=group.wire), torch.empty(count // group.size, device=group.wire)
     return Call(lambda: _reduce_scatter_single(mine, tensor))
 
 
 def _broadcast(group: Group, count: int) -> Call:
-    tensor = torch.ones(count, device=group.device)
+    tensor = torch.ones(count, device=group.wire)
     return Call(lambda: dist.broadcast(tensor, src=0))
 
 

@@ -65,7 +65,7 @@ def prove(
         true = "It is a part of a gradient's norm, from 0 (the same numbers) to 1."
         raise SettingsError(f"--tolerance {tolerance:g}", true, str(line.flag("--tolerance", f"{TOLERANCE:g}")))
     placements = [placement_of(text, line) for text in parallel] or list(fitting())
-    script, threads, _ = checked(target, 1, replace(request, sets=(*request.sets, *ALONE.sets)), line)
+    script, threads, *_ = checked(target, 1, replace(request, sets=(*request.sets, *ALONE.sets)), line)
     misfits = {str(p): wrong for p in placements if (wrong := misfit(target, p, request, line))}
     if parallel and misfits:
         raise SettingsError.of([problem for wrong in misfits.values() for problem in wrong])

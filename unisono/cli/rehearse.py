@@ -112,7 +112,7 @@ def rehearse(target: str, ranks: int, request: Request) -> int:
     if ranks < 2:
         raise SettingsError(str(line), "Of a single process nobody is left.", str(line.flag("--ranks", "2")))
     request = replace(request, sets=(*request.sets, *COURSE))
-    script, threads, _ = checked(target, ranks, request, line)
+    script, threads, *_ = checked(target, ranks, request, line)
     with tempfile.TemporaryDirectory(prefix="unisono-rehearse-") as folder:
         return Rehearsal(script, threads, ranks, request, line, Path(folder)).play()
 

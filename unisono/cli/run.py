@@ -28,10 +28,10 @@ from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
 from unisono.launch.process import CRASHES
 from unisono.launch.supervise import Outcome
-from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
+from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, plural, read, settings_of
 from unisono.settings.check import examine
 from unisono.settings.script import calls_main
-from unisono.settings.ways import asks_of_the_model
+from unisono.settings.ways import asks_of_the_model, problems_of_mixed
 
 
 def run(
@@ -39,6 +39,7 @@ def run(
     /,
     *,
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
+    cpu_ranks: Annotated[int, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
@@ -54,20 +55,26 @@ def run(
         How many processes. The result is the same for any number. If one dies, the others go on, and another is
         started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left.
         On accelerators they do so at every death, unless MIN:MAX is said.
+    cpu_ranks
+        So many of these processes compute on the CPU, beside those on accelerators: the servers, if there are any,
+        and the last ones.
     no_dry_run
         Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
     """
     world = World.current()
     if world.foreign and world.size > 1:
-        return _one_of(world, target, ranks, request)
-    flags = [*(["--ranks", ranks] if ranks != "1" else []), *(["--no-dry-run"] if no_dry_run else [])]
+        return _one_of(world, target, ranks, cpu_ranks, request)
+    flags = ["--ranks", ranks] if ranks != "1" else []
+    flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
+    flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
     request = again(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
-    asked = numbers(ranks, line)
+    asked = numbers(ranks, cpu_ranks, line)
     count = asked.usual
-    script, threads, unsure = checked(target, count, request, line)
-    if unsure and not no_dry_run and not _fits(script, threads, count, request, line):
+    script, threads, unsure, serves = checked(target, count, request, line, cpu_ranks)
+    asked = asked._replace(on_cpu=(0, cpu_ranks) if serves else (count - cpu_ranks, count))
+    if unsure and not no_dry_run and not _fits(script, threads, asked, request, line):
         print(f"Stopped before its start: nothing to save.\n  Next: {line}", file=sys.stderr)
         if request.json:
             print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
@@ -89,9 +96,14 @@ def run(
     return outcome.exit_status
 
 
-def _one_of(world: World, target: str, ranks: str, request: Request) -> int:
+def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: Request) -> int:
     """srun or torchrun has started this command so many times: then each is one of the processes."""
-    line = request.line("unisono", "run", target, *(["--ranks", ranks] if ranks != "1" else []))
+    flags = ["--ranks", ranks] if ranks != "1" else []
+    line = request.line("unisono", "run", target, *flags, *(["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []))
+    if cpu_ranks:
+        true = f"{world.launcher} has started the processes, and each takes the accelerator that it sees."
+        do = f"{line.without('--cpu-ranks')} (hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES=)"
+        raise SettingsError(str(line), true, do)
     if ranks not in ("1", str(world.size)):
         true = f"{world.launcher} has started {world.size} of this command, and each is a process of the run."
         do = f"{line.without('--ranks')} (srun -n {ranks}, or torchrun --nproc-per-node {ranks}, starts so many)"
@@ -107,13 +119,14 @@ def _one_of(world: World, target: str, ranks: str, request: Request) -> int:
     return 0
 
 
-def _fits(script: Path, threads: int, ranks: int, request: Request, line: Line) -> bool:
+def _fits(script: Path, threads: int, ranks: Ranks, request: Request, line: Line) -> bool:
     """Can the script's model be laid over so many processes as is asked? False: somebody said stop meanwhile.
 
     Raises SettingsError if it cannot. What else goes wrong there, the run will come to as well, and tell.
     """
     earlier = (request.run_dir or newest_run(script.stem)) if request.resume else None
-    outcome = local.dry_run(script, request.arguments(earlier or Path(script.stem)), ranks=ranks, threads=threads)
+    arguments = request.arguments(earlier or Path(script.stem))
+    outcome = local.dry_run(script, arguments, ranks=ranks.usual, threads=threads, on_cpu=ranks.on_cpu)
     failure = outcome.failure
     if failure is not None and failure.record is not None and failure.exit_status == 2 and failure.record.problems:
         raise SettingsError.of(failure.record.problems)
@@ -128,11 +141,13 @@ RESTARTS = 3
 
 
 class Ranks(NamedTuple):
-    """How many processes: at least, and as a rule. `elastic`: did somebody ask for both?"""
+    """How many processes: at least, and as a rule. `elastic`: did somebody ask for both? `on_cpu`: those from the first
+    to before the second leave accelerators to the others."""
 
     least: int
     usual: int
     elastic: bool
+    on_cpu: tuple[int, int] = (0, 0)
 
 
 def again_and_again(script: Path, request: Request, run_dir: Path, ranks: Ranks, *, threads: int) -> Outcome:
@@ -149,6 +164,7 @@ def again_and_again(script: Path, request: Request, run_dir: Path, ranks: Ranks,
             threads=threads,
             minimum=ranks.least,
             elastic=ranks.elastic,
+            on_cpu=ranks.on_cpu,
         )
         if not _died(outcome) or outcome.stopped:
             return outcome
@@ -184,8 +200,8 @@ def _saved(run_dir: Path) -> int:
     return 0
 
 
-def numbers(ranks: str, line: Line) -> Ranks:
-    """What `--ranks N` or `--ranks MIN:MAX` asks for."""
+def numbers(ranks: str, cpu_ranks: int, line: Line) -> Ranks:
+    """What `--ranks N` or `--ranks MIN:MAX` asks for, and `--cpu-ranks N`."""
     least, colon, most = ranks.partition(":")
     try:
         found = (int(least), int(most)) if colon else (1, int(ranks))
@@ -196,6 +212,9 @@ def numbers(ranks: str, line: Line) -> Ranks:
     if colon and not 1 <= found[0] <= found[1]:
         true = "The first number is the fewest processes, at least 1, and the second the usual number of them."
         raise SettingsError(str(line), true, str(line.flag("--ranks", f"1:{max(1, *found)}")))
+    if not 0 <= cpu_ranks <= max(1, found[1]):
+        true = f"Of {plural(found[1], 'process', 'processes')} 0 to {found[1]} compute on the CPU."
+        raise SettingsError(f"--cpu-ranks {cpu_ranks}", true, str(line.flag("--cpu-ranks", "1")))
     return Ranks(*found, elastic=bool(colon))
 
 
@@ -234,14 +253,16 @@ class Checked(NamedTuple):
 
     threads  of each process
     unsure   can only the script's own model tell whether all is well?
+    serves   are the first processes servers?
     """
 
     script: Path
     threads: int
     unsure: bool
+    serves: bool
 
 
-def checked(target: str, ranks: int, request: Request, line: Line) -> Checked:
+def checked(target: str, ranks: int, request: Request, line: Line, cpu_ranks: int = 0) -> Checked:
     """What was asked for. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
     if ranks < 1:
@@ -252,17 +273,22 @@ def checked(target: str, ranks: int, request: Request, line: Line) -> Checked:
         script = script_of(target, line)
     except SettingsError as error:  # what else is wrong can be told all the same
         problems[:0], found = error.problems, False
-    threads, unsure, more = _check_settings(script, max(ranks, 1), request, line)
+    settings, more = _check_settings(script, max(ranks, 1), request, line, mixed=0 < cpu_ranks < ranks)
     problems += more
     if found or request.run_dir is not None:  # runs/ has none of a script that is not there
         problems += problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     if problems:
         raise SettingsError.of(problems)
-    return Checked(script, threads, unsure)
+    if settings is None:
+        return Checked(script, 1, unsure=False, serves=False)
+    unsure = asks_of_the_model(settings) and calls_main(script)
+    return Checked(script, settings.threads, unsure, serves=settings.exchange == "server")
 
 
-def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> tuple[int, bool, list[Problem]]:
-    """Threads, whether the model must be looked at, and what is wrong with the settings as far as they are known."""
+def _check_settings(
+    script: Path, ranks: int, request: Request, line: Line, *, mixed: bool
+) -> tuple[Settings | None, list[Problem]]:
+    """The settings, and what is wrong with them, as far as they are known."""
     cls = settings_of(script)
     earlier = request.earlier(request.run_dir or newest_run(script.stem))
     # Of a script that is not understood only what is given here is known, and only the names that every run has.
@@ -277,15 +303,13 @@ def _check_settings(script: Path, ranks: int, request: Request, line: Line) -> t
     loaded, problems = examine(gathered, ranks, only_given=cls is None)
     if loaded is not None and not problems:
         problems += problems_here(loaded.settings, ranks, line)
+        problems += problems_of_mixed(loaded.settings, line) if mixed else []
     known: set[str] = set()  # whatever it is, the script's own process knows better
     if cls is not None and loaded is not None:
         known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}
         known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
     problems += request.problems_of_accepted(known, line) + request.problems_of_faults(line)
-    if loaded is None:
-        return 1, False, problems
-    unsure = asks_of_the_model(loaded.settings) and calls_main(script)
-    return loaded.settings.threads, unsure, problems
+    return loaded.settings if loaded is not None else None, problems
 
 
 def _told(outcome: Outcome, run_dir: Path, started: float) -> dict[str, Any]:

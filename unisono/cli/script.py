@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,9 +38,10 @@ from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, Stopped, UnisonoError
 from unisono.score.keys import SCRIPT, mix
-from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
+from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics, plural
 from unisono.settings.axes import fill, layout, wanted
 from unisono.settings.check import examine
+from unisono.settings.ways import problems_of_mixed
 from unisono.train.bequest import leave
 from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
@@ -104,6 +105,11 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         asked = replace(asked, request=request)
         facts = environment(group.device)
         differences = agree(group, facts)
+        if group.mixed and (problems := problems_of_mixed(loaded.settings, asked.line())):
+            raise SettingsError.of(problems)
+        kinds = group.gather(group.device.type)
+        if group.mixed:  # whoever speaks for all now or later
+            facts["device"] = " and ".join(sorted(set(group.gather(facts["device"]))))
         parallel = loaded.settings.parallel
         axes = fill(wanted(parallel), group.size)
         assert axes is not None, "checked with the settings"
@@ -141,7 +147,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             started |= {"folder": world.folder, **mark(request)}
             about_it = {**started, **facts, "differences": differences}
             _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
-        _say_hello(run, request, resumed, fewer=loaded.sources["virtual_ranks"] == "default")
+        _say_hello(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(run), _own_arguments(request), _planted(request.faults, run):
             _train(train, run, asked, color)
 
@@ -207,6 +213,7 @@ class Asked:
             all_here = 1 < self.world.size == self.world.local_size
             return line.in_processes(self.world.size) if all_here else line
         ranks = ["--ranks", str(self.world.size)] if self.world.size > 1 else []
+        ranks += ["--cpu-ranks", str(self.world.cpu_ranks)] if self.world.cpu_ranks else []
         target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
         return self.request.line("unisono", "run", target, *ranks)
 
@@ -340,16 +347,22 @@ def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
     return told["value"]
 
 
-def _say_hello(run: Run[Any], request: Request, resumed: Checkpoint | None, *, fewer: bool) -> None:
-    """`fewer`: nobody asked for this number of virtual ranks; if it is not the default one, the batch is small."""
+def _say_hello(
+    run: Run[Any], request: Request, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
+) -> None:
+    """`kinds`: of device, of each process. `fewer`: nobody asked for this number of virtual ranks; if it is not the
+    default one, the batch is small."""
     s = run.settings
     share = -(-s.batch // s.virtual_ranks)
     micro = min(share, s.micro_batch or share)
-    processes = f"{run.size} process{'es' * (run.size > 1)}"
+    first, *others = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+    processes = ", ".join(
+        [f"{plural(first[1], 'process', 'processes')} on {first[0]}", *(f"{n} on {on}" for on, n in others)]
+    )
     threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
     more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
-    log.say(f"unisono {__version__}: {processes} on {run.device.type}, {threads}{more}")
+    log.say(f"unisono {__version__}: {processes}, {threads}{more}")
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
     log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if shards := about_shards(s.parallel, run._mesh.axes):

@@ -34,6 +34,7 @@ def run(
     variables: Mapping[str, str] = MappingProxyType({}),
     minimum: int | None = None,
     elastic: bool = False,
+    on_cpu: tuple[int, int] = (0, 0),
 ) -> Outcome:
     """Run the script in `ranks` processes and return when all are gone.
 
@@ -44,6 +45,7 @@ def run(
     variables  more of what a library, or Python itself, reads from its environment
     minimum  if a process dies, and so many are left, they go on, and another one is started; None: that ends the run
     elastic  do so on accelerators, too
+    on_cpu   those from the first to before the second leave accelerators to the others
     """
     terminal = screen == 1 and draws_live_lines()
     columns = os.get_terminal_size(1).columns if terminal else 0
@@ -56,7 +58,7 @@ def run(
             """Process `number`, in the place of that one."""
             rank = seats[number] = seats.get(place, place)
             world = replace(
-                _world(rank, ranks),
+                _world(rank, ranks, on_cpu),
                 store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
                 terminal=terminal,
                 columns=columns,
@@ -92,21 +94,35 @@ DRY_SECONDS = 60
 
 
 def dry_run(
-    script: Path, arguments: Sequence[str], *, ranks: int, threads: int = 1, seconds: int = DRY_SECONDS
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    threads: int = 1,
+    on_cpu: tuple[int, int] = (0, 0),
+    seconds: int = DRY_SECONDS,
 ) -> Outcome:
     """One process goes through the script as far as its loop, to see whether `ranks` of them can (train/dry_run.py).
     What it prints is nobody's; after `seconds` it dies of SIGALRM."""
     with room() as folder:
-        world = replace(_world(ranks - 1, ranks), dry=folder)
+        world = replace(_world(ranks - 1, ranks, on_cpu), dry=folder)
         environment = inherited(_for_libraries(threads))
         task = _task(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
         return supervise([task], screen=None, say=False)
 
 
-def _world(rank: int, size: int) -> World:
+def _world(rank: int, size: int, on_cpu: tuple[int, int]) -> World:
     """A process of ours among `size` on this host."""
-    host, folder = socket.gethostname(), os.getcwd()
-    return World(rank=rank, size=size, local_rank=rank, local_size=size, host=host, launcher="unisono", folder=folder)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        host=socket.gethostname(),
+        on_cpu=on_cpu,
+        launcher="unisono",
+        folder=os.getcwd(),
+    )
 
 
 def _task(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 VALUED = (
-    *("--set", "--settings", "--accept-change", "--run-dir", "--ranks"),
+    *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
 )
 """Flags that a value follows, as a word of its own."""

@@ -43,6 +43,20 @@ def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
     return problems + _casts(found, values.get("precision"), line) + _devices(found, inside, line)
 
 
+def problems_of_mixed(settings: Settings, line: Line) -> list[Problem]:
+    """What cannot be where some processes have an accelerator and others none. Whole models can; what lies over several
+    processes is put together by torch itself, with one back end for one kind of device."""
+    problems: list[Problem] = []
+    asked = {f"parallel.{axis}": getattr(settings.parallel, axis) for axis in SEVERAL}
+    wrong = [(f"{name} = {value}", f"{name}=1") for name, value in asked.items() if value != 1]
+    wrong += [("exchange = ddp", "exchange=tree")] * (settings.exchange == "ddp")
+    for what, instead in wrong:
+        true = "Some processes have an accelerator and others none, and torch does that for one kind of device."
+        do = f"{line.setting(instead)}, or leave those on the CPU out"
+        problems.append(Problem(what, true, do))
+    return problems
+
+
 def problems_of_buddy(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
     """A copy of each shard needs shards. `axes`: of the mesh that these values make."""
     if not values.get("parallel.buddy") or "parallel.shard" not in values or axes.shard > 1:

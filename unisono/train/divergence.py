@@ -225,7 +225,7 @@ def build_divergence(engine: Engine, run: Run[Any]) -> Divergence | None:
     alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.company is None  # and nobody will join
     if alone or isinstance(mesh.world, Crew):
         return None
-    if run.differences:
+    if run.differences or mesh.world.mixed:  # who joins later has not heard of differences yet
         if run.settings.divergence.every:
             run.print("weights are not compared (divergence.every): these machines do not compute the same bits")
         return None

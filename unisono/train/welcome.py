@@ -46,7 +46,7 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
     new = [rank for rank, is_new in enumerate(empty) if is_new and rank % unit == group.rank % unit]
     if group.rank in known:
         for portion in _portions(mine):
-            gifts = [piece.to(group.device) for piece in portion]
+            gifts = [piece.to(group.wire) for piece in portion]
             wait_for(group.send_and_receive([Message(piece, rank) for rank in new for piece in gifts], []))
     elif empty[group.rank]:
         source = known[group.rank % unit]
@@ -56,7 +56,7 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
         kind = _Parts if "bags" in about else _Whole
         luggage = kind(survivors.run, about)
         for portion in _portions(luggage.room):
-            come = [piece.to(group.device) for piece in portion]  # the very same, if it lies there
+            come = [piece.to(group.wire) for piece in portion]  # the very same, if it lies there
             wait_for(group.send_and_receive([], [Message(piece, source) for piece in come]))
             for into, piece in zip(portion, come, strict=True):
                 into.copy_(piece)
@@ -78,6 +78,7 @@ def _given(survivors: Survivors) -> tuple[dict[str, Any], list[torch.Tensor]]:
         "same_after": watch.same_after if watch is not None else 0,
         "machine": {name: run._identity.get(name) for name in ENVIRONMENT},
         "changes": run.changes,
+        "differences": run.differences,
         "deaths": [survivors.deaths, survivors.joined],
     }
     return about, tensors
@@ -87,20 +88,22 @@ def _take(survivors: Survivors, about: Mapping[str, Any]) -> None:
     run, watch = survivors.run, survivors.watch
     run.steps_done, survivors.meetings = about["steps"], about["meetings"]
     run._table.names, run._state.saved_after = about["columns"], about["saved_after"]
-    run.changes[:] = about["changes"]
+    run.changes[:], run.differences[:] = about["changes"], about["differences"]
     if watch is not None:
         watch.same_after = about["same_after"]
     survivors.deaths, survivors.joined = about["deaths"]
 
 
 def _refuse_another_machine(survivors: Survivors, theirs: Mapping[str, Any]) -> None:
-    ours = {name: survivors.run._identity.get(name) for name in ENVIRONMENT}
-    if differ := [name for name in ENVIRONMENT if theirs.get(name) != ours[name]]:
+    ours = survivors.run._identity
+    fixed = [name for name in ENVIRONMENT if not (name == "device" and survivors.group.mixed)]
+    if differ := [name for name in fixed if theirs.get(name) != ours.get(name)]:
         raise WorldError(
             f"Process {survivors.company.number} was to join a run that is in the midst of it.",
             f"Its machine differs in {', '.join(differ)}, which changes bits.",
             "replace processes on machines of the same kind.",
         )
+    ours["device"] = theirs.get("device")  # of all processes, and we were alone
 
 
 class _Whole:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from unisono import phases
 from unisono.errors import PeerLost
+from unisono.world.ferry import brought, room
 from unisono.world.patience import Late, Patient, Watched
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Group:
 
     rank        of this process among them, 0 to size - 1
     device      where collectives find their tensors
+    mixed       have some processes another kind of device? Then what travels lies on the CPU meanwhile (world/ferry.py)
     neighbours  {rank: process id} of those that share memory with this one (world/shared.py)
     members     the rank in the whole run of each; empty: they are the whole run
     handle      torch's own group; None: that of the whole run
@@ -114,6 +116,7 @@ class Group:
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    mixed: bool = False
     neighbours: Mapping[int, int] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
@@ -153,16 +156,25 @@ class Group:
     @property
     def on_gloo(self) -> bool:
         """Is it gloo by which our tensors travel? Only gloo knows tags."""
-        return self.device.type == "cpu" and not (self.company is not None and self.company.late)
+        return self.wire.type == "cpu" and not (self.company is not None and self.company.late)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where a tensor lies that travels."""
+        return torch.device("cpu") if self.mixed else self.device
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> Work:
         """Begin to sum `tensor` over all processes, in place; or to find the largest of each element."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._watched(dist.all_reduce(tensor, op=op, group=self.handle, async_op=True))
+        here = tensor.to(self.wire)
+        work = self._watched(dist.all_reduce(here, op=op, group=self.handle, async_op=True))
+        return brought(work, here, tensor)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
         """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
-        return self._watched(_all_gather(out, mine, group=self.handle, async_op=True))
+        here = room(out, self.wire)
+        work = self._watched(_all_gather(here, mine.to(self.wire), group=self.handle, async_op=True))
+        return brought(work, here, out)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int = 0) -> list[Work]:
         """Begin to send and to receive these. Between two processes, messages of one tag arrive in the order they were
@@ -172,6 +184,8 @@ class Group:
         """
         receives = [message for message in receives if message.tensor.numel()]
         sends = [message for message in sends if message.tensor.numel()]
+        if self.wire != self.device:
+            return self._ferried(sends, receives, tag)
         if self.on_gloo:  # it takes them one by one anyway: without the checks of a batch
             works = [dist.irecv(tensor, group=self.handle, group_src=peer, tag=tag) for tensor, peer in receives]
             sent = [dist.isend(tensor, group=self.handle, group_dst=peer, tag=tag) for tensor, peer in sends]
@@ -181,6 +195,15 @@ class Group:
             self.op(dist.isend, message) for message in sends
         ]
         return [self._watched(work) for work in dist.batch_isend_irecv(ops)] if ops else []
+
+    def _ferried(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Work]:
+        """The same for tensors of a device that has no part in it."""
+        rooms = [Message(room(tensor, self.wire), peer) for tensor, peer in receives]
+        works = replace(self, device=self.wire).send_and_receive(
+            [Message(tensor.to(self.wire), peer) for tensor, peer in sends], rooms, tag=tag
+        )
+        arrivals = zip(works[: len(rooms)], rooms, receives, strict=True)
+        return [brought(work, here.tensor, there.tensor) for work, here, there in arrivals] + works[len(rooms) :]
 
     def _watched(self, work: Any) -> Work:
         """A collective that was begun: somebody may die in it, and the others go on."""
@@ -200,9 +223,10 @@ class Group:
         """Of `mine`, flat, process p gets sizes[p] elements, in order; returned is what came, theirs[p] from each."""
         if mine.dtype is torch.bool:  # gloo does not know it
             return self.trade(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
-        out = mine.new_empty(sum(theirs))
-        self._watched(dist.all_to_all_single(out, mine, theirs, sizes, group=self.handle, async_op=True)).wait()
-        return out
+        here = mine.to(self.wire)
+        out = here.new_empty(sum(theirs))
+        self._watched(dist.all_to_all_single(out, here, theirs, sizes, group=self.handle, async_op=True)).wait()
+        return out.to(mine.device)
 
     def add_up(self, flat: torch.Tensor) -> torch.Tensor:
         """The sum of everybody's `flat` [n], added in the order of ranks: the same bits on each, every time. Each
@@ -234,14 +258,14 @@ class Group:
         if self.size == 1:
             return [value]
         mine = json.dumps(value).encode()
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.wire)
         sizes[self.rank] = len(mine)
         self.sum_(sizes)
         longest = int(sizes.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        everybody = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self.all_gather(everybody, padded.to(self.device)).wait()
+        everybody = torch.empty(self.size * longest, dtype=torch.uint8, device=self.wire)
+        self.all_gather(everybody, padded.to(self.wire)).wait()
         rows = everybody.cpu().view(self.size, longest)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
 
@@ -254,7 +278,7 @@ class Group:
         if self.size == 1:
             return
         for tensor in tensors:
-            dense = tensor.detach().to(self.device).contiguous()
+            dense = tensor.detach().to(self.wire).contiguous()
             if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
                 root = self.members[source] if self.members else source
                 flat = dense.reshape(-1).view(torch.uint8)
@@ -265,4 +289,4 @@ class Group:
     def barrier(self) -> None:
         """Wait until everybody is here."""
         if self.size > 1:
-            self.sum_(torch.zeros(1, device=self.device))
+            self.sum_(torch.zeros(1, device=self.wire))

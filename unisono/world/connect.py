@@ -121,6 +121,13 @@ def all_together(
     ) from error
 
 
+def alike(store: dist.Store, size: int, kind: str) -> bool:
+    """Are all processes of one kind? Waits for everybody."""
+    store.add(f"kind-{kind}", 1)
+    count(store, size, "kinds")
+    return store.add(f"kind-{kind}", 0) == size
+
+
 def count(store: dist.Store, size: int, what: str, mine: bool = True) -> int:
     """How many of all processes say yes. Waits for everybody."""
     store.add(f"{what}-yes", int(mine))

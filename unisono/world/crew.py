@@ -64,4 +64,4 @@ def build_crew(group: Group, servers: int) -> Crew:
     """The processes of a group, with roles. They send each other messages, also on one host: what a server makes of a
     gradient is another's only when it is sent."""
     assert 1 <= servers < group.size, "checked with the settings"
-    return Crew(group.rank, group.size, group.device, servers=servers, shares=Shares(servers))
+    return Crew(group.rank, group.size, group.device, group.mixed, servers=servers, shares=Shares(servers))

@@ -145,4 +145,4 @@ def _line(axes: Axes, world: Group, *names: str) -> Group:
         return world
     near = {i: world.neighbours[member] for i, member in enumerate(mine) if member in world.neighbours}
     handle = join_lines(lines, world.rank, world.size, watched=world.company is not None)
-    return Group(mine.index(world.rank), len(mine), world.device, near, mine, handle, world.company)
+    return Group(mine.index(world.rank), len(mine), world.device, world.mixed, near, mine, handle, world.company)

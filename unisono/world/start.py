@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d
 
 from unisono.env import World
 from unisono.errors import WorldError
+from unisono.settings.words import plural
 from unisono.world.collectives import Group
-from unisono.world.connect import all_together, connect, count_groups_from, soon
+from unisono.world.connect import alike, all_together, connect, count_groups_from, soon
 from unisono.world.hosted import HOSTED, hosted
 from unisono.world.keys import Keys
 from unisono.world.members import SCHEME, Company
@@ -31,17 +32,18 @@ from unisono.world.standing import FORM_SECONDS
 def choose_device(world: World) -> torch.device:
     """The device of this process: the accelerator with its local rank's number, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
+    if accelerator is None or world.seat is None:
         return torch.device("cpu")
-    if world.local_rank >= torch.accelerator.device_count():
+    count = torch.accelerator.device_count()
+    if world.seat >= count:
         raise WorldError(
-            f"Process {world.rank} was asked to use {accelerator.type} device {world.local_rank}.",
-            f"This host has {torch.accelerator.device_count()}.",
-            f"start {torch.accelerator.device_count()} processes here, or hide the devices to train on the CPU.",
+            f"Process {world.rank} was asked to use {accelerator.type} device {world.seat}.",
+            f"This host has {count}.",
+            f"start {plural(count, 'process', 'processes')} here, or hide the devices to train on the CPU; for both "
+            f"at once: unisono run --cpu-ranks {world.local_size - count}, or hide them from some of the processes.",
         )
-    device = torch.device(accelerator.type, world.local_rank)
-    torch.accelerator.set_device_index(world.local_rank)
-    return device
+    torch.accelerator.set_device_index(world.seat)
+    return torch.device(accelerator.type, world.seat)
 
 
 @contextmanager
@@ -58,18 +60,25 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
         yield Group(0, 1, device)
         return
     atexit.register(end_soon)
-    if (world.store or "").startswith(SCHEME) and (device.type == "cpu" or world.least):
+    if (world.store or "").startswith(SCHEME) and (device.type == "cpu" or world.least or world.cpu_ranks):
         with company(world, device, divided=divided) as joined:
             yield joined
         atexit.unregister(end_soon)
         return
-    connect(_store(world), world.rank, world.size, dist.get_default_backend_for_device(device))
-    joined = build_group(world, device)
+    store = _store(world)
+    mixed = not alike(store, world.size, device.type)
+    connect(store, world.rank, world.size, back_end(device, mixed=mixed))
+    joined = build_group(world, device, mixed=mixed)
     yield joined
     if dist.is_initialized():  # some part before: train/serving.py
         joined.barrier()
         dist.destroy_process_group()
     atexit.unregister(end_soon)
+
+
+def back_end(device: torch.device, *, mixed: bool) -> str:
+    """torch's, for this device; where not all processes have the same kind of it, the one that every process has."""
+    return "gloo" if mixed else dist.get_default_backend_for_device(device)
 
 
 LEAVE_SECONDS = 30.0
@@ -94,8 +103,9 @@ def end_soon() -> None:
 def company(world: World, device: torch.device, *, divided: bool) -> Iterator[Group]:
     """The same, where those who are left go on without one that dies. Who joins later is alone at first; if it is to
     hold a part of a model, it pretends that the others who hold it are there."""
-    watched = Company(world, dist.get_default_backend_for_device(device))
-    joined, kept = Group(0, 1, device, company=watched), None
+    mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
+    watched = Company(world, back_end(device, mixed=mixed))
+    joined, kept = Group(0, 1, device, mixed, company=watched), None
     if not world.joins:
         watched.form(joined)
     elif divided:
@@ -107,9 +117,9 @@ def company(world: World, device: torch.device, *, divided: bool) -> Iterator[Gr
     del kept
 
 
-def build_group(world: World, device: torch.device) -> Group:
+def build_group(world: World, device: torch.device, *, mixed: bool = False) -> Group:
     """The processes of `world`, whose process group is there. Every one of them must call this."""
-    group = Group(world.rank, world.size, device)
+    group = Group(world.rank, world.size, device, mixed)
     return replace(group, neighbours=find_neighbours(group))
 
 

@@ -1,0 +1,161 @@
+"""Processes with an accelerator beside processes without one: what travels, and a run under every exchange.
+
+The accelerator is a stand-in (tests/standin), a device for torch in everything but its speed.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import training
+from tests.standin import standin
+from unisono.env import World
+from unisono.settings import CompressSettings, DealSettings, LocalSettings, ServerSettings, Settings
+from unisono.testing import SlowAt, run_ranks
+from unisono.world.collectives import Group, Message, wait_for
+from unisono.world.ring import ring_
+from unisono.world.start import group as join
+from unisono.world.verbs import Collectives
+
+SIZE = 3
+
+
+def equipped(world: World, library: str, *ranks: int) -> World:
+    """This process has an accelerator, if it is one of these."""
+    if world.rank not in ranks:
+        return world
+    standin.plug_in(library)
+    return replace(world, local_rank=0)
+
+
+def on(group: Group, numbers: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=group.device)
+
+
+def every_collective(world: World, library: str) -> dict[str, Any]:
+    """What each of them gives here, as numbers; and where it lies."""
+    with join(equipped(world, library, 0, 2)) as group:
+        rank, n = group.rank, group.size
+        given: dict[str, torch.Tensor] = {"sum": group.sum_(on(group, [rank, 1.0]))}
+        given["max"] = group.max_(on(group, [rank, -rank]))
+        given["everybody"] = torch.empty(2 * n, device=group.device)
+        group.all_gather(given["everybody"], on(group, [rank, 10.0 * rank])).wait()
+        given["came"] = torch.empty(2, 1, device=group.device)
+        right, left = (rank + 1) % n, (rank - 1) % n
+        sends = [Message(on(group, [rank + 0.5]), right), Message(on(group, []), right)]
+        wait_for(group.send_and_receive(sends, [Message(given["came"][1], left)]))
+        given["came"] = given["came"][1]
+        given["trade"] = group.trade(on(group, [rank] * n, torch.int64), [1] * n, [1] * n)
+        given["bits"] = group.trade(on(group, [rank == 1] * n, torch.bool), [1] * n, [1] * n)
+        given["added"] = group.add_up(on(group, [1.0, rank, 3.0, 4.0]))
+        given["shared"] = on(group, [[rank, 2.0], [3.0, 4.0]]).t()
+        group.share_([given["shared"]], source=1)
+        given["ring"] = ring_(group, on(group, [rank] * 40))
+        verbs = Collectives(group).all_reduce({"a": on(group, [rank + 1.0])})["a"]
+        return {
+            "kind": group.device.type,
+            "mixed": group.mixed,
+            "objects": group.gather([rank, group.device.type]),
+            "places": {tensor.device.type for tensor in (*given.values(), verbs)},
+            "numbers": {name: tensor.tolist() for name, tensor in given.items()} | {"verbs": verbs.tolist()},
+        }
+
+
+def test_every_collective_brings_tensors_to_where_they_belong(accelerator: Path) -> None:
+    found = run_ranks(every_collective, SIZE, str(accelerator))
+    assert [f["kind"] for f in found] == ["standin", "cpu", "standin"]
+    assert all(f["mixed"] and f["places"] == {f["kind"]} for f in found)
+    for rank, f in enumerate(found):
+        assert f["objects"] == [[0, "standin"], [1, "cpu"], [2, "standin"]]
+        assert f["numbers"] == {
+            "sum": [3, 3],
+            "max": [2, 0],
+            "everybody": [0, 0, 1, 10, 2, 20],
+            "came": [(rank - 1) % SIZE + 0.5],
+            "trade": [0, 1, 2],
+            "bits": [False, True, False],
+            "added": [3, 3, 9, 12],
+            "shared": [[1, 3], [2, 4]],
+            "ring": [3] * 40,
+            "verbs": [6],
+        }
+
+
+def test_processes_of_one_kind_copy_nothing() -> None:
+    assert run_ranks(kinds, 2) == [(False, "cpu")] * 2
+
+
+def kinds(world: World) -> tuple[bool, str]:
+    with join(world) as group:
+        return group.mixed, group.wire.type
+
+
+def train(world: World, library: str, with_: tuple[int, ...], *more: Any, slow: int | None = None) -> dict[str, Any]:
+    with SlowAt(4.0) if world.rank == slow else nullcontext():
+        return training.train(equipped(world, library, *with_), *more)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "tree": {"clip": 0.5},
+    "wide": {"exchange": "wide"},
+    "allreduce": {"exchange": "allreduce"},
+    "ring": {"exchange": "ring"},
+    "int8": {"compress": CompressSettings(kind="int8")},
+    "topk": {"compress": CompressSettings(kind="topk"), "exchange": "allreduce"},
+    "powersgd": {"compress": CompressSettings(kind="powersgd", rank=2)},
+    "server": {"exchange": "server", "server": ServerSettings(count=1)},
+    "bf16": {"precision": "bf16"},
+    "local": {"exchange": "local", "local": LocalSettings(every=2, sites=2)},
+    "one virtual rank each": {"virtual_ranks": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_is_the_same_to_rounding(accelerator: Path, tmp_path: Path, way: str) -> None:
+    size = 3 if way == "server" else 2
+    config, kind = training.settings(**WAYS[way]), "mlp" if way == "bf16" else "gpt"
+    alike = run_ranks(train, size, "", (), kind, config, str(tmp_path / "alike"))
+    mixed = run_ranks(train, size, str(accelerator), (size - 1,), kind, config, str(tmp_path / "mixed"))
+    within = 0.02 if way in ("bf16", "int8", "topk", "powersgd") else 1e-4  # what is rounded coarsely falls either way
+    assert mixed[0]["losses"] == pytest.approx(alike[0]["losses"], rel=within)
+    assert mixed[0]["norms"] == pytest.approx(alike[0]["norms"], rel=10 * within)
+    if way == "tree":
+        assert mixed[0]["state"] != alike[0]["state"]  # or the stand-in would be none
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slower_one_computes_less(accelerator: Path, tmp_path: Path, slow: int) -> None:
+    config: Settings = training.settings(steps=40, batch=24, virtual_ranks=12)
+    alike = run_ranks(train, 1, "", (), "mlp", config, str(tmp_path / "alike"))
+    found = run_ranks(slowed, 2, str(accelerator), slow, config, str(tmp_path / "mixed"))
+    counts = found[0]["result"]["deals"][0]["virtual_ranks"]
+    assert counts[slow] < 6 < counts[1 - slow]
+    assert [f["result"]["deals"] for f in found] == [found[0]["result"]["deals"]] * 2
+    assert found[0]["losses"] == pytest.approx(alike[0]["losses"], rel=1e-4)
+
+
+def slowed(world: World, library: str, slow: int, config: Settings, folder: str) -> dict[str, Any]:
+    return train(world, library, (0,), "mlp", config, folder, slow=slow)
+
+
+def test_claims(accelerator: Path, tmp_path: Path) -> None:
+    from tests.ranks.test_dealing import claimed
+
+    config = training.settings(steps=10, deal=DealSettings(claim=True))
+    (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), "gpt", 1.0)
+    found = run_ranks(claimed_beside, 2, str(accelerator), config, str(tmp_path / "claimed"))
+    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert sum(f["rounds"] for f in found) == alone["rounds"]
+    assert sum(f["guests"] for f in found) > 0
+
+
+def claimed_beside(world: World, library: str, config: Settings, folder: str) -> dict[str, Any]:
+    from tests.ranks.test_dealing import claimed
+
+    return claimed(equipped(world, library, 1), config, folder, "gpt", 5.0)
