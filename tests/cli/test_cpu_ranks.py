@@ -1,52 +1,54 @@
 """A run on accelerators and the CPU at once: who computes where, what is promised, and what cannot be.
 
-The accelerator is a stand-in that torch loads in every process (tests/standin).
+The accelerator is the machine's own, or a stand-in that torch loads in every process (tests/standin).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.asking import Ask
 from tests.cli.command import PRELUDE, ROOT, Command
 from tests.cli.test_survive import DYING
 from tests.cli.test_training import SCRIPT, result
 from tests.standin import standin
+from unisono import env
 
 TELLING = "    say(f'on {run.device.type}')\n    x = torch.randn("
 
 
 @pytest.fixture
-def equipped(accelerator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands find an accelerator."""
+def kind(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Commands find one accelerator, of this kind."""
     for name, value in standin.environment(accelerator).items():
         monkeypatch.setenv(name, value)
+    return "standin" if accelerator else str(torch.accelerator.current_accelerator())
 
 
 def about(command: Command, run_dir: str) -> Any:
     return json.loads((command.folder / run_dir / "environment.json").read_text())
 
 
-@pytest.mark.usefixtures("equipped")
-def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Command) -> None:
+def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Command, kind: str) -> None:
     command.script(SCRIPT.replace("    x = torch.randn(", TELLING))
     words = ("run", "script.py", "--run-dir", "out", "--ranks", "3")
     ended = command.run(*words, "--cpu-ranks", "2", "--set", "steps=6")
     assert ended.status == 0, ended.err
-    assert "1 process on standin, 2 on cpu, 1 thread each" in ended.out
+    assert f"1 process on {kind}, 2 on cpu, 1 thread each" in ended.out
     command.wait_until_gone()
-    assert {word for word in command.words if word.startswith("on ")} == {"on standin 0", "on cpu 1", "on cpu 2"}
+    assert {word for word in command.words if word.startswith("on ")} == {f"on {kind} 0", "on cpu 1", "on cpu 2"}
     found = result(command, "out")
-    differs = "device differs between processes: stand-in on rank 0, cpu on rank 1"
+    (differs,) = about(command, "out")["differences"]
+    assert re.fullmatch("device differs between processes: .+ on rank 0, cpu on rank 1", differs)
     assert (found["promise"], found["reason"]) == ("tolerance", differs)
-    assert about(command, "out")["differences"] == [differs]
     assert " --ranks 3 --cpu-ranks 2 " in about(command, "out")["command"]
 
     ended = command.run(*words, "--cpu-ranks", "1", "--set", "steps=12", "--resume")  # others of the same kinds
@@ -55,13 +57,14 @@ def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Comm
     assert ended.status == 0, ended.err
     ended = command.run(*words, "--cpu-ranks", "3", "--resume")
     assert ended.status == 2
-    assert "It was begun with device = cpu and stand-in, and the result depends on it." in ended.err
+    device = about(command, "out")["device"]  # as the last run before has left it
+    assert f"It was begun with device = {device}, and the result depends on it." in ended.err
+    assert len(device.split(" and ")) == 2
     assert "--accept-change device" in ended.last
 
 
-@pytest.mark.usefixtures("equipped")
 @pytest.mark.parametrize("dies", [0, 1])
-def test_a_substitute_computes_where_the_dead_one_did(command: Command, dies: int) -> None:
+def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: str, dies: int) -> None:
     wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
     script = DYING.replace("        step.update(", wait + "        step.update(")
     command.script(script.replace("    x = torch.randn(", TELLING))
@@ -73,7 +76,7 @@ def test_a_substitute_computes_where_the_dead_one_did(command: Command, dies: in
     assert [each["process"] for each in found["deaths"]] == [dies]
     assert [each["process"] for each in found["joined"]] == [2]
     command.wait_until_gone()
-    assert command.words.count(f"on {('standin', 'cpu')[dies]} {dies}") == 2
+    assert command.words.count(f"on {(kind, 'cpu')[dies]} {dies}") == 2
     assert found["promise"] == "tolerance"
     assert found["reason"].startswith("device differs")
     command.script(SCRIPT)
@@ -81,16 +84,15 @@ def test_a_substitute_computes_where_the_dead_one_did(command: Command, dies: in
     assert found["loss"] == pytest.approx(result(command, "whole")["loss"], rel=1e-4)
 
 
-@pytest.mark.usefixtures("equipped")
-def test_processes_of_torchrun_find_out_by_themselves(command: Command) -> None:
-    """One of them does not see the accelerator, as with CUDA_VISIBLE_DEVICES=."""
+def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: str) -> None:
+    """One of them does not see the accelerator."""
     command.open_pipe()
-    hide = "import os\nif os.environ.get('RANK') == '1':\n    os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
+    hide = f"import os\nif os.environ.get('RANK') == '1':\n    os.environ.update({standin.HIDDEN})\n"
     (command.folder / "script.py").write_text(hide + PRELUDE + SCRIPT)
 
     def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-        path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+        path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
         environment = {**os.environ, "PYTHONPATH": path}
         return subprocess.run(
             [*start, *words], cwd=command.folder, env=environment, capture_output=True, text=True, timeout=120
@@ -98,7 +100,7 @@ def test_processes_of_torchrun_find_out_by_themselves(command: Command) -> None:
 
     done = torchrun("--set", "steps=6", "--run-dir", "out")
     assert done.returncode == 0, done.stderr
-    assert "1 process on standin, 1 on cpu" in done.stdout
+    assert f"1 process on {kind}, 1 on cpu" in done.stdout
     ended = command.run("run", "script.py", "--ranks", "2", "--cpu-ranks", "1", "--set", "steps=6", "--run-dir", "ours")
     assert ended.status == 0, ended.err
     assert result(command, "out")["weights_sha256"] == result(command, "ours")["weights_sha256"]
@@ -108,21 +110,19 @@ def test_processes_of_torchrun_find_out_by_themselves(command: Command) -> None:
     assert done.stderr.count("parallel.shard = 2\n  Some processes have an accelerator and others none") == 1
 
 
-@pytest.mark.usefixtures("equipped")
-def test_a_server_needs_no_accelerator(command: Command) -> None:
+def test_a_server_needs_no_accelerator(command: Command, kind: str) -> None:
     command.script(SCRIPT)
     words = ("--ranks", "2", "--cpu-ranks", "1", "--set", "exchange=server", "--set", "steps=6", "--run-dir", "out")
     ended = command.run("run", "script.py", *words)
     assert ended.status == 0, ended.err
-    assert "1 process on cpu, 1 on standin" in ended.out
+    assert f"1 process on cpu, 1 on {kind}" in ended.out
 
 
-@pytest.mark.usefixtures("equipped")
-def test_more_processes_than_accelerators_are_told_how(command: Command) -> None:
+def test_more_processes_than_accelerators_are_told_how(command: Command, kind: str) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
-    assert "Process 1 was asked to use standin device 1.\n  This host has 1.\n" in ended.err
+    assert f"Process 1 was asked to use {kind} device 1.\n  This host has 1.\n" in ended.err
     assert "unisono run --cpu-ranks 1" in ended.last
 
 

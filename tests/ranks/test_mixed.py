@@ -1,6 +1,6 @@
 """Processes with an accelerator beside processes without one: what travels, and a run under every exchange.
 
-The accelerator is a stand-in (tests/standin), a device for torch in everything but its speed.
+The accelerator is the machine's own, or a stand-in (tests/standin).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import training
+from tests.ranks import test_verbs, training
 from tests.standin import standin
 from unisono.env import World
 from unisono.settings import CompressSettings, DealSettings, LocalSettings, ServerSettings, Settings
@@ -28,9 +28,7 @@ SIZE = 3
 
 def equipped(world: World, library: str, *ranks: int) -> World:
     """This process has an accelerator, if it is one of these."""
-    if world.rank not in ranks:
-        return world
-    standin.plug_in(library)
+    standin.equip(library, equipped=world.rank in ranks)
     return replace(world, local_rank=0)
 
 
@@ -67,12 +65,13 @@ def every_collective(world: World, library: str) -> dict[str, Any]:
         }
 
 
-def test_every_collective_brings_tensors_to_where_they_belong(accelerator: Path) -> None:
-    found = run_ranks(every_collective, SIZE, str(accelerator))
-    assert [f["kind"] for f in found] == ["standin", "cpu", "standin"]
+def test_every_collective_brings_tensors_to_where_they_belong(accelerator: str) -> None:
+    found = run_ranks(every_collective, SIZE, accelerator)
+    kinds = [f["kind"] for f in found]
+    assert kinds == [kinds[0], "cpu", kinds[0]] != ["cpu"] * 3
     assert all(f["mixed"] and f["places"] == {f["kind"]} for f in found)
     for rank, f in enumerate(found):
-        assert f["objects"] == [[0, "standin"], [1, "cpu"], [2, "standin"]]
+        assert f["objects"] == [[0, kinds[0]], [1, "cpu"], [2, kinds[0]]]
         assert f["numbers"] == {
             "sum": [3, 3],
             "max": [2, 0],
@@ -87,12 +86,21 @@ def test_every_collective_brings_tensors_to_where_they_belong(accelerator: Path)
         }
 
 
+@pytest.mark.parametrize("what", ["moved", "folded"])
+def test_the_collectives_for_scripts(accelerator: str, what: str) -> None:
+    assert run_ranks(for_scripts, SIZE, accelerator, what) == [[]] * SIZE
+
+
+def for_scripts(world: World, library: str, what: str) -> Any:
+    return getattr(test_verbs, what)(equipped(world, library, 1))
+
+
 def test_processes_of_one_kind_copy_nothing() -> None:
     assert run_ranks(kinds, 2) == [(False, "cpu")] * 2
 
 
 def kinds(world: World) -> tuple[bool, str]:
-    with join(world) as group:
+    with join(equipped(world, "")) as group:
         return group.mixed, group.wire.type
 
 
@@ -117,11 +125,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_the_same_to_rounding(accelerator: Path, tmp_path: Path, way: str) -> None:
-    size = 3 if way == "server" else 2
+def test_a_run_is_the_same_to_rounding(accelerator: str, tmp_path: Path, way: str) -> None:
+    size = 3 if way in ("tree", "server") else 2  # the first two of three share memory
     config, kind = training.settings(**WAYS[way]), "mlp" if way == "bf16" else "gpt"
     alike = run_ranks(train, size, "", (), kind, config, str(tmp_path / "alike"))
-    mixed = run_ranks(train, size, str(accelerator), (size - 1,), kind, config, str(tmp_path / "mixed"))
+    mixed = run_ranks(train, size, accelerator, (size - 1,), kind, config, str(tmp_path / "mixed"))
     within = 0.02 if way in ("bf16", "int8", "topk", "powersgd") else 1e-4  # what is rounded coarsely falls either way
     assert mixed[0]["losses"] == pytest.approx(alike[0]["losses"], rel=within)
     assert mixed[0]["norms"] == pytest.approx(alike[0]["norms"], rel=10 * within)
@@ -130,10 +138,10 @@ def test_a_run_is_the_same_to_rounding(accelerator: Path, tmp_path: Path, way: s
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_the_slower_one_computes_less(accelerator: Path, tmp_path: Path, slow: int) -> None:
+def test_the_slower_one_computes_less(accelerator: str, tmp_path: Path, slow: int) -> None:
     config: Settings = training.settings(steps=40, batch=24, virtual_ranks=12)
     alike = run_ranks(train, 1, "", (), "mlp", config, str(tmp_path / "alike"))
-    found = run_ranks(slowed, 2, str(accelerator), slow, config, str(tmp_path / "mixed"))
+    found = run_ranks(slowed, 2, accelerator, slow, config, str(tmp_path / "mixed"))
     counts = found[0]["result"]["deals"][0]["virtual_ranks"]
     assert counts[slow] < 6 < counts[1 - slow]
     assert [f["result"]["deals"] for f in found] == [found[0]["result"]["deals"]] * 2
@@ -144,12 +152,12 @@ def slowed(world: World, library: str, slow: int, config: Settings, folder: str)
     return train(world, library, (0,), "mlp", config, folder, slow=slow)
 
 
-def test_claims(accelerator: Path, tmp_path: Path) -> None:
+def test_claims(accelerator: str, tmp_path: Path) -> None:
     from tests.ranks.test_dealing import claimed
 
     config = training.settings(steps=10, deal=DealSettings(claim=True))
     (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), "gpt", 1.0)
-    found = run_ranks(claimed_beside, 2, str(accelerator), config, str(tmp_path / "claimed"))
+    found = run_ranks(claimed_beside, 2, accelerator, config, str(tmp_path / "claimed"))
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert sum(f["rounds"] for f in found) == alone["rounds"]
     assert sum(f["guests"] for f in found) > 0

@@ -32,7 +32,7 @@ def of(rank: int) -> dict[str, Any]:
 def same(one: Any, other: Any) -> bool:
     """The same form, names in the same order, and the same numbers."""
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one, other))
+        return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
     if type(one) is not type(other) or len(one) != len(other):
         return False
     if isinstance(one, dict):

@@ -86,13 +86,25 @@ def missing() -> str:
     return "" if shutil.which("g++") else "the stand-in for an accelerator is C++: apt install g++"
 
 
-def environment(library: Path) -> dict[str, str]:
-    """Variables under which torch has this device."""
-    return {LIBRARY: str(library), "PYTHONPATH": str(HERE)}
+def environment(library: str) -> dict[str, str]:
+    """Variables under which torch has one accelerator: this one, or of a machine's own the first."""
+    return {LIBRARY: library, "PYTHONPATH": str(HERE)} if library else {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+HIDDEN = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""}
+"""Variables under which it has none."""
+
+
+def equip(library: str, *, equipped: bool) -> None:
+    """From now on torch has an accelerator in this process, or has none."""
+    if not equipped:
+        os.environ.update(HIDDEN)
+    elif library:
+        plug_in(library)
 
 
 def plug_in(library: str = "") -> None:
-    """From now on torch has an accelerator here."""
+    """torch has a stand-in."""
     torch.ops.load_library(library or os.environ[LIBRARY])
     torch.utils.rename_privateuse1_backend("standin")
     torch.utils.generate_methods_for_privateuse1_backend()

@@ -81,7 +81,7 @@ def measure(group: Group, plan: Mapping[str, Any], tell: Callable[[dict[str, Any
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "ranks": group.size,
         "hosts": hosts,
-        "device": group.device.type,
+        "device": " and ".join(dict.fromkeys(group.gather(group.device.type))),
         "back_end": dist.get_backend(),
         "torch": torch.__version__,
         "neighbours": len(group.neighbours) == group.size - 1,

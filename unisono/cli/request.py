@@ -284,18 +284,8 @@ def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str
 
 FLAGS = (
     *("--set", "--settings", "--resume", "--autoresume", "--accept-change", "--run-dir", "--json", "--ranks"),
-    *(
-        "--cpu-ranks",
-        "--state",
-        "--only",
-        "--sizes",
-        "--parallel",
-        "--step",
-        "--virtual-rank",
-        "--debug",
-        "--script",
-        "--help",
-    ),
+    *("--cpu-ranks", "--state", "--only", "--sizes", "--parallel", "--step", "--virtual-rank", "--debug", "--script"),
+    "--help",
 )
 
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -184,26 +184,19 @@ class Group:
         """
         receives = [message for message in receives if message.tensor.numel()]
         sends = [message for message in sends if message.tensor.numel()]
-        if self.wire != self.device:
-            return self._ferried(sends, receives, tag)
         if self.on_gloo:  # it takes them one by one anyway: without the checks of a batch
-            works = [dist.irecv(tensor, group=self.handle, group_src=peer, tag=tag) for tensor, peer in receives]
-            sent = [dist.isend(tensor, group=self.handle, group_dst=peer, tag=tag) for tensor, peer in sends]
+            come: list[Work] = []
+            for tensor, peer in receives:
+                here = room(tensor, self.wire)
+                work = dist.irecv(here, group=self.handle, group_src=peer, tag=tag)
+                come.append(brought(Patient(work), here, tensor))
+            gone = [dist.isend(t.to(self.wire), group=self.handle, group_dst=peer, tag=tag) for t, peer in sends]
             post = self.company.messenger if self.company is not None else None
-            return [Patient(work) for work in works] + [post.take(work) if post else Patient(work) for work in sent]
+            return come + [post.take(work) if post else Patient(work) for work in gone]
         ops = [self.op(dist.irecv, message) for message in receives] + [
             self.op(dist.isend, message) for message in sends
         ]
         return [self._watched(work) for work in dist.batch_isend_irecv(ops)] if ops else []
-
-    def _ferried(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> list[Work]:
-        """The same for tensors of a device that has no part in it."""
-        rooms = [Message(room(tensor, self.wire), peer) for tensor, peer in receives]
-        works = replace(self, device=self.wire).send_and_receive(
-            [Message(tensor.to(self.wire), peer) for tensor, peer in sends], rooms, tag=tag
-        )
-        arrivals = zip(works[: len(rooms)], rooms, receives, strict=True)
-        return [brought(work, here.tensor, there.tensor) for work, here, there in arrivals] + works[len(rooms) :]
 
     def _watched(self, work: Any) -> Work:
         """A collective that was begun: somebody may die in it, and the others go on."""
