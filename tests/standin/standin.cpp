@@ -13,6 +13,7 @@
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
+#include <ATen/ops/native_batch_norm.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -140,6 +141,11 @@ at::Tensor& set_(at::Tensor& self, at::Storage source, int64_t offset, at::IntAr
   return self;
 }
 
+at::Tensor& set_whole(at::Tensor& self, at::Storage source) {
+  int64_t count = source.nbytes() / self.itemsize();
+  return set_(self, std::move(source), 0, {count}, {1});
+}
+
 // -- there and back
 
 // The same bytes, for the processor, for as long as the tensor is there.
@@ -168,11 +174,14 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) { return at::_local_scal
 
 // -- what torch asks a new device for by name
 
+std::optional<at::Tensor> here(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined() ? std::make_optional(here(*tensor)) : std::nullopt;
+}
+
 at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation,
                        bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
-  auto about = bias.has_value() && bias->defined() ? std::make_optional(here(*bias)) : std::nullopt;
-  return at::convolution_symint(here(input), here(weight), about, stride, padding, dilation, transposed,
+  return at::convolution_symint(here(input), here(weight), here(bias), stride, padding, dilation, transposed,
                                 output_padding, groups)
       .to(device);
 }
@@ -186,6 +195,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
                                                    dilation, transposed, output_padding, groups, mask);
   auto there = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.to(device) : tensor; };
   return {there(a), there(b), there(c)};
+}
+
+// It writes to the running statistics, which its schema does not say, so that the fallback would lose that.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  auto [a, b, c] = at::native_batch_norm(here(input), here(weight), here(bias), here(mean), here(variance), training,
+                                         momentum, eps);
+  return {a.to(device), b.to(device), c.to(device)};
 }
 
 // -- everything else
@@ -214,10 +233,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &view);
   m.impl("_reshape_alias", &reshape_alias);
   m.impl("resize_", &resize_);
+  m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Storage_storage_offset", &set_);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("native_batch_norm", &native_batch_norm);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
 }
@@ -225,10 +246,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
+#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define HIGHER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER)
+  AT_FORALL_FP32(HIGHER)
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
