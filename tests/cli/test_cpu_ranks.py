@@ -85,15 +85,16 @@ def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: st
 
 
 def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: str) -> None:
-    """One of them does not see the accelerator."""
+    """One of them does not see the accelerator: the one that HIDE names."""
     command.open_pipe()
-    hide = f"import os\nif os.environ.get('RANK') == '1':\n    os.environ.update({standin.HIDDEN})\n"
+    hide = "import os\nif os.environ.get('RANK') == os.environ.get('HIDE'):\n"
+    hide += f"    os.environ.update({standin.HIDDEN})\n"
     (command.folder / "script.py").write_text(hide + PRELUDE + SCRIPT)
 
-    def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    def torchrun(*words: str, hide: str = "1") -> subprocess.CompletedProcess[str]:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
         path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": path, "HIDE": hide}
         return subprocess.run(
             [*start, *words], cwd=command.folder, env=environment, capture_output=True, text=True, timeout=120
         )
@@ -104,6 +105,10 @@ def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: st
     ended = command.run("run", "script.py", "--ranks", "2", "--cpu-ranks", "1", "--set", "steps=6", "--run-dir", "ours")
     assert ended.status == 0, ended.err
     assert result(command, "out")["weights_sha256"] == result(command, "ours")["weights_sha256"]
+
+    done = torchrun("--set", "steps=6", "--run-dir", "first", hide="0")
+    assert done.returncode == 0, done.stderr
+    assert f"1 process on cpu, 1 on {kind}" in done.stdout
 
     done = torchrun("--set", "parallel.shard=2", "--run-dir", "divided")
     assert done.returncode != 0
@@ -123,20 +128,92 @@ def test_more_processes_than_accelerators_are_told_how(command: Command, kind: s
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
     assert f"Process 1 was asked to use {kind} device 1.\n  This host has 1.\n" in ended.err
-    assert "unisono run --cpu-ranks 1" in ended.last
+    assert "start 1 process here, or hide the devices from some" in ended.last
+    assert "--cpu-ranks N" in ended.last
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "do"),
+    ("words", "asked", "true", "do"),
     [
-        (("--cpu-ranks", "3"), "--cpu-ranks 3", "--cpu-ranks 1"),
-        (("--cpu-ranks=-1",), "--cpu-ranks -1", "--cpu-ranks 1"),
-        (("--cpu-ranks", "1", "--set", "exchange=ddp"), "exchange = ddp", "--set exchange=tree"),
-        (("--cpu-ranks", "1", "--set", "parallel.shard=2"), "parallel.shard = 2", "--set parallel.shard=1"),
-        (("--cpu-ranks", "1", "--set", "parallel.tensor=2"), "parallel.tensor = 2", "--set parallel.tensor=1"),
+        ("--cpu-ranks 3", "--cpu-ranks 3", "It is how many of --ranks 1 compute on the CPU, 0 to 1.", "--ranks 4"),
+        ("--ranks 2 --cpu-ranks=-1", "--cpu-ranks -1", "It is how many of --ranks 2 compute on", "--cpu-ranks 1"),
+        ("--cpu-ranks x", "unisono run text --cpu-ranks x --json", "--cpu-ranks takes a whole number", "--cpu-ranks 1"),
     ],
 )
-def test_what_cannot_be_is_said_before_the_start(ask: Ask, words: tuple[str, ...], asked: str, do: str) -> None:
-    (problem,) = ask("run", "text", "--ranks", "2", *words)
+def test_a_number_that_cannot_be(ask: Ask, words: str, asked: str, true: str, do: str) -> None:
+    (problem,) = ask("run", "text", *words.split())
     assert problem.asked == asked
+    assert problem.true.startswith(true)
     assert do in problem.do
+
+
+@pytest.mark.parametrize("what", ["exchange=ddp", "parallel.shard=2", "parallel.tensor=2"])
+def test_what_cannot_be_is_said_before_the_start(command: Command, kind: str, what: str) -> None:
+    """Where there is an accelerator: elsewhere all are on the CPU, and it can."""
+    name, _, value = what.partition("=")
+    words = ("run", "text", "--ranks", "2", "--cpu-ranks", "1", "--set", what, "--set", "steps=1", "--run-dir", "out")
+    ended = command.run(*words)
+    assert ended.status == 2
+    assert ended.err.startswith(f"{name} = {value}\n  Some processes have an accelerator and others none")
+    assert not (command.folder / "out").exists()
+
+
+UNLIKE = """
+from dataclasses import dataclass
+import torch
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    steps: int | None = 3
+    how: str = ""
+
+def main(run):
+    net, there = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3)), run.device.type != "cpu"
+    if run.settings.how == "alike" or there and run.settings.how == "format":
+        net.to(memory_format=torch.channels_last)
+    if there and run.settings.how == "half":
+        net.bfloat16()
+    if there and run.settings.how == "more":
+        net.append(torch.nn.Conv2d(2, 2, 1))
+    model = run.place(net)
+    if there and run.settings.how == "frozen":
+        model[0].requires_grad_(False)
+    if there and run.settings.how == "left":
+        model[1].cpu()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(torch.utils.data.TensorDataset(torch.ones(64, 3, 8, 8))):
+        for x, in step:
+            step.backward(model(x).square().sum(), weight=len(x))
+        step.update(optimizer)
+
+unisono.main(main, Settings)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "true"),
+    [
+        ("format", "0.weight is (4, 3, 3, 3) float32 with strides (27, 1, 9, 3) on rank 0"),
+        ("half", "0.weight is (4, 3, 3, 3) bfloat16"),
+        ("more", "there are 6 parameters on rank 0, and there are 4 parameters on rank 1"),
+        ("frozen", "0.weight is (4, 3, 3, 3) float32 with strides (27, 9, 3, 1), not trained on rank 0"),
+        ("left", "1.weight is (2, 4, 3, 3) float32 with strides (36, 9, 3, 1), on another device than the run's on"),
+    ],
+)
+def test_another_model_on_each_kind_of_device_is_refused(command: Command, kind: str, how: str, true: str) -> None:
+    command.script(UNLIKE)
+    words = ("--ranks", "2", "--cpu-ranks", "1", "--run-dir", "out")
+    ended = command.run("run", "script.py", *words, "--set", f"how={how}")
+    assert ended.status == 1
+    assert f"The model is another one on each: {true}" in ended.err
+    assert "EnforceNotMet" not in ended.err
+
+
+def test_the_same_model_on_each_kind_of_device_is_not(command: Command, kind: str) -> None:
+    command.script(UNLIKE)
+    for count in ("1", "2"):
+        words = ("--ranks", "2", "--cpu-ranks", count, "--run-dir", count, "--set", "how=alike", "--set", "steps=20")
+        ended = command.run("run", "script.py", *words)
+        assert ended.status == 0, ended.err
+    assert result(command, "1")["loss"] == pytest.approx(result(command, "2")["loss"], rel=1e-5)

@@ -130,11 +130,9 @@ def test_a_run_is_the_same_to_rounding(accelerator: str, tmp_path: Path, way: st
     config, kind = training.settings(**WAYS[way]), "mlp" if way == "bf16" else "gpt"
     alike = run_ranks(train, size, "", (), kind, config, str(tmp_path / "alike"))
     mixed = run_ranks(train, size, accelerator, (size - 1,), kind, config, str(tmp_path / "mixed"))
-    within = 0.02 if way in ("bf16", "int8", "topk", "powersgd") else 1e-4  # what is rounded coarsely falls either way
+    within = 0.02 if way in ("bf16", "int8", "topk", "powersgd") else 1e-5  # what is rounded coarsely falls either way
     assert mixed[0]["losses"] == pytest.approx(alike[0]["losses"], rel=within)
     assert mixed[0]["norms"] == pytest.approx(alike[0]["norms"], rel=10 * within)
-    if way == "tree":
-        assert mixed[0]["state"] != alike[0]["state"]  # or the stand-in would be none
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -166,7 +166,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  to.resize_(from.sizes());
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());  // which lays it row after row
   return copy_from(from, to, false);
 }
 

@@ -6,6 +6,17 @@ from typing import Any
 
 from unisono.errors import Problem
 from unisono.settings import Line
+from unisono.settings.ways import problems_of_mixed
+
+
+def problems_where_mixed(settings: Any, line: Line) -> list[Problem]:
+    """What cannot be on accelerators and the CPU at once, if this machine has both."""
+    problems = problems_of_mixed(settings, line)
+    if problems:
+        import torch
+
+        return problems if torch.accelerator.is_available() else []
+    return []
 
 
 def problems_here(settings: Any, processes: int, line: Line) -> list[Problem]:

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from unisono.checkpoint import left, manifest
 from unisono.checkpoint.place import checkpoints_at, places_of
-from unisono.cli.machine import problems_here
+from unisono.cli.machine import problems_here, problems_where_mixed
 from unisono.cli.request import WHERE, Request
 from unisono.cli.resubmitted import again
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
@@ -28,10 +28,10 @@ from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
 from unisono.launch.process import CRASHES
 from unisono.launch.supervise import Outcome
-from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, plural, read, settings_of
+from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
 from unisono.settings.check import examine
 from unisono.settings.script import calls_main
-from unisono.settings.ways import asks_of_the_model, problems_of_mixed
+from unisono.settings.ways import asks_of_the_model
 
 
 def run(
@@ -213,8 +213,9 @@ def numbers(ranks: str, cpu_ranks: int, line: Line) -> Ranks:
         true = "The first number is the fewest processes, at least 1, and the second the usual number of them."
         raise SettingsError(str(line), true, str(line.flag("--ranks", f"1:{max(1, *found)}")))
     if not 0 <= cpu_ranks <= max(1, found[1]):
-        true = f"Of {plural(found[1], 'process', 'processes')} 0 to {found[1]} compute on the CPU."
-        raise SettingsError(f"--cpu-ranks {cpu_ranks}", true, str(line.flag("--cpu-ranks", "1")))
+        true = f"It is how many of --ranks {found[1]} compute on the CPU, 0 to {found[1]}."
+        more = line.flag("--ranks", str(cpu_ranks + 1)) if cpu_ranks > 0 else line.flag("--cpu-ranks", "1")
+        raise SettingsError(f"--cpu-ranks {cpu_ranks}", true, str(more))
     return Ranks(*found, elastic=bool(colon))
 
 
@@ -303,7 +304,7 @@ def _check_settings(
     loaded, problems = examine(gathered, ranks, only_given=cls is None)
     if loaded is not None and not problems:
         problems += problems_here(loaded.settings, ranks, line)
-        problems += problems_of_mixed(loaded.settings, line) if mixed else []
+        problems += problems_where_mixed(loaded.settings, line) if mixed else []
     known: set[str] = set()  # whatever it is, the script's own process knows better
     if cls is not None and loaded is not None:
         known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}

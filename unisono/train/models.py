@@ -19,6 +19,7 @@ from unisono.errors import LoopError
 from unisono.parallel.context import Context
 from unisono.parallel.marks import apply_marks, marks_of
 from unisono.parallel.recipe import parallelize
+from unisono.train.alike import check_alike
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
@@ -89,6 +90,7 @@ class Models:
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
+        check_alike(self.group, model.named_parameters(), "run.place was given a model")
         marks = marks_of(model)
         layers = parallelize(model, self.mesh, parallel, plan)
         if layers and parallel.gather == "layer":

@@ -14,6 +14,7 @@ from unisono.exchange.own import Build, own_exchange
 from unisono.launch import record
 from unisono.score.order import Order
 from unisono.score.placement import Seat
+from unisono.train.alike import check_alike
 from unisono.train.audit import build_audit
 from unisono.train.bequest import bequeaths, inherit
 from unisono.train.buddy import Buddy
@@ -39,6 +40,8 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
             )
     own = own_exchange(exchange, settings, run._mesh.axes)
     run._table.together("run.steps")
+    named = [(run._models.names[id(p)], p) for p in run._models.params]
+    check_alike(run._group, named, "run.steps was asked for a step", run.device)
     run._settle(data)
     length = length_of(data, "The training set")
     same_length(run._group, length, "The training set")

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unisono.env import World
+from unisono.env import World, variables
 from unisono.errors import WorldError
 from unisono.settings.words import plural
 from unisono.world.collectives import Group
-from unisono.world.connect import alike, all_together, connect, count_groups_from, soon
+from unisono.world.connect import alike, all_together, connect, count, count_groups_from, soon
 from unisono.world.hosted import HOSTED, hosted
 from unisono.world.keys import Keys
 from unisono.world.members import SCHEME, Company
@@ -29,21 +29,36 @@ from unisono.world.shared import find_neighbours
 from unisono.world.standing import FORM_SECONDS
 
 
-def choose_device(world: World) -> torch.device:
-    """The device of this process: the accelerator with its local rank's number, else the CPU."""
+def choose_device(world: World, seat: int | None) -> torch.device:
+    """The accelerator with this number, if there are any and it has one; else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or world.seat is None:
+    if accelerator is None or seat is None:
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if world.seat >= count:
+    there = torch.accelerator.device_count()
+    if seat >= there:
         raise WorldError(
-            f"Process {world.rank} was asked to use {accelerator.type} device {world.seat}.",
-            f"This host has {count}.",
-            f"start {plural(count, 'process', 'processes')} here, or hide the devices to train on the CPU; for both "
-            f"at once: unisono run --cpu-ranks {world.local_size - count}, or hide them from some of the processes.",
+            f"Process {world.rank} was asked to use {accelerator.type} device {seat}.",
+            f"This host has {there}.",
+            f"start {plural(there, 'process', 'processes')} here, or hide the devices from some, which then compute "
+            "on the CPU (unisono run: --cpu-ranks N; torchrun and srun: CUDA_VISIBLE_DEVICES=).",
         )
-    torch.accelerator.set_device_index(world.seat)
-    return torch.device(accelerator.type, world.seat)
+    torch.accelerator.set_device_index(seat)
+    return torch.device(accelerator.type, seat)
+
+
+SHOWS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables by which a process is shown some of its host's accelerators."""
+
+
+def find_seat(world: World, store: dist.Store) -> int:
+    """The number of this process's accelerator among those that it sees, where somebody else has started it: its local
+    rank, if all processes of its host see the same ones; else those that do take them as they come. Everybody must
+    ask, and who sees none gets any number."""
+    sees = variables(SHOWS) if torch.accelerator.is_available() else None
+    those = f"seats of {world.host} with {sees}"
+    store.add(those, 1)
+    count(store, world.size, "seats")
+    return world.local_rank if store.add(those, 0) == world.local_size else store.add(f"{those}, taken", 1) - 1
 
 
 @contextmanager
@@ -55,17 +70,25 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
     peers aborts now and then (6 of 24 runs, measured). After an exception nobody is waited for, neither here nor when
     the interpreter ends.
     """
-    device = choose_device(world)
     if world.size == 1:
-        yield Group(0, 1, device)
+        yield Group(0, 1, choose_device(world, world.seat))
         return
     atexit.register(end_soon)
-    if (world.store or "").startswith(SCHEME) and (device.type == "cpu" or world.least or world.cpu_ranks):
-        with company(world, device, divided=divided) as joined:
+    gloo = world.cpu_ranks > 0 or not torch.accelerator.is_available()
+    if (world.store or "").startswith(SCHEME) and (gloo or world.least):
+        with company(world, divided=divided) as joined:
             yield joined
-        atexit.unregister(end_soon)
-        return
+    else:
+        with meeting(world) as joined:
+            yield joined
+    atexit.unregister(end_soon)
+
+
+@contextmanager
+def meeting(world: World) -> Iterator[Group]:
+    """The same, where all stay until the end."""
     store = _store(world)
+    device = choose_device(world, find_seat(world, store) if world.foreign else world.seat)
     mixed = not alike(store, world.size, device.type)
     connect(store, world.rank, world.size, back_end(device, mixed=mixed))
     joined = build_group(world, device, mixed=mixed)
@@ -73,7 +96,6 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
     if dist.is_initialized():  # some part before: train/serving.py
         joined.barrier()
         dist.destroy_process_group()
-    atexit.unregister(end_soon)
 
 
 def back_end(device: torch.device, *, mixed: bool) -> str:
@@ -100,9 +122,10 @@ def end_soon() -> None:
 
 
 @contextmanager
-def company(world: World, device: torch.device, *, divided: bool) -> Iterator[Group]:
+def company(world: World, *, divided: bool) -> Iterator[Group]:
     """The same, where those who are left go on without one that dies. Who joins later is alone at first; if it is to
     hold a part of a model, it pretends that the others who hold it are there."""
+    device = choose_device(world, world.seat)
     mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
     watched = Company(world, back_end(device, mixed=mixed))
     joined, kept = Group(0, 1, device, mixed, company=watched), None

@@ -1,0 +1,50 @@
+"""Where processes have unlike devices: is what they train the same on all of them?
+
+Gradients travel as rows of bytes, as they lie in memory. A script that looks at its device before it builds its model
+(channels_last on a GPU only, half the precision there, a layer that is left on the processor) makes rows that are
+unlike, and their sum is no gradient. Nobody would see it later: weights, which differ anyway, are not compared there.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+
+import torch
+
+from unisono.errors import LoopError
+from unisono.world.collectives import Group
+
+
+def check_alike(
+    group: Group, tensors: Iterable[tuple[str, torch.Tensor]], asked: str, home: torch.device | None = None
+) -> None:
+    """Have these, by name, the same form on all processes of a mixed group? Raises LoopError on all of them if not.
+    `home`: where they should lie. Every process calls it."""
+    if not group.mixed:
+        return
+    mine = [(name, _form(tensor, home)) for name, tensor in tensors]
+    if len(set(group.gather(zlib.crc32(json.dumps(mine).encode())))) == 1:
+        return
+    first, *others = group.gather(mine)
+    rank, other = next((r, found) for r, found in enumerate(others, 1) if found != first)
+    for one, two in zip(first, other, strict=False):
+        if one != two:
+            here, there = (f"{name} is {form}" for name, form in (one, two))
+            break
+    else:
+        here, there = (f"there are {len(found)} parameters" for found in (first, other))
+    raise LoopError(
+        f"{asked}, on unlike devices.",
+        f"The model is another one on each: {here} on rank 0, and {there} on rank {rank}.",
+        "build the same on every process, whatever its device: shapes, precision, memory format, and what trains.",
+    )
+
+
+def _form(tensor: torch.Tensor, home: torch.device | None) -> str:
+    """As it lies in memory, in words."""
+    lies = torch.empty_like(tensor, device="meta").stride()  # without what it leaves out
+    words = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} with strides {tuple(lies)}"
+    words += "" if tensor.requires_grad else ", not trained"
+    return words if home is None or tensor.device == home else f"{words}, on another device than the run's"
