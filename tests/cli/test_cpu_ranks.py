@@ -217,3 +217,9 @@ def test_the_same_model_on_each_kind_of_device_is_not(command: Command, kind: st
         ended = command.run("run", "script.py", *words)
         assert ended.status == 0, ended.err
     assert result(command, "1")["loss"] == pytest.approx(result(command, "2")["loss"], rel=1e-5)
+
+
+def test_doctor_says_a_line_that_works_here(command: Command, kind: str) -> None:
+    ended = command.run("doctor")
+    assert f"{kind}:0" in ended.out
+    assert ended.out.splitlines()[-1] == "Ready. Next: unisono run text --ranks 2 --cpu-ranks 1"

@@ -103,7 +103,9 @@ def doctor(
     if json:
         print(json_.dumps({"broken": len(broken), "findings": [finding._asdict() for finding in findings]}))
     else:
-        print(f"{len(broken)} broken." if broken else "Ready. Next: unisono run text --ranks 2")
+        devices = [f for f in findings if f.what == "device" and ":" in f.true.partition(" ")[0]]
+        more = " --cpu-ranks 1" if len(devices) == 1 else ""  # the second process has none
+        print(f"{len(broken)} broken." if broken else f"Ready. Next: unisono run text --ranks 2{more}")
     return 1 if broken else 0
 
 
