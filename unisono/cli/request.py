@@ -212,7 +212,8 @@ def parsed(
             flag, value = error.token.keyword or "", error.token.value
             true = f"{flag} takes a whole number, which {value!r} is not."
             words = [word for word in flags for word in (word.split("=", 1) if word.startswith("--ranks=") else [word])]
-            raise SettingsError(line, true, str(Line((*command.split(), *words)).flag(flag, "1"))) from None
+            example = "1" if flag == "--cpu-ranks" else "2"
+            raise SettingsError(line, true, str(Line((*command.split(), *words)).flag(flag, example))) from None
         raise SettingsError(line, " ".join(str(error).split()), do) from None
 
 
