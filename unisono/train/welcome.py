@@ -89,6 +89,7 @@ def _take(survivors: Survivors, about: Mapping[str, Any]) -> None:
     run.steps_done, survivors.meetings = about["steps"], about["meetings"]
     run._table.names, run._state.saved_after = about["columns"], about["saved_after"]
     run.changes[:], run.differences[:] = about["changes"], about["differences"]
+    run._identity["device"] = about["machine"]["device"]  # of all processes; ours was that of one who is alone
     if watch is not None:
         watch.same_after = about["same_after"]
     survivors.deaths, survivors.joined = about["deaths"]
@@ -103,7 +104,6 @@ def _refuse_another_machine(survivors: Survivors, theirs: Mapping[str, Any]) -> 
             f"Its machine differs in {', '.join(differ)}, which changes bits.",
             "replace processes on machines of the same kind.",
         )
-    ours["device"] = theirs.get("device")  # of all processes, and we were alone
 
 
 class _Whole:
