@@ -25,6 +25,10 @@ from unisono.world.verbs import Collectives
 
 SIZE = 3
 
+TIMES = 20.0
+"""So much slower than it is: far more than what makes an accelerator slower, or quicker, than the processor. With so
+little to compute a stand-in takes three to four times as long, as giving its orders does."""
+
 
 def equipped(world: World, library: str, *ranks: int) -> World:
     """This process has an accelerator, if it is one of these."""
@@ -105,7 +109,7 @@ def kinds(world: World) -> tuple[bool, str]:
 
 
 def train(world: World, library: str, with_: tuple[int, ...], *more: Any, slow: int | None = None) -> dict[str, Any]:
-    with SlowAt(4.0) if world.rank == slow else nullcontext():
+    with SlowAt(TIMES) if world.rank == slow else nullcontext():
         return training.train(equipped(world, library, *with_), *more)
 
 
