@@ -13,7 +13,7 @@ import unisono
 from tests.cli.asking import SCRIPT, Ask
 from unisono.cli.main import main
 from unisono.cli.request import Request
-from unisono.errors import Problem, SettingsError
+from unisono.errors import Problem
 
 
 @pytest.mark.parametrize(
@@ -109,79 +109,6 @@ from unisono.errors import Problem, SettingsError
             "unisono run train.py --accept-change seed --json --resume",
         ),
         (
-            "run train.py --batch 64 --ranks 2",
-            "unisono run train.py --batch 64 --ranks 2 --json",
-            "There is no flag --batch, but a setting batch, and settings are given with --set.",
-            "unisono run train.py --set batch=64 --ranks 2 --json",
-        ),
-        (
-            "run train.py --micro-batch=4",
-            "unisono run train.py --micro-batch=4 --json",
-            "There is no flag --micro-batch, but a setting micro_batch, and settings are given with --set.",
-            "unisono run train.py --set micro_batch=4 --json",
-        ),
-        (
-            "run train.py --rank 2",
-            "unisono run train.py --rank 2 --json",
-            "There is no flag --rank; the nearest is --ranks.",
-            "unisono run train.py --ranks 2 --json",
-        ),
-        (
-            "run train.py --parallel shard=2 --ranks 2",
-            "unisono run train.py --parallel shard=2 --ranks 2 --json",
-            "Settings are given with --set; --parallel is a flag of unisono prove.",
-            "unisono run train.py --set parallel.shard=2 --ranks 2 --json",
-        ),
-        (
-            "prove train.py --ranks 2 --steps 3",
-            "unisono prove train.py --ranks 2 --steps 3 --json",
-            "Other verbs have a flag --ranks; unisono prove has none.",
-            "unisono prove train.py --steps 3 --json (without it)",
-        ),
-        (
-            "run train.py --xyzzy",
-            "unisono run train.py --xyzzy --json",
-            "There is no flag --xyzzy; what is for the script itself comes after --.",
-            "unisono run train.py --json -- --xyzzy",
-        ),
-        (
-            "run train.py --ranks two",
-            "unisono run train.py --ranks two --json",
-            "--ranks takes a whole number, which 'two' is not.",
-            "unisono run train.py --ranks 2 --json",
-        ),
-        (
-            "run",
-            "unisono run --json",
-            "unisono run needs the name of a recipe, or the path of a script.",
-            "unisono run text",
-        ),
-        (
-            "fingerprint",
-            "unisono fingerprint --json",
-            "unisono fingerprint needs a run directory, or one checkpoint.",
-            "unisono fingerprint runs/NAME-TIME",
-        ),
-        (
-            "rnu train.py",
-            "unisono rnu train.py --json",
-            "There is no verb rnu; the nearest is run.",
-            "unisono run train.py --json",
-        ),
-        (
-            "train.py --ranks 2",
-            "unisono train.py --ranks 2 --json",
-            "train.py is a file, and unisono run trains it.",
-            "unisono run train.py --ranks 2 --json",
-        ),
-        (
-            "xyzzy",
-            "unisono xyzzy --json",
-            "There is no verb xyzzy. "
-            "There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
-            "unisono --help",
-        ),
-        (
             "copy txt",
             "unisono copy txt",
             "There is no such recipe. Recipes: image, speech, text, topics.",
@@ -205,14 +132,6 @@ def test_a_wrong_request_is_answered_with_the_line_to_type(
     ask: Ask, words: str, asked: str, true: str, do: str
 ) -> None:
     assert ask(*shlex.split(words)) == [Problem(asked, true, do)]
-
-
-def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
-    assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
-    assert main(["fingerprint", "runs", "--", "more"]) == 2
-    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script."
-    assert told in capsys.readouterr().err
 
 
 def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> None:
@@ -264,21 +183,6 @@ def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
     parsed = Request.parse(arguments, unisono.Settings, "train.py")
     assert parsed == Request(**{**vars(request), "run_dir": Path("runs/x")})
     assert Request.parse([], unisono.Settings, "train.py") == Request()
-
-
-def test_a_scripts_own_command_line_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(SettingsError) as caught:
-        Request.parse(["--learning-rate", "3"], unisono.Settings, "train.py")
-    assert caught.value.problems == (
-        Problem(
-            "python train.py --learning-rate 3",
-            "There is no flag --learning-rate; what is for the script itself comes after --.",
-            "python train.py -- --learning-rate 3",
-        ),
-    )
-    with pytest.raises(SettingsError) as caught:
-        Request.parse(["--batch", "3"], unisono.Settings, "train.py")
-    assert caught.value.problems[0].do == "python train.py --set batch=3"
 
 
 def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.again import Again, earlier, is_run
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
 from unisono.cli.run import checked
 from unisono.cli.trials import reason_of, refuse_unfit
@@ -25,8 +26,8 @@ def audit(
     target: str,
     /,
     *,
-    ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 3,
-    steps: Annotated[int, Parameter(metavar="N", group=WHERE)] = 8,
+    ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 3,
+    steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 8,
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from unisono.cli.links import Link, findings
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.page import page
 from unisono.cli.request import WHAT, WHERE
 from unisono.cli.rundir import choose_run_dir, problems_of_run_dir
@@ -75,7 +76,7 @@ KINDS: Mapping[str, Kind] = {
 
 def bench(
     *,
-    ranks: Annotated[int | None, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = None,
+    ranks: Annotated[int | None, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = None,
     only: Annotated[tuple[str, ...], Parameter(negative=(), metavar="NAME", show_default=False, group=WHAT)] = (),
     sizes: Annotated[str, Parameter(metavar="LIST", group=WHAT)] = SIZES,
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
 from unisono.cli.run import checked
 from unisono.cli.trials import Trial, Trials, reason_of, refuse_unfit
@@ -28,7 +29,7 @@ def check(
     target: str,
     /,
     *,
-    steps: Annotated[int, Parameter(metavar="N", group=WHERE)] = 3,
+    steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
     """Is a script placement-proof? Run a few steps of it on 1, 2 and 3 processes, and compare them bit by bit.

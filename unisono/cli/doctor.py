@@ -22,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 from cyclopts import Parameter
 
 import unisono
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
 from unisono.env import variables
 from unisono.errors import SettingsError
@@ -71,7 +72,7 @@ class Finding(NamedTuple):
 def doctor(
     *,
     rehearse: Annotated[str | None, Parameter(metavar="TARGET")] = None,
-    ranks: Annotated[int, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
+    ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:
     """Look whether this machine is ready, and say what to type where it is not.

@@ -22,13 +22,14 @@ from unisono.cli.copy import copy
 from unisono.cli.doctor import doctor
 from unisono.cli.export import export
 from unisono.cli.fingerprint import fingerprint
+from unisono.cli.mistyped import parsed
 from unisono.cli.prove import prove
 from unisono.cli.replay import replay
-from unisono.cli.request import Request, parsed, split, table_of
+from unisono.cli.request import Request, split, table_of
 from unisono.cli.run import run
 from unisono.cli.target import recipes
 from unisono.errors import SettingsError, UnisonoError
-from unisono.settings import Settings, entries_of, settings_of
+from unisono.settings import Settings, settings_of
 from unisono.watch import log
 
 EXAMPLES = """\
@@ -133,10 +134,15 @@ def build_app(words: Sequence[str] = ()) -> App:
 def _settings_of_target(words: Sequence[str]) -> str:
     if words[:1] != ["run"] or not {"--help", "-h"} & set(words):
         return ""
+    cls = _class_of_target(words)
+    return f"\n{table_of(cls)}\n" if cls is not None else ""
+
+
+def _class_of_target(words: Sequence[str]) -> type | None:
+    """The settings of the recipe or the script that these words name; None: they name none, or it is not understood."""
     known = recipes()
     paths = [known.get(word, Path(word)) for word in words[1:]]
-    cls = next((settings_of(path) for path in paths if path.is_file()), None)
-    return f"\n{table_of(cls)}\n" if cls is not None else ""
+    return next((settings_of(path) for path in paths if path.is_file()), None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _obey(words: Sequence[str]) -> int:
     """Do what these words say."""
     flags, own = split(words)
-    names = [entry.name for entry in entries_of(Settings)]
-    command, bound = parsed(build_app(flags), flags, "unisono", names)
+    command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _class_of_target(flags) or Settings)
     if command in (run, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
     elif own:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.placement import ALONE, PlacedLine, Placement, fitting, placement_of
 from unisono.cli.request import WHERE, Request
 from unisono.cli.run import checked
@@ -36,7 +37,7 @@ def prove(
     parallel: Annotated[
         tuple[str, ...], Parameter(name="--parallel", metavar="PLACEMENT", show_default=False, group=WHERE)
     ] = (),
-    steps: Annotated[int, Parameter(metavar="N", group=WHERE)] = 3,
+    steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
     tolerance: Annotated[float, Parameter(metavar="X", group=WHERE)] = TOLERANCE,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:

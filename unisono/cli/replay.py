@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.again import Again, earlier
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.trials import reason_of
 from unisono.errors import SettingsError
 from unisono.launch import local
@@ -27,8 +28,8 @@ def replay(
     run_dir: Path,
     /,
     *,
-    step: Annotated[int, Parameter(metavar="N")],
-    virtual_rank: Annotated[int | None, Parameter(metavar="K", show_default=False)] = None,
+    step: Annotated[int, WHOLE, Parameter(metavar="N")],
+    virtual_rank: Annotated[int | None, WHOLE, Parameter(metavar="K", show_default=False)] = None,
     debug: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,

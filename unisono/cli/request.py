@@ -6,29 +6,17 @@ and `python text.py --set steps=20 --resume` reads the same ones.
 
 from __future__ import annotations
 
-import difflib
-import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from inspect import BoundArguments
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from cyclopts import (
-    App,
-    CoercionError,
-    CycloptsError,
-    Group,
-    MissingArgumentError,
-    Parameter,
-    UnknownCommandError,
-    UnknownOptionError,
-    UnusedCliTokensError,
-)
+from cyclopts import App, Group, Parameter
 
-from unisono.errors import Problem, SettingsError
+from unisono.cli.mistyped import parsed
+from unisono.errors import Problem
 from unisono.settings import Line, entries_of, kind, nearest_name, shown
 from unisono.settings.comments import comments_of
 
@@ -142,9 +130,9 @@ class Request:
         else that is not a request.
         """
         flags, own = split(argv)
-        command = f"python {script}"
+        command = ("python", script)
         app = App(
-            name=command,
+            name=" ".join(command),
             help=_first_line_of(settings),
             help_format="plaintext",
             help_epilogue=table_of(settings),
@@ -154,7 +142,7 @@ class Request:
         )
 
         app.default(_itself)
-        function, bound = parsed(app, flags, command, [entry.name for entry in entries_of(settings)])
+        function, bound = parsed(app, command, flags, lambda: settings)
         result = function(*bound.args, **bound.kwargs)
         if not isinstance(result, cls):
             raise SystemExit(0)  # the help was printed
@@ -178,116 +166,6 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
-
-
-def parsed(
-    app: App, flags: Sequence[str], command: str, names: Sequence[str]
-) -> tuple[Callable[..., Any], BoundArguments]:
-    """The function that these flags ask for, and its arguments. Raises SettingsError where they are not understood.
-
-    `names` are the settings, for whoever writes --batch 64 instead of --set batch=64.
-    """
-    try:
-        function, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False)
-        return function, bound
-    except UnknownOptionError as error:
-        flag = error.token.keyword or error.token.value
-        raise _unknown_flag(flag, list(flags), command, names, str(error)) from None
-    except UnknownCommandError:
-        raise _unknown_verb(app, list(flags)) from None
-    except CycloptsError as error:
-        verb = [word for word in flags[:1] if word in set(app)]
-        line = shlex.join([*command.split(), *flags])
-        do = " ".join([command, *verb, "--help"])
-        if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
-            more = shlex.join(error.unused_tokens)
-            if verb != ["run"]:
-                raise SettingsError(line, f"There is no place for `{more}`.", do) from None
-            do = f"{line.removesuffix(more).rstrip()} -- {more}"
-            raise SettingsError(line, f"`{more}` is for the script, and comes after --.", do) from None
-        if isinstance(error, MissingArgumentError) and error.argument is not None and not error.keyword:
-            what, example = OPERANDS[verb[0]]
-            raise SettingsError(line, f"unisono {verb[0]} needs {what}.", f"unisono {verb[0]} {example}") from None
-        if isinstance(error, CoercionError) and error.token is not None and error.target_type is int:
-            flag, value = error.token.keyword or "", error.token.value
-            true = f"{flag} takes a whole number, which {value!r} is not."
-            words = [word for word in flags for word in (word.split("=", 1) if word.startswith("--ranks=") else [word])]
-            example = "1" if flag == "--cpu-ranks" else "2"
-            raise SettingsError(line, true, str(Line((*command.split(), *words)).flag(flag, example))) from None
-        raise SettingsError(line, " ".join(str(error).split()), do) from None
-
-
-OPERANDS = {
-    "run": ("the name of a recipe, or the path of a script", "text"),
-    "check": ("the name of a recipe, or the path of a script", "text"),
-    "prove": ("the name of a recipe, or the path of a script", "text"),
-    "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
-    "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
-    "copy": ("the name of a recipe", "text"),
-    "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
-    "export": ("a run directory, or one checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
-}
-"""What a verb cannot do without, and an example."""
-
-
-def _unknown_verb(app: App, words: list[str]) -> SettingsError:
-    """unisono rnu train.py."""
-    asked = shlex.join(["unisono", *words])
-    place = next((i for i, word in enumerate(words) if not word.startswith("-")), 0)
-    verbs = [name for name in app if not name.startswith("-")]
-    near = difflib.get_close_matches(words[place], verbs, 1, 0.5)
-    if near:
-        do = shlex.join(["unisono", *words[:place], near[0], *words[place + 1 :]])
-        return SettingsError(asked, f"There is no verb {words[place]}; the nearest is {near[0]}.", do)
-    if Path(words[place]).is_file():
-        do = shlex.join(["unisono", *words[:place], "run", *words[place:]])
-        return SettingsError(asked, f"{words[place]} is a file, and unisono run trains it.", do)
-    true = f"There is no verb {words[place]}. There are {', '.join(verbs)}."
-    return SettingsError(asked, true, "unisono --help")
-
-
-def _unknown_flag(flag: str, flags: list[str], command: str, names: Sequence[str], said: str) -> SettingsError:
-    """A setting written as a flag is the likely mistake: then we can say the whole line as it should be."""
-    words = command.split()
-    asked = shlex.join([*words, *flags])
-    place = next((i for i, word in enumerate(flags) if word.partition("=")[0] == flag.partition("=")[0]), 0)
-    name, equals, value = flags[place].lstrip("-").partition("=")
-    after = flags[place + 1 :]
-    if not equals and after and not after[0].startswith("--"):
-        value, after = after[0], after[1:]
-    near = difflib.get_close_matches(f"--{name}", FLAGS, 1, 0.75)
-    if near == ["--ranks"] and words[0] == "python":
-        line = ["unisono", "run", *words[1:], "--ranks", value or "N", *flags[:place], *after]
-        return SettingsError(asked, "python starts one process; unisono run starts several.", shlex.join(line))
-    group = {known.partition(".")[0] for known in names if "." in known}
-    if name in group and "=" in value and f"{name}.{value.partition('=')[0]}" in names:
-        true = f"Settings are given with --set; --{name} is a flag of unisono prove."
-        return SettingsError(asked, true, shlex.join([*words, *flags[:place], "--set", f"{name}.{value}", *after]))
-    if near == [f"--{name}"]:
-        true = f"Other verbs have a flag --{name}; {' '.join([*words, *flags[:1]][:2])} has none."
-        return SettingsError(asked, true, f"{shlex.join([*words, *flags[:place], *after])} (without it)")
-    if near:
-        do = [near[0] + (f"={value}" if equals else ""), *([value] if value and not equals else [])]
-        true = f"There is no flag --{name}; the nearest is {near[0]}."
-        return SettingsError(asked, true, shlex.join([*words, *flags[:place], *do, *after]))
-    setting = nearest_name(name.replace("-", "_"), names)
-    if setting is not None:
-        true = f"There is no flag --{name}, but a setting {setting}, and settings are given with --set."
-        do = ["--set", f"{setting}={value or 'VALUE'}"]
-        return SettingsError(asked, true, shlex.join([*words, *flags[:place], *do, *after]))
-    verb = [word for word in flags[:1] if not word.startswith("-")]
-    if words[0] == "python" or verb == ["run"]:
-        true = f"There is no flag --{name}; what is for the script itself comes after --."
-        own = flags[place : len(flags) - len(after)]
-        return SettingsError(asked, true, shlex.join([*words, *flags[:place], *after, "--", *own]))
-    return SettingsError(asked, f"There is no flag --{name}.", shlex.join([*words, *verb, "--help"]))
-
-
-FLAGS = (
-    *("--set", "--settings", "--resume", "--autoresume", "--accept-change", "--run-dir", "--json", "--ranks"),
-    *("--cpu-ranks", "--state", "--only", "--sizes", "--parallel", "--step", "--virtual-rank", "--debug", "--script"),
-    "--help",
-)
 
 
 def table_of(settings: type) -> str:

@@ -19,6 +19,7 @@ from cyclopts import Parameter
 from unisono.checkpoint import left, manifest
 from unisono.checkpoint.place import checkpoints_at, places_of
 from unisono.cli.machine import problems_here, problems_where_mixed
+from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
 from unisono.cli.resubmitted import again
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
@@ -39,7 +40,7 @@ def run(
     /,
     *,
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
-    cpu_ranks: Annotated[int, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
+    cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: Request = Request(),  # noqa: B008  (frozen)
 ) -> int:

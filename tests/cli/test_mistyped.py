@@ -1,0 +1,173 @@
+"""Command lines that are not understood: the whole line that was probably meant is proposed, and nothing is started."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+import unisono
+from tests.cli.asking import Ask
+from unisono.cli.main import main
+from unisono.cli.request import Request
+from unisono.errors import Problem, SettingsError
+
+
+@pytest.mark.parametrize(
+    ("words", "true", "do"),
+    [
+        (
+            "run train.py --batch 64 --ranks 2",
+            "There is no flag --batch, but a setting batch, and settings are given with --set.",
+            "unisono run train.py --set batch=64 --ranks 2 --json",
+        ),
+        (
+            "run train.py --micro-batch=4",
+            "There is no flag --micro-batch, but a setting micro_batch, and settings are given with --set.",
+            "unisono run train.py --set micro_batch=4 --json",
+        ),
+        (
+            "run train.py --rank 2",
+            "There is no flag --rank; the nearest is --ranks.",
+            "unisono run train.py --ranks 2 --json",
+        ),
+        (
+            "run train.py --parallel shard=2 --ranks 2",
+            "Settings are given with --set; --parallel is a flag of unisono prove.",
+            "unisono run train.py --set parallel.shard=2 --ranks 2 --json",
+        ),
+        (
+            "prove train.py --ranks 2 --steps 3",
+            "Other verbs have a flag --ranks; unisono prove has none.",
+            "unisono prove train.py --steps 3 --json (without it)",
+        ),
+        (
+            "run train.py --steps 20",
+            "There is no flag --steps, but a setting steps, and settings are given with --set.",
+            "unisono run train.py --set steps=20 --json",
+        ),
+        (
+            "run --lr 0.1 train.py",
+            "There is no flag --lr, but a setting lr, and settings are given with --set.",
+            "unisono run --set lr=0.1 train.py --json",
+        ),
+        (
+            "run train.py batch=64 lr=2 --ranks 2",
+            "Settings are given with --set, so `batch=64 lr=2` means nothing.",
+            "unisono run train.py --ranks 2 --json --set batch=64 --set lr=2",
+        ),
+        (
+            "check train.py batch=64",
+            "Settings are given with --set, so `batch=64` means nothing.",
+            "unisono check train.py --json --set batch=64",
+        ),
+        (
+            "run train.py mine=64 --ranks 2",
+            "`mine=64` is for the script, and comes after --.",
+            "unisono run train.py --ranks 2 --json -- mine=64",
+        ),
+        ("bench batch=64", "There is no place for `batch=64`.", "unisono bench --help"),
+        (
+            "bench --steps 3",
+            "Other verbs have a flag --steps; unisono bench has none.",
+            "unisono bench --json (without it)",
+        ),
+        (
+            "run train.py --nproc_per_node=4 --resume",
+            "What --nproc_per_node is elsewhere is --ranks here.",
+            "unisono run train.py --ranks 4 --resume --json",
+        ),
+        (
+            "run train.py -x 3",
+            "There is no flag -x; what is for the script itself comes after --.",
+            "unisono run train.py --json -- -x 3",
+        ),
+        (
+            "run train.py --ranks 2 --cpu-ranks 1.5",
+            "--cpu-ranks takes a whole number, which '1.5' is not.",
+            "unisono run train.py --ranks 2 --cpu-ranks 1 --json",
+        ),
+        (
+            "prove train.py --steps=2.5",
+            "--steps takes a whole number, which '2.5' is not.",
+            "unisono prove train.py --steps 2 --json",
+        ),
+        (
+            "prove train.py --tolerance small",
+            "--tolerance takes a number, which 'small' is not.",
+            "unisono prove train.py --tolerance 0.001 --json",
+        ),
+        ("run train.py --ranks", "--ranks needs a value.", "unisono run train.py --ranks 2 --json"),
+        (
+            "run train.py --cpu_ranks=1.5",
+            "--cpu_ranks takes a whole number, which '1.5' is not.",
+            "unisono run train.py --cpu_ranks 1 --json",
+        ),
+        ("audit train.py -nx", "-n takes a whole number, which 'x' is not.", "unisono audit train.py -n 2 --json"),
+        (
+            "prove --parallel shard=2 train.py --parallel",
+            "--parallel needs a value.",
+            "unisono prove --parallel shard=2 train.py --parallel shard=2 --json",
+        ),
+        ("run train.py --resume=perhaps", "--resume takes no value.", "unisono run train.py --resume --json"),
+        (
+            "run train.py --xyzzy",
+            "There is no flag --xyzzy; what is for the script itself comes after --.",
+            "unisono run train.py --json -- --xyzzy",
+        ),
+        (
+            "run train.py --ranks two",
+            "--ranks takes a whole number, which 'two' is not.",
+            "unisono run train.py --ranks 2 --json",
+        ),
+        ("run", "unisono run needs the name of a recipe, or the path of a script.", "unisono run text"),
+        (
+            "fingerprint",
+            "unisono fingerprint needs a run directory, or one checkpoint.",
+            "unisono fingerprint runs/NAME-TIME",
+        ),
+        ("rnu train.py", "There is no verb rnu; the nearest is run.", "unisono run train.py --json"),
+        (
+            "train.py --ranks 2",
+            "train.py is a file, and unisono run trains it.",
+            "unisono run train.py --ranks 2 --json",
+        ),
+        (
+            "xyzzy",
+            "There is no verb xyzzy. "
+            "There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
+            "unisono --help",
+        ),
+    ],
+)
+def test_a_line_is_answered_with_the_one_that_was_meant(ask: Ask, words: str, true: str, do: str) -> None:
+    assert ask(*shlex.split(words)) == [Problem(f"unisono {words} --json", true, do)]
+
+
+def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
+    assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
+    assert main(["fingerprint", "runs", "--", "more"]) == 2
+    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script."
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "do"),
+    [
+        ("--learning-rate 3", "python 'my train.py' -- --learning-rate 3"),
+        ("--batch 3", "python 'my train.py' --set batch=3"),
+        ("--resume batch=3", "python 'my train.py' --resume --set batch=3"),
+        ("mine --resume", "python 'my train.py' --resume -- mine"),
+        ("--set --resume", "python 'my train.py' --set KEY=VALUE --resume"),
+        ("--ranks 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
+        ("--ranks=2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
+        ("--rank 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
+        ("--num_processes 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
+    ],
+)
+def test_so_is_a_scripts_own_line(words: str, do: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Request.parse(shlex.split(words), unisono.Settings, "my train.py")
+    (problem,) = caught.value.problems
+    assert (problem.asked, problem.do) == (f"python 'my train.py' {words}", do)

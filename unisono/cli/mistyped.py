@@ -1,0 +1,226 @@
+"""A command line that is not understood: what was probably meant, said as the whole line that means it."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import BoundArguments
+from pathlib import Path
+from typing import Any
+
+from cyclopts import (
+    App,
+    Argument,
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    Token,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+
+from unisono.errors import SettingsError
+from unisono.settings import Line, entries_of, nearest_name
+
+
+def parsed(
+    app: App, command: Sequence[str], flags: Sequence[str], settings: Callable[[], type]
+) -> tuple[Callable[..., Any], BoundArguments]:
+    """The function that these flags after this command ask for, and its arguments. Raises SettingsError where they are
+    not understood.
+
+    `settings` gives the class whose fields may have been meant, as by --batch 64 instead of --set batch=64.
+    """
+    try:
+        function, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False)
+        return function, bound
+    except CycloptsError as error:
+        raise Mistyped(app, tuple(command), tuple(flags), settings).about(error) from None
+
+
+def _whole(_: Any, tokens: Sequence[Token]) -> int:
+    return int(tokens[0].value)
+
+
+WHOLE = Parameter(converter=_whole)
+"""A number of things. Left to itself the parser rounds 1.5."""
+
+OPERANDS = {
+    "run": ("the name of a recipe, or the path of a script", "text"),
+    "check": ("the name of a recipe, or the path of a script", "text"),
+    "prove": ("the name of a recipe, or the path of a script", "text"),
+    "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
+    "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
+    "copy": ("the name of a recipe", "text"),
+    "fingerprint": ("a run directory, or one checkpoint", "runs/NAME-TIME"),
+    "export": ("a run directory, or one checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
+}
+"""What a verb cannot do without, and an example."""
+
+EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "PLACEMENT": "shard=2"}
+"""Of what a flag may be given, by how its help calls that."""
+
+ELSEWHERE = dict.fromkeys(["nproc-per-node", "num-processes", "devices", "gpus", "np", "world-size"], "--ranks")
+"""What flags are called by torchrun, accelerate, lightning, horovodrun and others."""
+
+
+@dataclass(frozen=True)
+class Mistyped:
+    """app       what would be understood
+    command   what was typed first: unisono, or python and a script
+    flags     what came after it
+    settings  gives the class whose fields may have been meant
+    """
+
+    app: App
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+    settings: Callable[[], type]
+
+    def about(self, error: CycloptsError) -> SettingsError:
+        """What was asked, what is true, what to type."""
+        match error:
+            case UnknownOptionError():
+                return self._unknown_flag(error.token.keyword or error.token.value)
+            case UnknownCommandError():
+                return self._unknown_verb()
+            case UnusedCliTokensError() if error.unused_tokens:
+                return self._homeless(error.unused_tokens)
+            case MissingArgumentError() if error.argument is not None and not error.keyword:
+                what, example = OPERANDS[self._verb]
+                return self._so(f"unisono {self._verb} needs {what}.", [*self.command, self._verb, *example.split()])
+            case MissingArgumentError() if error.argument is not None:
+                return self._no_value(error.keyword or "", _example(error.argument))
+            case CoercionError() if error.token is not None and error.argument is not None:
+                return self._misfit(error.token.keyword or "", error.token.value, error.argument)
+        return self._so(" ".join(str(error).split()), self._help)
+
+    def _so(self, true: str, do: Iterable[str], more: str = "") -> SettingsError:
+        return SettingsError(shlex.join([*self.command, *self.flags]), true, shlex.join(do) + more)
+
+    @property
+    def _verb(self) -> str:
+        return self.flags[0] if self.flags and self.flags[0] in self._verbs else ""
+
+    @property
+    def _verbs(self) -> list[str]:
+        return [name for name in self.app if not name.startswith("-")]
+
+    @property
+    def _help(self) -> tuple[str, ...]:
+        return (*self.command, *self.flags[: 1 if self._verb else 0], "--help")
+
+    @cached_property
+    def _known(self) -> list[str]:
+        """The flags that there are here."""
+        return _flags_of(self.app[self._verb] if self._verb else self.app)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The settings that can be given here."""
+        return [entry.name for entry in entries_of(self.settings())] if "--set" in self._known else []
+
+    @property
+    def _of_a_script(self) -> bool:
+        """Are there arguments that are the script's own?"""
+        return self.command[0] == "python" or self._verb == "run"
+
+    def _unknown_verb(self) -> SettingsError:
+        """unisono rnu train.py."""
+        words, verbs = list(self.flags), self._verbs
+        place = next((i for i, word in enumerate(words) if not word.startswith("-")), 0)
+        near = difflib.get_close_matches(words[place], verbs, 1, 0.5)
+        if near:
+            true = f"There is no verb {words[place]}; the nearest is {near[0]}."
+            return self._so(true, [*self.command, *words[:place], near[0], *words[place + 1 :]])
+        if Path(words[place]).is_file():
+            true = f"{words[place]} is a file, and unisono run trains it."
+            return self._so(true, [*self.command, *words[:place], "run", *words[place:]])
+        return self._so(f"There is no verb {words[place]}. There are {', '.join(verbs)}.", self._help)
+
+    def _unknown_flag(self, flag: str) -> SettingsError:
+        """--batch 64, --rank 2, and what is meant for the script."""
+        flags = self.flags
+        place = next((i for i, word in enumerate(flags) if word.partition("=")[0] == flag.partition("=")[0]), 0)
+        typed, equals, value = flags[place].partition("=")
+        name = typed.lstrip("-").replace("_", "-")
+        before, after = (*self.command, *flags[:place]), flags[place + 1 :]
+        if not equals and after and not after[0].startswith("--"):
+            value, after = after[0], after[1:]
+        setting = name.replace("-", "_")
+        own = ELSEWHERE.get(name, "")
+        if own in self._known:
+            return self._so(f"What {typed} is elsewhere is {own} here.", (*before, own, value or "2", *after))
+        near = difflib.get_close_matches(f"--{name}", self._known, 1, 0.75)
+        if setting not in self._names and near:
+            words = [f"{near[0]}={value}"] if equals else [near[0], *([value] if value else [])]
+            return self._so(f"There is no flag {typed}; the nearest is {near[0]}.", (*before, *words, *after))
+        if self.command[0] == "python" and (own or difflib.get_close_matches(f"--{name}", ["--ranks"], 1, 0.75)):
+            line = ("unisono", "run", *self.command[1:], "--ranks", value or "N", *flags[:place], *after)
+            return self._so("python starts one process; unisono run starts several.", line)
+        if f"{name}.{value.partition('=')[0]}" in self._names:
+            true = f"Settings are given with --set; --{name} is a flag of unisono prove."
+            return self._so(true, (*before, "--set", f"{name}.{value}", *after))
+        elsewhere = {known for verb in self._verbs for known in _flags_of(self.app[verb])}
+        meant = setting if setting in self._names else None
+        if meant is None and f"--{name}" in elsewhere:
+            true = f"Other verbs have a flag --{name}; {' '.join([*self.command, self._verb])} has none."
+            return self._so(true, (*before, *after), " (without it)")
+        meant = meant or nearest_name(setting, self._names)
+        if meant is not None:
+            true = f"There is no flag {typed}, but a setting {meant}, and settings are given with --set."
+            return self._so(true, (*before, "--set", f"{meant}={value or 'VALUE'}", *after))
+        if self._of_a_script:
+            true = f"There is no flag {typed}; what is for the script itself comes after --."
+            return self._so(true, (*before, *after, "--", *flags[place : len(flags) - len(after)]))
+        return self._so(f"There is no flag {typed}.", self._help)
+
+    def _homeless(self, tokens: Sequence[str]) -> SettingsError:
+        """batch=64, and what is meant for the script."""
+        more, rest = shlex.join(tokens), list(self.flags)
+        for token in tokens:
+            rest.remove(token)
+        pairs = [token.partition("=") for token in tokens]
+        if all(equals and name in self._names for name, equals, _ in pairs):
+            do = Line((*self.command, *rest)).setting(*tokens)
+            return self._so(f"Settings are given with --set, so `{more}` means nothing.", do.words)
+        if self._of_a_script:
+            true = f"`{more}` is for the script, and comes after --."
+            return self._so(true, (*self.command, *rest, "--", *tokens))
+        return self._so(f"There is no place for `{more}`.", self._help)
+
+    def _no_value(self, flag: str, example: str) -> SettingsError:
+        """--ranks, and nothing after it."""
+        pairs = zip(self.flags, (*self.flags[1:], "--"), strict=True)
+        place = next(i for i, (word, then) in enumerate(pairs, 1) if word == flag and then.startswith("-"))
+        return self._so(f"{flag} needs a value.", (*self.command, *self.flags[:place], example, *self.flags[place:]))
+
+    def _misfit(self, flag: str, value: str, argument: Argument) -> SettingsError:
+        """--ranks two, --json=perhaps."""
+        flags = self.flags
+        joined, apart = (f"{flag}={value}", f"{flag}{value}"), (flag, value)
+        place = next(i for i, word in enumerate(flags) if word in joined or flags[i : i + 2] == apart)
+        before, after = (*self.command, *flags[:place], flag), flags[place + (1 if flags[place] in joined else 2) :]
+        if argument.hint is bool:
+            return self._so(f"{flag} takes no value.", (*before, *after))
+        kind = "a number" if argument.hint is float else "a whole number"
+        return self._so(f"{flag} takes {kind}, which {value!r} is not.", (*before, _example(argument), *after))
+
+
+def _example(argument: Argument) -> str:
+    """Of what may be given for it."""
+    if argument.name == "--cpu-ranks":
+        return "1"
+    metavar = argument.parameter.metavar or "VALUE"
+    return EXAMPLES.get(metavar, metavar)
+
+
+def _flags_of(app: App) -> list[str]:
+    """Those that its help shows."""
+    shown = [argument.parameter for argument in app.assemble_argument_collection() if argument.show]
+    return [flag for parameter in shown for flag in parameter.name or () if flag.startswith("--")]
