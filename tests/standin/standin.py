@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 HERE = Path(__file__).parent
-LIBRARY = "STANDIN_LIBRARY"
-"""The variable that names what `build` has made."""
+LIBRARY, NAME = "STANDIN_LIBRARY", "STANDIN_UUID"
+"""The variables that name what `build` has made, and the accelerator itself: there may be several."""
 
 
 class Module:
@@ -42,6 +43,10 @@ class Module:
     @staticmethod
     def device_count() -> int:
         return 1
+
+    @staticmethod
+    def get_device_properties(device: object = None) -> object:
+        return SimpleNamespace(uuid=os.environ.get(NAME, "0"))
 
     @staticmethod
     def get_device_name(device: object = None) -> str:

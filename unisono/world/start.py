@@ -50,12 +50,22 @@ SHOWS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", 
 """Variables by which a process is shown some of its host's accelerators."""
 
 
+def shown() -> str:
+    """What this process sees of its host's accelerators. Slurm may show each task another one under the same number;
+    but most tell their own names (CUDA's, ROCm's and XPU's: `uuid`)."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return "none"
+    about = getattr(torch.get_device_module(accelerator), "get_device_properties", lambda seat: None)
+    names = [str(getattr(about(seat), "uuid", seat)) for seat in range(torch.accelerator.device_count())]
+    return f"{variables(SHOWS)} {names}"
+
+
 def find_seat(world: World, store: dist.Store) -> int:
     """The number of this process's accelerator among those that it sees, where somebody else has started it: its local
     rank, if all processes of its host see the same ones; else those that do take them as they come. Everybody must
     ask, and who sees none gets any number."""
-    sees = variables(SHOWS) if torch.accelerator.is_available() else None
-    those = f"seats of {world.host} with {sees}"
+    those = f"seats of {world.host} with {shown()}"
     store.add(those, 1)
     count(store, world.size, "seats")
     return world.local_rank if store.add(those, 0) == world.local_size else store.add(f"{those}, taken", 1) - 1
