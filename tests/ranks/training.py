@@ -161,6 +161,5 @@ def loop(
 
 def copies(run: Run[Settings]) -> int:
     assert run._engine is not None
-    (gradient,) = run._engine._gradients.values()
-    pool = getattr(gradient.exchange, "pool", None)
-    return pool.made if pool else 0
+    pools = [getattr(gradient.exchange, "pool", None) for gradient in run._engine._gradients.values()]
+    return sum(pool.made for pool in pools if pool)
