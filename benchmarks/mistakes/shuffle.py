@@ -92,7 +92,7 @@ CASES = {
         told=str,
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
-        settings={"epochs": EPOCHS, "batch": 4},
+        settings={"epochs": EPOCHS, "batch": 4, "virtual_ranks": 4},
         note="By hand: sampler.set_epoch(epoch).",
     )
 }

@@ -26,14 +26,12 @@ from unisono.world.start import group as join
 KINDS: list[Any] = ["fp16", "bf16", "int8", "topk", "powersgd"]
 
 
+OF_ITS_OWN: dict[str, dict[str, Any]] = {"topk": {"keep": 0.05}, "powersgd": {"rank": 1}}
+
+
 def compressed(kind: Any, **changes: Any) -> Settings:
-    about = {
-        "begin": changes.pop("begin", 0),
-        "nodes": changes.pop("nodes", None),
-        "keep": changes.pop("keep", 0.05),
-        "rank": changes.pop("rank", 1),
-    }
-    return settings(compress=CompressSettings(kind=kind, **about), **changes)
+    about = {name: changes.pop(name) for name in ("begin", "nodes") if name in changes}
+    return settings(compress=CompressSettings(kind=kind, **OF_ITS_OWN.get(kind, {}) | about), **changes)
 
 
 @pytest.mark.parametrize(

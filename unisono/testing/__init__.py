@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unisono.env import World
-from unisono.settings import Settings
+from unisono.errors import SettingsError
+from unisono.settings import Line, Settings
 from unisono.testing.faults import (
     BitFlip,
     FailAt,
@@ -117,15 +118,19 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 
 
 def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: bool = False) -> Run[S]:
-    """The run that a script's main is given, with a progress line that nobody sees. `close` it in the end.
+    """The run that a script's main is given, with a progress line that nobody sees. `close` it in the end. Raises
+    SettingsError where `unisono run` would.
 
     folder  the run directory: checkpoints and timeline go there
     resume  from the newest checkpoint there, if there is one; who asks answers for it that the settings go with it
     """
     from unisono.checkpoint.load import newest, opened
     from unisono.checkpoint.place import settle_in
+    from unisono.settings.check import check
     from unisono.train.variants import run_kind
 
+    if problems := check(settings, world.size, Line()):
+        raise SettingsError.of(problems)
     settle_in(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
     found = newest(folder, print) if resume else None
     resumed = opened(found) if found is not None else None
