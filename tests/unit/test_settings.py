@@ -170,6 +170,63 @@ def test_a_class_that_forgot_to_be_a_dataclass_is_told() -> None:
     assert problem.do == "Write @dataclass(frozen=True, kw_only=True) above class Forgot."
 
 
+def test_a_field_without_a_type_is_told_and_not_lost() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wide(Model):
+        width = 16
+
+    @dataclass(frozen=True, kw_only=True)
+    class Bare(unisono.Settings):
+        precision = "bf16"
+        unit = 3  # a constant: no setting has this name
+
+    @dataclass(frozen=True, kw_only=True)
+    class Inside(unisono.Settings):
+        model: Wide = Wide()
+
+    globals()["Wide"] = Wide
+    true = "precision = 'bf16' has no type in it, so it is no field, and precision stays fp32."
+    assert problems_of(Bare) == [
+        Problem("The settings of class Bare", true, "Write precision: str = 'bf16' there."),
+    ]
+    (problem,) = problems_of(Inside)
+    assert problem.do == "Write width: int = 16 there."
+
+
+def test_another_type_lets_no_setting_of_every_run_be_what_it_cannot_be() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Loose(unisono.Settings):
+        precision: str = "bf16"  # type: ignore[assignment]
+        batch: float = 16.0  # type: ignore[assignment]
+        exchange: str = "alreduce"  # type: ignore[assignment]
+
+    assert [(p.asked, p.true, p.do) for p in problems_of(Loose, sets=["precision=banana"])] == [
+        ("--set precision=banana", "precision takes one of fp32, bf16, fp16.", "--set precision=bf16"),
+        ("batch = 16.0 in the script", "It takes a whole number.", "Change the default of batch in the script."),
+        (
+            "exchange = alreduce in the script",
+            "It takes one of tree, wide, allreduce, ring, ddp, server, local.",
+            "Change the default of exchange in the script.",
+        ),
+    ]
+
+
+def test_a_narrower_type_is_the_scripts_to_choose() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Narrow(unisono.Settings):
+        precision: Literal["fp32", "bf16"] = "bf16"
+        steps: int = 10
+        clip: float = 1
+
+    assert load(Narrow).settings.precision == "bf16"
+    trues = [problem.true for problem in problems_of(Narrow, sets=["precision=fp16", "steps=none", "clip=none"])]
+    assert trues == [
+        "precision takes one of fp32, bf16.",
+        "steps takes a whole number.",
+        "clip takes a number.",
+    ]
+
+
 def test_what_the_class_itself_refuses_is_a_wrong_request() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Even(unisono.Settings):

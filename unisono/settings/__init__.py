@@ -22,6 +22,7 @@ import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_type_hints
 
@@ -45,7 +46,7 @@ from unisono.settings.every import (
 from unisono.settings.file import lines_of
 from unisono.settings.line import Line
 from unisono.settings.script import settings_of
-from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed
+from unisono.settings.values import Misfit, choices_of, kind, plain, shown, toml, typed, within
 from unisono.settings.words import nearest_name, plural, size
 
 __all__ = [
@@ -141,10 +142,7 @@ def gather(
 
     strangers  pass over names that the class does not have: somebody else knows them
     """
-    if "__dataclass_fields__" not in cls.__dict__:
-        true = "It is not a dataclass itself, so its own fields would be lost."
-        do = f"Write @dataclass(frozen=True, kw_only=True) above class {cls.__name__}."
-        raise SettingsError(f"The settings of class {cls.__name__}", true, do)
+    _refuse_lost_fields(cls)
     gathered = Gathered(cls, {entry.name: entry for entry in entries_of(cls)}, line)
     if earlier is not None:
         gathered.take_earlier(earlier)
@@ -153,6 +151,22 @@ def gather(
     gathered.take_sets(sets, strangers)
     gathered.settle()
     return gathered
+
+
+def _refuse_lost_fields(cls: type) -> None:
+    """What a class says and dataclasses do not see."""
+    asked = f"The settings of class {cls.__name__}"
+    if "__dataclass_fields__" not in cls.__dict__:
+        true = "It is not a dataclass itself, so its own fields would be lost."
+        raise SettingsError(asked, true, f"Write @dataclass(frozen=True, kw_only=True) above class {cls.__name__}.")
+    for f, hint, default in _fields(cls):
+        if _is_section(hint):
+            _refuse_lost_fields(hint)
+        lost = next((b for b in cls.__mro__ if f.name in vars(b) and f.name not in inspect.get_annotations(b)), None)
+        if lost is not None:
+            value = vars(lost)[f.name]
+            true = f"{f.name} = {value!r} has no type in it, so it is no field, and {f.name} stays {shown(default)}."
+            raise SettingsError(asked, true, f"Write {f.name}: {type(value).__name__} = {value!r} there.")
 
 
 SCRIPTS, EARLIER, FILE, TYPED = range(4)
@@ -294,8 +308,12 @@ class Gathered(Generic[T]):
             typed(entry.hint, entry.default)
         except Misfit as misfit:
             asked = f"{entry.name} = {shown(entry.default)} in the script"
-            do = f"Change the default of {entry.name}, or its type, in the script."
-            self._doubt(entry.name, Problem(asked, f"Its type says that it takes {misfit}.", do))
+            if entry.name in ABOUT:
+                true, do = f"It takes {misfit}.", f"Change the default of {entry.name} in the script."
+            else:
+                true = f"Its type says that it takes {misfit}."
+                do = f"Change the default of {entry.name}, or its type, in the script."
+            self._doubt(entry.name, Problem(asked, true, do))
 
     def _doubt(self, name: str, problem: Problem) -> None:
         self.problems.append(problem)
@@ -346,8 +364,21 @@ def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str
             # A section that the script defines anew is the script's as a whole.
             yield from entries_of(hint, default, name + ".", "script" if origin == "script" else "")
         else:
+            if name in ABOUT and not within(hint, _hints()[name]):
+                hint = _hints()[name]  # `precision: str` takes what precision takes
             about = ABOUT.get(name) or About(f.metadata.get("meaning", ""), f.metadata.get("mathematics", True))
             yield Entry(name, hint, default, origin, about.mathematics, about.meaning)
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """The types of the settings that every run has."""
+
+    def walk(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+        for f, hint, _ in _fields(cls):
+            yield from walk(hint, f"{f.name}.") if _is_section(hint) else [(prefix + f.name, hint)]
+
+    return dict(walk(Settings, ""))
 
 
 def _fields(cls: type, instance: Any = MISSING) -> Iterator[tuple[Field[Any], Any, Any]]:

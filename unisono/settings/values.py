@@ -102,6 +102,19 @@ def choices_of(hint: Any) -> tuple[Any, ...]:
     return ()
 
 
+def within(hint: Any, other: Any) -> bool:
+    """Is what is of the first type of the other one too?"""
+
+    def parts(hint: Any) -> tuple[Any, ...]:
+        origin, inside = get_origin(hint), get_args(hint)
+        if origin in (Union, types.UnionType):
+            return tuple(part for each in inside for part in parts(each))
+        return parts(inside[0]) if origin is Annotated else inside if origin is Literal else (hint,)
+
+    others = parts(other)
+    return all(part in others or type(part) in others or (part is int and float in others) for part in parts(hint))
+
+
 def shown(value: Any) -> str:
     """A value as one types it after `--set key=`."""
     value = "none" if value is None else plain(value)
