@@ -1,15 +1,19 @@
-"""Where processes have unlike devices: is what they train the same on all of them?
+"""Is what the processes train the same on all of them? It may not be where they have unlike devices, or in its modes.
 
 Gradients travel as rows of bytes, as they lie in memory. A script that looks at its device before it builds its model
 (channels_last on a GPU only, half the precision there, a layer that is left on the processor) makes rows that are
 unlike, and their sum is no gradient. Nobody would see it later: weights, which differ anyway, are not compared there.
+
+Nor would anybody see `model.eval()` under `if run.is_main:` with no `train()` after it: weights stay the same on all
+processes, but are made without dropout on some. So a number of all layers' modes goes along with every step.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -48,3 +52,29 @@ def _form(tensor: torch.Tensor, home: torch.device | None) -> str:
     words = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} with strides {tuple(lies)}"
     words += "" if tensor.requires_grad else ", not trained"
     return words if home is None or tensor.device == home else f"{words}, on another device than the run's"
+
+
+class Modes:
+    """Which layers of these models are in training mode, and which are not."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self._layers = [(name, layer) for model in models for name, layer in model.named_modules()]
+        self._modes = [layer for _, layer in self._layers]
+
+    def number(self) -> int:
+        """20 bits that tell them."""
+        return zlib.crc32(bytes(map(attrgetter("training"), self._modes))) >> 12
+
+    def refuse(self, group: Group) -> None:
+        """Raises LoopError on every process, and names the first layer that is not the same. Every process calls it."""
+        everybody = group.gather([layer.training for layer in self._modes])
+        for (name, layer), modes in zip(self._layers, zip(*everybody, strict=True), strict=True):
+            if len(set(modes)) > 1:
+                ranks = [rank for rank, training in enumerate(modes) if not training]
+                who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+                what = f"{name or 'The model'} ({type(layer).__name__})"
+                raise LoopError(
+                    "A step was computed with layers in other modes on other processes.",
+                    f"{what} is in evaluation mode on {who} of {group.size}, and in training mode elsewhere.",
+                    "call model.train() wherever model.eval() was called; or use run.evaluate, which does both.",
+                )

@@ -19,6 +19,7 @@ import torch
 from unisono.errors import LoopError
 from unisono.score.order import Place
 from unisono.score.tree import chain
+from unisono.train.alike import Modes
 from unisono.world.collectives import Group, peers
 
 FLAGS = ("stop", "leave", "unused", "norms", "buffers", "touched", "learns", "unsaved", "news", "joins")
@@ -38,7 +39,8 @@ VERBS = (
 )
 """What a process may be doing when it meets the others."""
 
-KNOWN = len(FLAGS) + len(VERBS)
+MODES = len(FLAGS) + len(VERBS)
+KNOWN = MODES + 2
 LOSS = "loss"
 
 
@@ -51,6 +53,16 @@ def _read(value: Any) -> Any:
 def _doing(verb: str) -> list[float]:
     assert verb in VERBS
     return [float(verb == other) for other in VERBS]
+
+
+def _and_its_square(number: int) -> list[float]:
+    """Of such numbers the sums tell whether all were the same: only then sum * sum is count * sum of squares."""
+    return [float(number), float(number * number)]
+
+
+def _all_the_same(sums: Sequence[float], count: int) -> bool:
+    total, squares = (int(each) for each in sums)  # below 2**53, if a number is below 2**20
+    return total * total == count * squares
 
 
 @dataclass
@@ -71,10 +83,12 @@ class Table:
             that each row has one writer
     slices  the processes that share its sequences: each of these rows is one for each of them
     words   how many numbers each process says of itself in a step (how long it took, say)
+    modes   of the models' layers, which must be the same on all processes; None: they have not the same layers
     """
 
     pieces = 1
     words = 0
+    modes: Modes | None = None
     also: Callable[[str], None] | None = None
     """Who else is to be asked whether they are about to do the same: the other sites, if there are any."""
 
@@ -135,9 +149,11 @@ class Table:
             row[1][number] += float(weight)
         news = any(name not in self.names for name in rows)
         told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS] + _doing(STEP)
-        told += self._of_us(said)
+        told += _and_its_square(self.modes.number() if self.modes is not None else 0) + self._of_us(said)
         columns, counts = self._sum(rows, told)
         self._check_together(STEP, counts)
+        if self.modes is not None and not _all_the_same(counts[MODES:KNOWN], self.group.size):
+            self.modes.refuse(self.group)
         if counts[FLAGS.index("news")]:
             everybody = self.group.gather(sorted(rows))
             known = {name for names in everybody for name in names} | set(self.names)
@@ -176,13 +192,13 @@ class Table:
         """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
         if self.group.size > 1:
             with peers(verb):
-                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + self._of_us())
+                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + _and_its_square(0) + self._of_us())
             self._check_together(verb, counts)
         if self.also is not None:
             self.also(verb)
 
     def _check_together(self, verb: str, counts: list[float]) -> None:
-        doing = {other: int(n) for other, n in zip(VERBS, counts[len(FLAGS) : KNOWN], strict=True) if n}
+        doing = {other: int(n) for other, n in zip(VERBS, counts[len(FLAGS) : MODES], strict=True) if n}
         if doing == {verb: self.group.size} or self.group.size == 1:
             return
         others = " and ".join(f"{n} at {other}" for other, n in doing.items())
