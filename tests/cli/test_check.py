@@ -57,6 +57,22 @@ def test_what_is_right_is_let_through(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [run["said"] for run in found["runs"][1:]] == ["the same"] * 4
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_end_of_an_epoch_that_was_not_seen_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(text_of({}))
+    line = Line(("unisono", "check", "script.py"))
+    request = Request(sets=("steps=9", "batch=15", "virtual_ranks=2"))
+    folder = tmp_path / "check"
+    assert Check(script=path, threads=1, steps=steps, request=request, line=line, folder=folder, start=start).run() == 0
+    told = capsys.readouterr().out
+    unseen = "An epoch has 2 steps: what the script does at its end was not seen.\n"
+    unseen += "  Next: unisono check script.py --steps 3\n"
+    assert told.endswith(unseen) == (steps == 1), told
+
+
 @pytest.mark.slow
 def test_every_process_has_its_own_order_of_a_set(command: Command) -> None:
     """With real commands: every text has another hash in every Python that is started."""

@@ -21,6 +21,9 @@ from unisono.settings import plural
 FIXED_HASHES = {"PYTHONHASHSEED": "0"}
 MEND = "mend what the message names."
 
+WORTH = 200
+"""An epoch of so many steps is longer than anybody waits."""
+
 ONE = Trial("1 process", 1)
 OTHERS = (Trial(AGAIN, 1), Trial("2 processes", 2), Trial("3 processes", 3))
 
@@ -114,6 +117,11 @@ class Check(Trials):
         most = "1 process" if virtual_ranks == 1 else f"1 to {virtual_ranks} processes"
         proved = f"Placement-proof in {plural(self.steps, 'step')}: the same bits wherever it ran."
         self._say(f"\n{proved} Run it on {most}.")
+        epoch = self.traces[ONE.name].epoch
+        if self.steps <= epoch:
+            unseen = f"An epoch has {plural(epoch, 'step')}: what the script does at its end was not seen."
+            next_ = f"\n  Next: {self.line.flag('--steps', str(epoch + 1))}" if epoch < WORTH else ""
+            self._say(f"{unseen}{next_}")
         return self._leave(0)
 
     def _convict(self, first: Key, name: str) -> int:

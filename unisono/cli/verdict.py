@@ -58,13 +58,15 @@ class Traced:
     remembers: Mapping[Key, str]
     """Micro-batches that a second fetch gave otherwise."""
     operators: frozenset[str]
+    epoch: int = 0
+    """Steps of one."""
 
 
 def read(folder: Path) -> Traced:
     """The traces rank-N.jsonl of a folder."""
     values: dict[Key, set[str]] = {}
     asked, operators = set(), set()
-    remembers = {}
+    remembers, epoch = {}, 0
     for path in sorted(folder.glob("rank-*.jsonl")):
         names: dict[tuple[object, ...], int] = {}
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -74,6 +76,8 @@ def read(folder: Path) -> Traced:
                 asked.add(Asked(name, value, len(place) == 3))
             elif kind == "operator":
                 operators.add(value)
+            elif kind == "epoch":
+                epoch = int(value)
             elif kind == "again":
                 if value != "same":
                     remembers[Key(step, walk, 0, virtual_rank, number, 0, name)] = value
@@ -83,7 +87,7 @@ def read(folder: Path) -> Traced:
                 key = Key(step, walk, KINDS.index(kind), virtual_rank, number, order, name)
                 values.setdefault(key, set()).add(value)
     found = {key: frozenset(value) for key, value in values.items()}
-    return Traced(found, frozenset(asked), remembers, frozenset(operators))
+    return Traced(found, frozenset(asked), remembers, frozenset(operators), epoch)
 
 
 def first_difference(one: Traced, other: Traced) -> Key | None:
@@ -150,7 +154,7 @@ def cause_of(first: Key, name: str, one: Traced, other: Traced, *, hashes: bool 
         "State outside the model: something that the rounds change (a counter, a running mean, a list, a generator of "
         "the script's own) goes from one micro-batch to the next, and each process has only its own micro-batches."
     )
-    do = "keep it in step.add and step.mean, in a buffer of the model, or change it between two steps."
+    do = "keep it in step.add and step.mean, in a buffer of the model, or change it between two steps, and track it."
     return Cause("state", said, do)
 
 

@@ -204,7 +204,8 @@ class Run(Generic[S]):
         return autocast(self.settings.precision, self.device)
 
     def track(self, **things: Any) -> None:
-        """Name what a resume needs: models, optimizers, schedules, anything with state_dict and load_state_dict.
+        """Name what a resume needs: models, optimizers, schedules, anything with state_dict and load_state_dict; and a
+        dict, of what the loop keeps in plain values (numbers, text, lists, tensors).
 
         Call it before the loop. If the run is resumed, the state of the newest whole checkpoint is loaded here.
         """
@@ -337,7 +338,8 @@ class Run(Generic[S]):
         return self._state.resumed is not None and self._engine is not None and self._samples_here == 0
 
     def stop(self) -> None:
-        """End the loop after the next step, on every process; one process asking is enough."""
+        """End the loop after the step under way, or, asked between two steps, after the next one, on every process; one
+        process asking is enough."""
         if self._engine is not None:
             self._engine.asked["stop"] = True
 

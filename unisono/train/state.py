@@ -71,11 +71,13 @@ class State:
                     "Each name is one thing in a checkpoint.",
                     "rename one of them.",
                 )
+            if isinstance(thing, dict):
+                thing = Kept(thing)
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise CheckpointError(
                     f"run.track was given {name!r}, a {type(thing).__name__}.",
                     "It has no state_dict() and load_state_dict().",
-                    "give it both, or track what it holds.",
+                    f"run.track({name}=kept), with kept = {{...}}, a dict that the loop changes; or give it both.",
                 )
             self.tracked[name] = thing
             if self.resumed is not None:
@@ -275,6 +277,20 @@ class State:
         else:
             found = loading.fingerprint_of(self._whole(self.models))
         return str(self.group.share(found)) if parted else found
+
+
+class Kept:
+    """A dict of plain values that the loop changes: the best loss so far, since when, what was seen."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

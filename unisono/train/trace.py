@@ -138,6 +138,8 @@ class TracedEngine(Engine):
         if number >= self.trace.steps:
             raise Stopped
         self.trace.step, self.trace.place = number, []
+        if number == 0:
+            self.trace.line("epoch", "steps", str(self.order.steps_per_epoch))
         return TracedStep(self, number)
 
     def micro_batches(
