@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
 import pytest
+from torch.utils.data import IterableDataset
 
 from tests.house.sources import ROOT
 from tests.shards import COUNTS, write_lines, write_tars
@@ -258,6 +259,36 @@ def test_a_shard_that_is_read_forwards_is_read_once_within_a_window() -> None:
     assert (shards.begun, shards.read) == (2, 113)
     with pytest.raises(Damaged, match="longer when it was counted"):
         Forward(Watched(), 3)[100]
+
+
+class Rows(IterableDataset[int]):
+    """As many people have it; torch gives it a __getitem__, which only raises."""
+
+    def __init__(self, shard: int) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10 * self.shard, 10 * self.shard + 5 + self.shard))
+
+
+class Shelves:
+    names = ("a", "b", "c")
+    open = staticmethod(Rows)
+
+    @staticmethod
+    def decode(raw: int) -> int:
+        return raw
+
+
+def test_a_shard_may_be_torchs_iterable_data_set() -> None:
+    stream = Stream(Shelves(), window=4)
+    assert len(stream) == 5 + 6 + 7
+    assert stream.__getitems__([0, 4, 5, 10, 17]) == [0, 4, 10, 15, 26]
+
+
+def test_what_has_no_shards_is_told() -> None:
+    with pytest.raises(DataError, match=r"of Rows\.\n  It lacks names and open and decode.*\n.*Stream.tar"):
+        Stream(Rows(0))  # type: ignore[arg-type]
 
 
 def test_a_plain_tar_is_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

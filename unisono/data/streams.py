@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from unisono.errors import DataError
 from unisono.score.order import deal
@@ -89,6 +89,13 @@ class Stream(Dataset[Any]):
         map: Callable[[Any], Any] | None = None,  # noqa: A002
         counts: Sequence[int] | None = None,
     ) -> None:
+        lacks = [name for name in ("names", "open", "decode") if not hasattr(shards, name)]
+        if lacks:
+            raise DataError(
+                f"A stream was to be made of {type(shards).__name__}.",
+                f"It lacks {' and '.join(lacks)}: a stream is made of shards, which can each be read anew.",
+                "Stream.tar, Stream.json_lines or Stream.hugging_face; or three methods of your own: docs/loop.md.",
+            )
         if not shards.names:
             raise DataError("A stream was to be made.", "It has no shards.", "check the path or pattern of its files.")
         if window < 1:
@@ -214,7 +221,9 @@ class Stream(Dataset[Any]):
             self._opened.move_to_end(shard)
             return self._opened[shard]
         opened = self.shards.open(shard)
-        self._opened[shard] = opened if hasattr(opened, "__getitem__") else Forward(opened, self.window)
+        # torch's IterableDataset has a __getitem__, which only raises
+        indexed = hasattr(opened, "__getitem__") and not isinstance(opened, IterableDataset)
+        self._opened[shard] = opened if indexed else Forward(opened, self.window)
         if len(self._opened) > OPEN_SHARDS:
             _, old = self._opened.popitem(last=False)
             if hasattr(old, "close"):
