@@ -60,7 +60,7 @@ def draw_run(draw: Random) -> Drawn:
         form = replace(draw.choice(FORMS), nodes=draw.choice([None, 2]), begin=draw.choice([0, 2]))
         config = replace(config, compress=form)
     length = max(batch, draw.choice([batch + 1, 2 * batch - 1, 57, 101]))
-    return Drawn(config, draw.choice(["mlp", "gpt", "sometimes", "tensors"]), length, draw.random() < 0.3)
+    return Drawn(config, draw.choice(["mlp", "gpt", "sometimes", "tensors", "weighted"]), length, draw.random() < 0.3)
 
 
 def draw_placement(draw: Random, run: Drawn) -> tuple[int, Settings]:

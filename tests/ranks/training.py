@@ -65,11 +65,26 @@ class Sometimes(Points):
         return self.x[i] + 0.01 * draw.get(i % 30, float)(), self.y[i]
 
 
+class Weighted(torch.utils.data.Dataset):
+    """Drawn by weights, with replacement, as docs/loop.md shows it."""
+
+    def __init__(self, length: int) -> None:
+        self.data, self.ends = Points(length), torch.arange(1, length + 1, dtype=torch.float64).cumsum(0)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.rand((), dtype=torch.float64) * self.ends[-1]
+        return self.data[int(torch.searchsorted(self.ends, drawn, right=True))]
+
+
 DATA: dict[str, Callable[[int], Any]] = {
     "mlp": Points,
     "sometimes": Sometimes,
     "tensors": tensors,
     "gpt": Sentences,
+    "weighted": Weighted,
 }
 
 

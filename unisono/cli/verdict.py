@@ -174,8 +174,12 @@ def _of_samples(seen: Sequence[Traced], name: str, *, hashes: bool) -> Cause:
         do = "draw from torch, numpy or random as they are: no generator seeded by time, no os.urandom."
         return Cause("unkeyed-data", said, do)
     if name == WORKER:
-        said = "The data set depends on the worker that reads it: its number, or its process."
-        return Cause("data-worker", said, "do not ask torch.utils.data.get_worker_info in it.")
+        said = (
+            "The data set depends on the worker that reads it: on its number or its process; or the script changes the "
+            "set between steps, which workers, who have copies of it, never see."
+        )
+        do = "do not ask torch.utils.data.get_worker_info in it, and leave it as run.steps was given it."
+        return Cause("data-worker", said, do)
     if any(traced.remembers for traced in seen):
         said = (
             "State in the data set: asked for the same samples twice, it gives others, so it depends on what it gave "
