@@ -60,7 +60,7 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
     engine.dealing = build_dealing(settings, run._mesh, engine.schedule, run.steps_done, promise, run._watcher.note)
     run._table.words = WORDS if engine.dealing is not None else 0
-    run._table.modes = Modes(run._models.modules) if run._mesh.pipeline.size == 1 < run.size else None
+    run._table.modes = Modes(run._models.modules) if run._mesh.pipeline.size == 1 else None
     engine.audit = build_audit(engine, run)
     engine.divergence = build_divergence(engine, run)
     engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)

@@ -149,11 +149,12 @@ class Table:
             row[1][number] += float(weight)
         news = any(name not in self.names for name in rows)
         told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS] + _doing(STEP)
-        told += _and_its_square(self.modes.number() if self.modes is not None else 0) + self._of_us(said)
+        modes = self.modes if self.group.size > 1 else None
+        told += _and_its_square(modes.number() if modes is not None else 0) + self._of_us(said)
         columns, counts = self._sum(rows, told)
         self._check_together(STEP, counts)
-        if self.modes is not None and not _all_the_same(counts[MODES:KNOWN], self.group.size):
-            self.modes.refuse(self.group)
+        if modes is not None and not _all_the_same(counts[MODES:KNOWN], self.group.size):
+            modes.refuse(self.group)
         if counts[FLAGS.index("news")]:
             everybody = self.group.gather(sorted(rows))
             known = {name for names in everybody for name in names} | set(self.names)
