@@ -144,6 +144,41 @@ def test_a_line_is_answered_with_the_one_that_was_meant(ask: Ask, words: str, tr
     assert ask(*shlex.split(words)) == [Problem(f"unisono {words} --json", true, do)]
 
 
+UNSET = "The path is empty; perhaps a variable of the shell is not set."
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "do"),
+    [
+        ("run train.py --run-dir ''", ["--run-dir ''"], "unisono run train.py --run-dir runs/mine --json"),
+        (
+            "run train.py --run_dir= --resume",
+            ["--run-dir ''"],
+            "unisono run train.py --run-dir runs/mine --resume --json",
+        ),
+        ("check train.py --settings ''", ["--settings ''"], "unisono check train.py --json (without it)"),
+        (
+            "run train.py --settings '' --run-dir '' --ranks 2",
+            ["--settings ''", "--run-dir ''"],
+            "unisono run train.py --run-dir runs/mine --ranks 2 --json",
+        ),
+    ],
+)
+def test_an_empty_path_is_not_the_folder_one_is_in(ask: Ask, words: str, asked: list[str], do: str) -> None:
+    """--run-dir "$OUT", and nobody has set OUT."""
+    assert ask(*shlex.split(words)) == [Problem(each, UNSET, do) for each in asked]
+
+
+def test_a_scripts_own_line_has_no_empty_path_either() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Request.parse(["--run-dir="], unisono.Settings, "train.py")
+    assert caught.value.problems == (Problem("--run-dir ''", UNSET, "python train.py --run-dir runs/mine"),)
+    assert Request.parse(["--set", "data=", "--", "--run-dir", ""], unisono.Settings, "train.py").own == (
+        "--run-dir",
+        "",
+    )
+
+
 def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err

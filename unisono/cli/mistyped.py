@@ -24,7 +24,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
-from unisono.errors import SettingsError
+from unisono.errors import Problem, SettingsError
 from unisono.settings import Line, entries_of, nearest_name
 
 
@@ -32,15 +32,18 @@ def parsed(
     app: App, command: Sequence[str], flags: Sequence[str], settings: Callable[[], type]
 ) -> tuple[Callable[..., Any], BoundArguments]:
     """The function that these flags after this command ask for, and its arguments. Raises SettingsError where they are
-    not understood.
+    not understood, or where a path is empty.
 
     `settings` gives the class whose fields may have been meant, as by --batch 64 instead of --set batch=64.
     """
+    typed = Mistyped(app, tuple(command), tuple(flags), settings)
     try:
         function, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False)
-        return function, bound
     except CycloptsError as error:
-        raise Mistyped(app, tuple(command), tuple(flags), settings).about(error) from None
+        raise typed.about(error) from None
+    if problems := typed.without_a_path():
+        raise SettingsError.of(problems)
+    return function, bound
 
 
 def _whole(_: Any, tokens: Sequence[Token]) -> int:
@@ -61,6 +64,9 @@ OPERANDS = {
     "export": ("a run directory, or one checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
 }
 """What a verb cannot do without, and an example."""
+
+PATHS = {"--run-dir": "runs/mine", "--settings": "", "--script": ""}
+"""Flags that take a path, and an example; "" where the line without the flag is the likelier one."""
 
 EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "PLACEMENT": "shard=2"}
 """Of what a flag may be given, by how its help calls that."""
@@ -99,6 +105,24 @@ class Mistyped:
             case CoercionError() if error.token is not None and error.argument is not None:
                 return self._misfit(error.token.keyword or "", error.token.value, error.argument)
         return self._so(" ".join(str(error).split()), self._help)
+
+    def without_a_path(self) -> list[Problem]:
+        """--run-dir "$OUT", where the shell knows no OUT: the parser would take it for the folder one is in."""
+        found, line, left = [], self.command, self.flags
+        while left:
+            (word, *_), then = left, left[1:2]
+            flag, equals, value = word.partition("=")
+            name = flag.replace("_", "-")
+            size = 1 if equals or name not in PATHS else 2
+            if name in PATHS and not (value if equals else "".join(then)):
+                found.append(name)
+                line = (*line, name, PATHS[name]) if PATHS[name] else line
+            else:
+                line = (*line, *left[:size])
+            left = left[size:]
+        true = "The path is empty; perhaps a variable of the shell is not set."
+        without = "" if any(PATHS[flag] for flag in found) else " (without it)"
+        return [Problem(f"{flag} ''", true, shlex.join(line) + without) for flag in found]
 
     def _so(self, true: str, do: Iterable[str], more: str = "") -> SettingsError:
         return SettingsError(shlex.join([*self.command, *self.flags]), true, shlex.join(do) + more)
