@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
+from tests.cli.asking import SCRIPT as PLAIN
+from tests.cli.asking import Ask
 from tests.cli.command import Command
+from unisono.cli.target import problems_of_train
+from unisono.errors import Problem
 
 SCRIPT = """
 import torch
@@ -73,3 +80,64 @@ def test_a_mistake_is_told_last_and_ends_everybody(command: Command, mistake: st
 def test_without_a_mistake_it_runs(command: Command) -> None:
     command.script(SCRIPT.format(**GOOD))
     assert command.run("run", "script.py", "--ranks", "2", "--set", "steps=3", "--set", "batch=8").status == 0
+
+
+def shy(shown: str, script: str = "script.py") -> Problem:
+    """What is said of a main that does not take a run."""
+    true = f"In {script} it is given {shown}, which does not take a run and nothing else."
+    return Problem("unisono.main(main) calls main(run).", true, f"Write in {script}: def main(run):")
+
+
+@pytest.mark.parametrize("shown", ["main()", "main(run, config)", "main(run, *, lr)"])
+def test_a_main_that_takes_no_run_is_told_before_anything_starts(ask: Ask, tmp_path: Path, shown: str) -> None:
+    text = PLAIN.replace("if __name__", f"def {shown}:\n    pass\n\nif __name__").replace("main(print", "main(main")
+    (tmp_path / "mine.py").write_text(text)
+    assert ask("run", "mine.py", "--ranks", "2") == [shy(shown, "mine.py")]
+
+
+@pytest.mark.parametrize(
+    ("more", "function"),
+    [
+        ("main(run)", "pass"),
+        ("main(run, lr=1, *, more=2)", "pass"),
+        ("main(*all)", "pass"),
+        ("main()", "main = print"),
+        ("main()", "def go(main):\n    unisono.main(main)"),
+    ],
+)
+def test_a_main_that_takes_one_or_may_is_not_refused(ask: Ask, tmp_path: Path, more: str, function: str) -> None:
+    text = PLAIN.replace("if __name__", f"def {more}:\n    pass\n\n{function}\n\nif __name__")
+    (tmp_path / "mine.py").write_text(text.replace("main(print", "main(main"))
+    assert [problem.asked for problem in ask("run", "mine.py", "--ranks", "0")] == ["--ranks 0"]
+
+
+@pytest.mark.parametrize(
+    ("train", "shown"),
+    [
+        (lambda: None, "<lambda>()"),
+        (lambda run, more: None, "<lambda>(run, more)"),
+        (None, "None"),
+        ("main", "'main'"),
+        (print, ""),
+        (partial(lambda run, more: None, more=2), ""),
+        (max, ""),
+    ],
+)
+def test_so_is_what_a_script_has_made_itself(train: object, shown: str) -> None:
+    assert problems_of_train(Path("script.py"), train) == ([shy(shown)] if shown else [])
+
+
+def test_the_scripts_own_process_says_it_where_nobody_else_can(command: Command) -> None:
+    command.script("""
+        def same(function):
+            return function
+
+        @same
+        def main():
+            pass
+
+        unisono.main(main)
+        """)
+    ended = command.end(command.start_python("script.py", "--run-dir", "out", "--set", "steps=1"))
+    assert (ended.status, ended.out, ended.err) == (2, "", f"{shy('main()')}\n")
+    assert not (command.folder / "out").exists()

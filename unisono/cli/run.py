@@ -23,7 +23,7 @@ from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
 from unisono.cli.resubmitted import again
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
-from unisono.cli.target import script_of
+from unisono.cli.target import problems_of_main, script_of
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
@@ -275,6 +275,7 @@ def checked(target: str, ranks: int, request: Request, line: Line, cpu_ranks: in
         script = script_of(target, line)
     except SettingsError as error:  # what else is wrong can be told all the same
         problems[:0], found = error.problems, False
+    problems += problems_of_main(script) if found else []
     settings, more = _check_settings(script, max(ranks, 1), request, line, mixed=0 < cpu_ranks < ranks)
     problems += more
     if found or request.run_dir is not None:  # runs/ has none of a script that is not there

@@ -33,7 +33,7 @@ from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.resubmitted import again, mark
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
-from unisono.cli.target import recipes
+from unisono.cli.target import problems_of_train, recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, Stopped, UnisonoError
@@ -89,7 +89,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     request = again(request, script.stem, Asked(script, request, world).line(), restarts=world.restarts)
     asked = Asked(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
-        loaded = asked.settings(cls)
+        loaded = asked.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
     if world.dry:
         from unisono.train.dry_run import dry_run
@@ -217,8 +217,8 @@ class Asked:
         target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
         return self.request.line("unisono", "run", target, *ranks)
 
-    def settings(self, cls: type[S]) -> Loaded[S]:
-        """The settings. Raises SettingsError with everything that is wrong with the request."""
+    def settings(self, cls: type[S], train: Callable[[Run[S]], None]) -> Loaded[S]:
+        """The settings. Raises SettingsError with everything that is wrong with the request, or with `train`."""
         request, stem = self.request, self.script.stem
         gathered = gather(
             cls,
@@ -233,6 +233,7 @@ class Asked:
         if self.world.launcher == "python":  # others have several processes, and one of them will look
             problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=self.line())
         problems += request.problems_of_accepted((), self.line()) + request.problems_of_faults(self.line())
+        problems += problems_of_train(self.script, train)
         if problems or loaded is None:
             raise SettingsError.of(problems)
         return loaded

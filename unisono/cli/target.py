@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+from contextlib import suppress
 from pathlib import Path
 
 import unisono.recipes
-from unisono.errors import SettingsError
+from unisono.errors import Problem, SettingsError
 from unisono.settings import Line
+from unisono.settings.script import shy_main
 
 
 def recipes() -> dict[str, Path]:
@@ -40,6 +43,30 @@ def script_of(target: str, line: Line) -> Path:
     do = instead(stems[near[0]]) if near else f"{' '.join(line.words[:2])} --help"
     true = f"There is no such recipe and no such file. Recipes: {', '.join(known)}."
     raise SettingsError(asked, true, do)
+
+
+def problems_of_main(script: Path) -> list[Problem]:
+    """Can the function that the script hands to `unisono.main` be called with a run, as far as its text tells?"""
+    return _not_for_a_run(script, shy_main(script))
+
+
+def problems_of_train(script: Path, train: object) -> list[Problem]:
+    """The same of what it has handed over."""
+    if not callable(train):
+        return _not_for_a_run(script, repr(train))
+    with suppress(ValueError):  # some functions of C do not say what they take
+        signature = inspect.signature(train)
+        try:
+            signature.bind("run")
+        except TypeError:
+            return _not_for_a_run(script, f"{getattr(train, '__name__', repr(train))}{signature}")
+    return []
+
+
+def _not_for_a_run(script: Path, shown: str) -> list[Problem]:
+    true = f"In {script.name} it is given {shown}, which does not take a run and nothing else."
+    do = f"Write in {script.name}: def main(run):"
+    return [Problem("unisono.main(main) calls main(run).", true, do)] if shown else []
 
 
 def recipe_of(name: str) -> Path:

@@ -87,6 +87,26 @@ def calls_main(script: Path) -> bool:
     return tree is not None and _call_of_main(tree) is not None
 
 
+def shy_main(script: Path) -> str:
+    """The function that the script hands to `unisono.main`, as in `main()`, if it cannot be called with a run alone;
+    "": it can, or that is not known without running the script."""
+    tree = _parsed(script)
+    call = _call_of_main(tree) if tree is not None else None
+    if tree is None or call is None or not call.args or not isinstance(call.args[0], ast.Name):
+        return ""
+    name, nodes = call.args[0].id, list(ast.walk(tree))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    others = [node for node in nodes if isinstance(node, ast.stmt) and node not in functions and name in _bound(node)]
+    if others or len(functions) != 1 or functions[0].decorator_list:
+        return ""
+    if any(isinstance(node, ast.arg) and node.arg == name for node in nodes):
+        return ""
+    takes = functions[0].args
+    count = len(takes.posonlyargs) + len(takes.args)
+    fits = count - len(takes.defaults) <= 1 and (count or takes.vararg) and None not in takes.kw_defaults
+    return "" if fits else f"{name}({ast.unparse(takes)})"
+
+
 def _parsed(script: Path) -> ast.Module | None:
     try:
         return ast.parse(script.read_text(encoding="utf-8"), str(script))
