@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,16 @@ from unisono.errors import Problem, SettingsError
             "unisono run train.py --ranks 2 --json",
         ),
         (
+            "launch train.py --ranks 2",
+            "What launch is elsewhere is run here.",
+            "unisono run train.py --ranks 2 --json",
+        ),
+        ("train train.py", "What train is elsewhere is run here.", "unisono run train.py --json"),
+        ("start", "What start is elsewhere is run here.", "unisono run text --json"),
+        ("env", "What env is elsewhere is doctor here.", "unisono doctor --json"),
+        ("test mine", "What test is elsewhere is doctor here.", "unisono doctor --json"),
+        ("text --ranks 2", "text is a recipe, and unisono run trains it.", "unisono run text --ranks 2 --json"),
+        (
             "xyzzy",
             "There is no verb xyzzy. "
             "There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
@@ -142,6 +153,14 @@ from unisono.errors import Problem, SettingsError
 )
 def test_a_line_is_answered_with_the_one_that_was_meant(ask: Ask, words: str, true: str, do: str) -> None:
     assert ask(*shlex.split(words)) == [Problem(f"unisono {words} --json", true, do)]
+
+
+@pytest.mark.parametrize("name", ["port.py", "launch", "export.py"])
+def test_a_file_comes_before_the_nearest_verb(ask: Ask, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    do = f"unisono run {name} --ranks 2 --json"
+    true = f"{name} is a file, and unisono run trains it."
+    assert ask(name, "--ranks", "2") == [Problem(f"unisono {name} --ranks 2 --json", true, do)]
 
 
 UNSET = "The path is empty; perhaps a variable of the shell is not set."

@@ -24,6 +24,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
+from unisono.cli.target import recipes
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line, entries_of, nearest_name
 
@@ -73,6 +74,12 @@ EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "PLACEMENT": "
 
 ELSEWHERE = dict.fromkeys(["nproc-per-node", "num-processes", "devices", "gpus", "np", "world-size"], "--ranks")
 """What flags are called by torchrun, accelerate, lightning, horovodrun and others."""
+
+VERBS_ELSEWHERE = {
+    **dict.fromkeys(["launch", "train", "fit", "start", "torchrun"], "run"),
+    **dict.fromkeys(["env", "info", "test"], "doctor"),
+}
+"""What verbs are called by accelerate, lightning, torchrun and others."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +165,20 @@ class Mistyped:
         """unisono rnu train.py."""
         words, verbs = list(self.flags), self._verbs
         place = next((i for i, word in enumerate(words) if not word.startswith("-")), 0)
-        near = difflib.get_close_matches(words[place], verbs, 1, 0.5)
+        word, before, after = words[place], [*self.command, *words[:place]], words[place + 1 :]
+        if Path(word).is_file():
+            return self._so(f"{word} is a file, and unisono run trains it.", [*before, "run", word, *after])
+        if word in recipes():
+            return self._so(f"{word} is a recipe, and unisono run trains it.", [*before, "run", word, *after])
+        if word in VERBS_ELSEWHERE:
+            verb, named = VERBS_ELSEWHERE[word], [each for each in after if not each.startswith("-")]
+            example = OPERANDS[verb][1].split() if verb in OPERANDS and not named else []
+            given = after if verb in OPERANDS else [each for each in after if each not in named]
+            return self._so(f"What {word} is elsewhere is {verb} here.", [*before, verb, *example, *given])
+        near = difflib.get_close_matches(word, verbs, 1, 0.5)
         if near:
-            true = f"There is no verb {words[place]}; the nearest is {near[0]}."
-            return self._so(true, [*self.command, *words[:place], near[0], *words[place + 1 :]])
-        if Path(words[place]).is_file():
-            true = f"{words[place]} is a file, and unisono run trains it."
-            return self._so(true, [*self.command, *words[:place], "run", *words[place:]])
-        return self._so(f"There is no verb {words[place]}. There are {', '.join(verbs)}.", self._help)
+            return self._so(f"There is no verb {word}; the nearest is {near[0]}.", [*before, near[0], *after])
+        return self._so(f"There is no verb {word}. There are {', '.join(verbs)}.", self._help)
 
     def _unknown_flag(self, flag: str) -> SettingsError:
         """--batch 64, --rank 2, and what is meant for the script."""
