@@ -67,6 +67,38 @@ from unisono.errors import Problem, SettingsError
             "`mine=64` is for the script, and comes after --.",
             "unisono run train.py --ranks 2 --json -- mine=64",
         ),
+        *(
+            (f"run train.py {typed}", "--set takes key=value, in one word.", f"unisono run train.py {meant} --json")
+            for typed, meant in (
+                ("--set lr 0.1", "--set lr=0.1"),
+                ("--set lr -0.1 --ranks 2", "--set lr=-0.1 --ranks 2"),
+                ("--set lr = 0.1", "--set lr=0.1"),
+                ("--set lr= 0.1", "--set lr=0.1"),
+                ("--set lr =0.1", "--set lr=0.1"),
+                ("--set lr 0.1 --set batch 64", "--set lr=0.1 --set batch=64"),
+                ("--set lr 0.1 --set batch=64", "--set lr=0.1 --set batch=64"),
+            )
+        ),
+        (
+            "run --set lr 0.1 train.py",
+            "--set takes key=value, in one word.",
+            "unisono run --set lr=0.1 train.py --json",
+        ),
+        (
+            "run --set lr 0.1 --set batch 64",
+            "--set takes key=value, in one word.",
+            "unisono run --set lr=0.1 --set batch=64 --json",
+        ),
+        (
+            "run train.py --set lr 0.1 batch=64",
+            "--set takes key=value, in one word.",
+            "unisono run train.py --set lr=0.1 --json --set batch=64",
+        ),
+        (
+            "run train.py --set lr=0.1 more",
+            "`more` is for the script, and comes after --.",
+            "unisono run train.py --set lr=0.1 --json -- more",
+        ),
         ("bench batch=64", "There is no place for `batch=64`.", "unisono bench --help"),
         (
             "bench --steps 3",
@@ -212,6 +244,7 @@ def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.Cap
         ("--learning-rate 3", "python 'my train.py' -- --learning-rate 3"),
         ("--batch 3", "python 'my train.py' --set batch=3"),
         ("--resume batch=3", "python 'my train.py' --resume --set batch=3"),
+        ("--resume --set batch 3", "python 'my train.py' --resume --set batch=3"),
         ("mine --resume", "python 'my train.py' --resume -- mine"),
         ("--set --resume", "python 'my train.py' --set KEY=VALUE --resume"),
         ("--ranks 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import BoundArguments
 from pathlib import Path
@@ -218,7 +218,16 @@ class Mistyped:
         return self._so(f"There is no flag {typed}.", self._help)
 
     def _homeless(self, tokens: Sequence[str]) -> SettingsError:
-        """batch=64, and what is meant for the script."""
+        """batch=64, --set batch 64, and what is meant for the script."""
+        mended, homes = self._with_equals()
+        if homes:
+            left = [token for token in tokens if token not in homes]
+            taken = sum(word not in tokens for word in homes)  # for the target, which was then a word too many
+            meant = shlex.join([*self.command, *mended])
+            if left[taken:]:
+                meant = replace(self, flags=mended)._homeless(left[taken:]).problems[0].do
+            asked = shlex.join([*self.command, *self.flags])
+            return SettingsError(asked, "--set takes key=value, in one word.", meant)
         more, rest = shlex.join(tokens), list(self.flags)
         for token in tokens:
             rest.remove(token)
@@ -230,6 +239,21 @@ class Mistyped:
             true = f"`{more}` is for the script, and comes after --."
             return self._so(true, (*self.command, *rest, "--", *tokens))
         return self._so(f"There is no place for `{more}`.", self._help)
+
+    def _with_equals(self) -> tuple[tuple[str, ...], list[str]]:
+        """The flags with --set lr=0.1 for --set lr 0.1, and the words that are at home now."""
+        mended, homes, left = list[str](), list[str](), self.flags if "--set" in self._known else ()
+        while left:
+            size = 1
+            if left[0] == "--set" and len(left) > 2 and "=" not in left[1].rstrip("="):
+                size = 4 if left[2] == "=" and len(left) > 3 else 3
+            value = left[size - 1].removeprefix("=")
+            if size == 1 or value.startswith("--"):
+                mended, left = [*mended, left[0]], left[1:]
+            else:
+                mended, homes = [*mended, "--set", f"{left[1].rstrip('=')}={value}"], [*homes, *left[2:size]]
+                left = left[size:]
+        return tuple(mended), homes
 
     def _no_value(self, flag: str, example: str) -> SettingsError:
         """--ranks, and nothing after it."""
