@@ -141,3 +141,27 @@ def test_the_scripts_own_process_says_it_where_nobody_else_can(command: Command)
     ended = command.end(command.start_python("script.py", "--run-dir", "out", "--set", "steps=1"))
     assert (ended.status, ended.out, ended.err) == (2, "", f"{shy('main()')}\n")
     assert not (command.folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "true"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set."),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "Rank 2 of 2, and 0 of 1 on this host, cannot be.",
+        ),
+    ],
+)
+def test_variables_that_make_no_sense_are_told_and_nothing_else(
+    command: Command, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], true: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    (command.folder / "script.py").write_text("import unisono\nunisono.main(lambda run: None)\n")
+    ended = command.end(command.start_python("script.py", "--set", "steps=1"))
+    assert (ended.status, ended.out) == (1, "")
+    asked, told, _ = ended.err.splitlines()
+    assert asked.startswith("Join the processes that torchrun's variables describe: ")
+    assert told == f"  {true}"
+    assert ended.last.startswith("  Next: env -u RANK -u WORLD_SIZE python script.py --set steps=1 (one process), or ")

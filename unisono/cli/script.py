@@ -36,7 +36,7 @@ from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run
 from unisono.cli.target import problems_of_train, recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
-from unisono.errors import Problem, SettingsError, Stopped, UnisonoError
+from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, WorldError
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics, plural
 from unisono.settings.axes import fill, layout, wanted
@@ -64,10 +64,14 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     train     the script's own function: models, optimizer, the loop
     settings  its class of settings (a frozen dataclass that inherits from unisono.Settings)
 
-    Ends the process with status 2 for a wrong request, and lets other errors go up, as any script would. After Ctrl-C
-    or SIGTERM it returns once the state is saved.
+    Ends the process with status 2 for a wrong request, with 1 where the launcher's variables make no sense, and lets
+    other errors go up, as any script would. After Ctrl-C or SIGTERM it returns once the state is saved.
     """
-    world = World.current()
+    try:
+        world = World.current()
+    except WorldError as error:  # nothing of the script or of ours has been at work: no traceback tells more
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_status)
     try:
         with log.patiently():
             _main(train, settings, world)
