@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json
-from unisono.cli.rundir import choose_run_dir, newest_run, problems_of_run_dir
-from unisono.errors import Problem
+from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
+from unisono.errors import Problem, SettingsError
 from unisono.settings import Line
 
 
@@ -45,6 +47,60 @@ def test_a_folder_without_permission_is_named(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     (problem,) = ask("run", "train.py", "--run-dir=closed/out")
     assert problem.true == f"It cannot be written: Permission denied in {tmp_path / 'closed'}."
+
+
+def test_a_file_system_that_nobody_may_write_to_is_called_so(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
+    (problem,) = ask("run", "train.py", "--run-dir=out")
+    assert problem.true == f"It cannot be written: Read-only file system in {tmp_path}."
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOSUID))
+    (problem,) = ask("run", "train.py", "--run-dir=out")
+    assert problem.true == f"It cannot be written: Permission denied in {tmp_path}."
+
+
+FULL = """
+    import errno, pathlib
+
+    write_text = pathlib.Path.write_text
+
+    def full(path, *arguments, **more):
+        if "settings.toml" not in path.name:
+            return write_text(path, *arguments, **more)
+        path.touch()  # there is room for a name, and for nothing else
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    pathlib.Path.write_text = full
+    unisono.main(lambda run: print("training"))
+    """
+
+
+def test_a_full_disk_is_told_before_the_loop_and_nothing_is_left_by_half(command: Command) -> None:
+    command.script(FULL)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=1")
+    again = "unisono run script.py --ranks 2 --set steps=1 --run-dir DIR"
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == (
+        "Keep the run in out\n"
+        "  It cannot be written: No space left on device.\n"
+        f"  Next: {again}, with a folder that you may write to.\n"
+    )
+    assert sorted(path.name for path in (command.folder / "out").iterdir()) == [".lock", "log"]
+
+
+def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        busy = pytest.raises(SettingsError, match=r"Process \? on \? is at work in it")
+        with hold(tmp_path, Line()), busy, hold(tmp_path, Line()):
+            pass
 
 
 def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -9,7 +10,7 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -49,7 +50,7 @@ def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -
         return _new_folder(stem)
     except OSError as error:
         path = asked or RUNS
-        raise SettingsError.of([_not_writable(path, error.strerror or str(error), line)]) from None
+        raise SettingsError.of([not_writable(path, error.strerror or str(error), line)]) from None
 
 
 def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -> list[Problem]:
@@ -121,15 +122,22 @@ def _problems_of_writing(path: Path, line: Line) -> list[Problem]:
     """Can it be written to, or made?"""
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not there.is_dir():
-        return [_not_writable(path, f"{there} is not a folder", line)]
+        return [not_writable(path, f"{there} is not a folder", line)]
     inner = FOLDERS if there == path.absolute() else ()  # what lies beside it may be called as it likes
     for folder in (there, *(there / name for name in inner)):
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-            return [_not_writable(path, f"Permission denied in {folder}", line)]
+            reason = os.strerror(errno.EROFS if _is_read_only(folder) else errno.EACCES)
+            return [not_writable(path, f"{reason} in {folder}", line)]
     return []
 
 
-def _not_writable(path: Path, reason: str, line: Line) -> Problem:
+def _is_read_only(folder: Path) -> bool:
+    """Does it lie on a file system that nobody may write to?"""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
+def not_writable(path: Path, reason: str, line: Line) -> Problem:
+    """The run cannot be kept there."""
     do = f"{line.flag('--run-dir', 'DIR')}, with a folder that you may write to."
     return Problem(f"Keep the run in {path}", f"It cannot be written: {reason}.", do)
 
@@ -161,8 +169,8 @@ def hold(path: Path, line: Line, *, patience: float = 0.0) -> Iterator[None]:
             yield
             return
         file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk; the lock holds without a name, and what needs the room will say so
+            os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode())
         _ours.append(file)
         try:
             yield
@@ -240,3 +248,15 @@ def _new_folder(stem: str) -> Path:
             number += 1
         else:
             return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    draft = path.with_name(f".{path.name}.{time.time_ns()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise

@@ -32,7 +32,7 @@ from unisono.checkpoint.place import settle_in
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.resubmitted import again, mark
-from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
+from unisono.cli.rundir import choose_run_dir, hold, newest_run, not_writable, problems_of_run_dir, write
 from unisono.cli.target import problems_of_train, recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
@@ -127,6 +127,8 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         resumes = request.resume and not world.joins  # who joins later is told by the others
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if resumes else None
         resumed = opened(here(Path(found), run_dir)) if found else None
+        if not world.joins:
+            _on_main(group, lambda: asked.write_down(run_dir, loaded, {**facts, "differences": differences}))
         color = world.terminal and not env.variables(("NO_COLOR",))
         kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
         run: Run[S] = run_kind(loaded.settings, kind)(
@@ -144,13 +146,6 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         run.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
-        if run.is_main:
-            _write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
-            started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(asked.line())}
-            started |= {"script": str(Path(world.folder, asked.script).resolve()), "arguments": list(request.own)}
-            started |= {"folder": world.folder, **mark(request)}
-            about_it = {**started, **facts, "differences": differences}
-            _write(run_dir / "environment.json", json.dumps(about_it, indent=1) + "\n")
         _say_hello(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(run), _own_arguments(request), _planted(request.faults, run):
             _train(train, run, asked, color)
@@ -197,7 +192,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
 
 def _leave_result(run: Run[Any], result: dict[str, Any], *, new: bool) -> None:
     if run.is_main and new:
-        _write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
+        write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -251,6 +246,18 @@ class Asked:
                 kept.enter_context(hold(path, self.line()))
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
+
+    def write_down(self, run_dir: Path, loaded: Loaded[Any], facts: dict[str, Any]) -> None:
+        """What is computed here, and on what. Raises SettingsError where that cannot be written, as on a full disk."""
+        started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
+        started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
+        started |= {"folder": self.world.folder, **mark(self.request)}
+        try:
+            write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
+            write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
+        except OSError as error:
+            shown = self.request.run_dir or run_dir
+            raise SettingsError.of([not_writable(shown, error.strerror or str(error), self.line())]) from None
 
     def save_in(self, where: str | None, run_dir: Path, kept: ExitStack) -> str | None:
         """Where checkpoints are kept from now on, as text; None: in the run directory. This process writes them.
@@ -424,10 +431,3 @@ def _signals(run: Run[Any]) -> Iterator[None]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    draft = path.with_name(f".{path.name}.{time.time_ns()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
