@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -261,6 +263,19 @@ def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) ->
     assert all(len(line) <= 80 for line in told.splitlines())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{unisono.__version__}\n"
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["nothing"], 2)])
+def test_python_m_unisono_is_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], status: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["unisono", *words])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("unisono", run_name="__main__")
+    screen = capsys.readouterr()
+    assert left.value.code == status
+    assert screen.out == ("" if status else f"{unisono.__version__}\n")
+    assert screen.err.startswith("unisono nothing\n  There is no verb nothing." if status else "")
 
 
 def test_every_verbs_help_has_its_own_examples(capsys: pytest.CaptureFixture[str]) -> None:

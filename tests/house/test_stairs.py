@@ -34,6 +34,7 @@ STEPS = {
     "recipes": 6,
     "testing": 6,
     "cli": 7,
+    "__main__": 8,
 }
 WITHOUT_TORCH = ("errors", "settings", "env", "score", "phases", "secure", "launch")
 WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "score")

@@ -1,0 +1,10 @@
+"""`python -m unisono` is the command `unisono`: for where the command's folder is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from unisono.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
