@@ -14,7 +14,7 @@ import pytest
 import unisono
 from tests.cli.asking import SCRIPT, Ask
 from unisono.cli.main import main
-from unisono.cli.request import Request
+from unisono.cli.request import Request, table_of
 from unisono.errors import Problem
 
 
@@ -215,6 +215,37 @@ def test_the_help_of_run_shows_the_settings_of_its_target(
     assert "a folder of your own: four idx files" in capsys.readouterr().out
     assert main(["run", "--help"]) == 0
     assert "Settings, their defaults" not in capsys.readouterr().out
+
+
+def test_of_a_setting_like_no_other_the_scripts_own_are_told(ask: Ask, tmp_path: Path) -> None:
+    (problem,) = ask("run", "train.py", "--set", "zzzzzz=1")
+    assert re.fullmatch(
+        r"There is no setting zzzzzz\. There are steps, lr, and \d\d of every run: unisono run train\.py --help",
+        problem.true,
+    )
+    (tmp_path / "plain.py").write_text("import unisono\nunisono.main(print)\n")
+    (problem,) = ask("check", "plain.py", "--set=zzzzzz=1", "--set=steps=2")
+    assert re.fullmatch(
+        r"There is no setting zzzzzz\. There are \d\d of every run: unisono run plain\.py --help", problem.true
+    )
+
+
+def test_the_scripts_own_settings_come_first_and_choices_are_shown(tmp_path: Path) -> None:
+    text = SCRIPT.replace("from dataclasses", "from typing import Literal\nfrom dataclasses").replace(
+        "    lr: float = 3e-4",
+        '    lr: float = 3e-4\n    norm: Literal["batch", "group"] = "group"  # of what\n'
+        '    head: Literal["one", "two"] = "one"  # one of them, or two',
+    )
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    cls = unisono.settings.settings_of(path)
+    assert cls is not None
+    lines = table_of(cls).splitlines()[1:]
+    assert [line.split()[0] for line in lines[:4]] == ["steps", "lr", "norm", "head"]
+    assert lines[2].endswith("of what (batch, group)")
+    assert lines[3].endswith("one of them, or two")
+    assert "fp32, bf16, fp16" in " ".join(" ".join(lines).split())
+    assert all(len(line) < 80 for line in lines)
 
 
 def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:

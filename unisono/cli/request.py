@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
@@ -19,6 +19,7 @@ from unisono.cli.mistyped import parsed
 from unisono.errors import Problem
 from unisono.settings import Line, entries_of, kind, nearest_name, shown
 from unisono.settings.comments import comments_of
+from unisono.settings.values import choices_of
 
 WHAT = Group("What is computed", sort_key=1)
 WHERE = Group("Where and how", sort_key=2)
@@ -169,11 +170,12 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def table_of(settings: type) -> str:
-    """The settings with their defaults and meanings, a line each."""
+    """The settings with their defaults and meanings, a line each, the script's own first."""
     said = comments_of(settings)
+    entries = sorted(entries_of(settings), key=lambda entry: entry.source != "script")
     rows = [
-        (entry.name, shown(entry.default), entry.meaning or said.get(entry.name) or kind(entry.hint))
-        for entry in entries_of(settings)
+        (entry.name, shown(entry.default), _with_choices(entry.hint, entry.meaning or said.get(entry.name, "")))
+        for entry in entries
     ]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = min(10, max(len(value) for _, value, _ in rows))
@@ -183,3 +185,11 @@ def table_of(settings: type) -> str:
         first, *more = textwrap.wrap(meaning, max(79 - len(before), 20)) or [""]
         lines += [f"  {name:{name_width}} {value:{value_width}} {first}", *(before + words for words in more)]
     return "\n".join(["Settings, their defaults and meanings; change one with --set name=value:", *lines])
+
+
+def _with_choices(hint: Any, meaning: str) -> str:
+    """The meaning, and what there is to choose from, if it does not say that itself."""
+    choices = [shown(choice) for choice in choices_of(hint)]
+    if not meaning or all(choice in meaning for choice in choices):
+        return meaning or kind(hint)
+    return f"{meaning} ({', '.join(choices)})"

@@ -288,10 +288,19 @@ class Gathered(Generic[T]):
             true = f"There is no setting {name}; the nearest is {nearest}."
             self._doubt(nearest, Problem(asked, true, instead(nearest, value if text else toml(value))))
         else:
-            true = f"There is no setting {name}. There are {', '.join(self.entries)}."
+            true = f"There is no setting {name}. {self._what_there_is()}"
             without = self._mend(instead_of=f"{name}={value}") if text else ""
             do = f"{without} (without it)" if text else f"Remove from {source} the line {name} = {toml(value)}"
             self.problems.append(Problem(asked, true, do))
+
+    def _what_there_is(self) -> str:
+        """The script's own settings, and where the others are told."""
+        own = [entry.name for entry in self.entries.values() if entry.source == "script"]
+        told = self.line.help()
+        if not told:
+            return f"There are {', '.join([*own, *(name for name in self.entries if name not in own)])}."
+        others = f"{len(self.entries) - len(own)} of every run: {told}"
+        return f"There are {', '.join(own)}, and {others}" if own else f"There are {others}"
 
     def _mend(self, *pair: str, instead_of: str) -> str:
         """The line to type."""

@@ -43,6 +43,16 @@ class Line:
         """Without this flag, or only without the one that has this value."""
         return self._swap(lambda flag, v: flag == name and value in ("", v), [])
 
+    def help(self) -> str:
+        """What to type to see all settings of the target; "" where that is not known."""
+        if "python" in self.words[:-1]:
+            place = self.words.index("python")
+            return shlex.join([*self.words[place : place + 2], "--help"])
+        if self.words[:1] != ("unisono",):
+            return ""
+        target = [word for word in self.words[2:4] if word != "--rehearse"]
+        return shlex.join(["unisono", "run", *target[:1], "--help"])
+
     def in_processes(self, count: int) -> Line:
         """As `unisono run` starts that many processes, or srun, if that is what was typed."""
         words = self.words or ("unisono", "run", "SCRIPT")
