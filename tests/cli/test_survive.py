@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
@@ -48,6 +49,84 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
     assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
     command.script(SCRIPT)
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+
+
+FAILING = DYING.replace(
+    "        step.update(",
+    """        while step.number == 4 and not JOINED:
+            time.sleep(0.01)
+        if step.number == 8 and world.number in (NUMBERS):
+            raise ERROR
+        step.update(""",
+)
+"""Process 1 dies, in step 2; when another one has joined, processes of these numbers fail by themselves."""
+KNOCKS = "run._group.company.knocks"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "status"),
+    [
+        pytest.param("0, 1, 2", "ValueError('there is no ninth step')", 1, id="all"),
+        pytest.param("2,", "unisono.errors.LoopError('Ask.', 'True.', 'Do.')", 1, id="who joined"),
+        pytest.param("0, 1, 2", "SystemExit(3)", 3, id="by exit"),
+    ],
+)
+def test_what_was_survived_is_no_reason_for_a_later_failure(
+    command: Command, numbers: str, error: str, status: int
+) -> None:
+    text = FAILING.replace("NUMBERS", numbers).replace("JOINED", KNOCKS).replace("ERROR", error)
+    command.script(text)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=2:1")
+    assert ended.status == status, ended.err
+    told = ended.err.splitlines()
+    assert told[0].startswith("Process 1 died of SIGKILL after ")
+    assert told[1].startswith("Process 2 has joined, after ")
+    assert re.match(r"(Rank 0 of 2|Process 2, which joined,) failed; its log is out/log/rank-[02]\.log$", told[2]), told
+    assert told[2].startswith("Process 2") or numbers != "2,"
+    said = {"ValueError": "ValueError: there is no ninth step", "unisono": "Next: Do."}
+    assert told[-1].strip() == said.get(re.split(r"\W", error)[0], "the script left with exit status 3")
+    assert not (command.folder / "out" / "result.json").exists()
+
+
+def test_nor_is_it_when_who_was_to_join_has_died_too(command: Command) -> None:
+    die = """if world.number > 1:
+    Path(__file__).with_name("came").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    came = 'Path(__file__).with_name("came").exists()'
+    error = "ValueError('there is no ninth step')"
+    text = FAILING.replace("NUMBERS", "0, 1").replace("JOINED", came).replace("ERROR", error)
+    command.script(text.replace("from dataclasses", f"{die}from dataclasses", 1))
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=2:1")
+    assert ended.status == 1, ended.err
+    assert "Rank 0 of 2 failed; its log is out/log/rank-0.log" in ended.err.splitlines()
+    assert ended.last == "ValueError: there is no ninth step"
+    assert "Rank 1" not in ended.err
+    assert "Starting again" not in ended.err
+
+
+@pytest.mark.slow
+def test_a_death_that_the_others_fail_of_is_the_reason(command: Command) -> None:
+    """An iterator cannot be walked through twice: they have formed a group without it, and cannot go on."""
+    measure = """
+def measure(output, x, y):
+    if world.number == 1 and not Path(__file__).with_name("died").exists():
+        Path(__file__).with_name("died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return output.sum(), len(output)
+
+def main("""
+    evaluate = """        step.update(optimizer, schedule)
+        if step.number == 6:
+            run.evaluate(model, iter([(x[:4], x[:4])] * 6), measure)
+"""
+    text = SCRIPT.replace("\ndef main(", measure).replace("        step.update(optimizer, schedule)\n", evaluate)
+    command.script(text)
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", times=2)
+    assert ended.status == 0, ended.err
+    assert "Rank 1 of 3 died of signal 9 (SIGKILL)" in ended.err
+    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    assert result(command, "out")["resumed_at"] == 4
 
 
 @pytest.mark.slow

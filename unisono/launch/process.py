@@ -56,7 +56,7 @@ class Failure(NamedTuple):
         record = self.record
         if record is not None and record.exit_status == 2 and record.problems:
             return record.message  # a wrong request needs no traceback
-        title = f"Rank {self.rank} of {self.size}"
+        title = f"Rank {self.rank} of {self.size}" if self.rank < self.size else f"Process {self.rank}, which joined,"
         if record is not None:
             return f"{title} failed; its log is {self.log}\n\n{record.traceback or record.message}".rstrip("\n")
         if self.early:

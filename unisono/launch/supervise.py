@@ -13,6 +13,7 @@ only us, and so that whatever a process started ends with it. The rules:
   once. When the first of them has left, the others have five minutes.
 - Of a run whose processes can go on without one that dies (survival.py), a death by a signal is told and no failure, as
   long as enough are left; another process is started in its place. The oldest one that lives speaks on the screen.
+  Once the others say that they have it behind them, it is the reason of nothing that fails later.
 - Some processes are spare by their own word (record.py): the others go on without them. Of these a death is told, and
   only an exception of the script's is a failure; and when the others are done, they have a moment.
 - Nobody outlives us: when we are gone, standard input ends in every process, and it ends itself.
@@ -336,10 +337,20 @@ class _Supervisor:
     def _outcome(self) -> Outcome:
         """Find the failure that came first, put every traceback into its log, and say what happened."""
         if not any(process.joined and process.popen.returncode == 0 for process in self.processes):
+            survived = self._survived()
             for process in self.processes:
-                process.missed = False  # nobody was left to go on
+                process.missed &= process.rank in survived  # else nobody was left to go on
         outcome = self._found()
         return outcome._replace(in_loop=any(in_loop(process.task.record) for process in self.processes))
+
+    def _survived(self) -> set[int]:
+        """Whose death others have put behind them. Not where somebody was lost with it who failed by himself: most
+        likely of that death."""
+        if self.survival is None:
+            return set()
+        self.survival.hear_out()
+        failed = {p.rank for p in self.processes if p.task.record.exists() or (p.popen.returncode or 0) > 0}
+        return {number for lost in self.survival.survived if not failed & set(lost) for number in lost}
 
     def _found(self) -> Outcome:
         failures = [failure for process in self.processes if (failure := self._failure_of(process))]

@@ -41,6 +41,7 @@ class Survival:
     def __init__(self, minimum: int, build: Callable[[int, int], Task]) -> None:
         self.minimum, self.build = minimum, build
         self.step = -1  # as far as we have heard
+        self.survived: list[list[int]] = []  # who were lost together, each time that others went on
         self._deaths = 0  # since then
         self._rest = b""
         self.meeting: subprocess.Popen[bytes] | None = None
@@ -88,10 +89,23 @@ class Survival:
         *lines, self._rest = (self._rest + data).split(b"\n")
         events = [json.loads(line) for line in lines]
         for event in events:
+            self.survived += [event["survived"]] if "survived" in event else []
             steps = [about["step"] for about in event.get("about", []) if "step" in about]
             if steps and max(steps) > self.step:
                 self.step, self._deaths = max(steps), 0
         return events
+
+    def hear_out(self) -> None:
+        """All processes are gone, and so goes the meeting place, when it has passed on the last that they said."""
+        if self.meeting is None:
+            return
+        assert self.meeting.stdin is not None
+        with contextlib.suppress(OSError):
+            self.meeting.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.meeting.wait(5.0)
+        while self.heard():
+            pass
 
     def may_replace(self, *, one_death: bool = True) -> bool:
         """A process is gone, by a death of its own or not. Is another one to be started in its place?"""

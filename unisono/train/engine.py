@@ -311,7 +311,7 @@ class Engine:
             key = mix(self._update_key, step.number, *([number] if number else []))
             seed_everything(key, self._accelerator)
         if self.survivors is not None:
-            self.survivors.meetings += 1
+            self.survivors.passed()
         return sums
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:

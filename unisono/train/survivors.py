@@ -76,6 +76,7 @@ class Survivors:
         self.deaths: list[dict[str, int]] = []
         self.joined: list[dict[str, int]] = []
         self.empty = False  # have we just come, and know nothing yet?
+        self._lost: list[int] = []  # since the last meeting
         self._leads = run.is_main
         self._regrouped = -1  # the step that was under way when the group last changed
 
@@ -100,8 +101,16 @@ class Survivors:
                         raise
                     self.run._models.rest()
                     continue
-            self.meetings += 1
+            self.passed()
             return found[0]
+
+    def passed(self) -> None:
+        """A meeting is behind us. If somebody has died since the last one, the launcher hears that he was survived:
+        what fails from now on does not fail of that."""
+        self.meetings += 1
+        if self._lost:
+            self.company.tell(survived=self._lost)
+            self._lost = []
 
     def go_on(self, step: Step, number: int, gradient: Gradient, lost: Exception) -> Rounds | None:
         """Pass `number` of `step` met a death. The rounds that are missing; None: the gradient is whole everywhere."""
@@ -212,6 +221,7 @@ class Survivors:
         return self.run._engine.divergence if self.run._engine is not None else None
 
     def _note(self, lost: Sequence[int], joined: Sequence[int]) -> None:
+        self._lost += lost
         self.deaths += [{"process": number, "step": self.run.steps_done} for number in lost]
         self.joined += [{"process": number, "step": self.run.steps_done} for number in joined]
 
