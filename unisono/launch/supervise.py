@@ -292,6 +292,8 @@ class _Supervisor:
             if process.orphan_of is not None:
                 self._say(f"Process {number}, which shared its model, was ended. Its log is {process.task.log}")
                 continue
+            if self.failing or process.failed() or process.task.record.exists():
+                continue  # nobody goes on: it is told as the run's failure, or the run has another one
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
             self._say(
                 f"Process {number} {how} after {step} steps; {len(formed['roster'])} finish its step and go on. "
