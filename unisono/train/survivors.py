@@ -76,7 +76,7 @@ class Survivors:
         self.deaths: list[dict[str, int]] = []
         self.joined: list[dict[str, int]] = []
         self.empty = False  # have we just come, and know nothing yet?
-        self._lost: list[int] = []  # since the last meeting
+        self._lost: list[int] = []  # and the launcher has not heard that we go on without them
         self._leads = run.is_main
         self._regrouped = -1  # the step that was under way when the group last changed
 
@@ -105,9 +105,12 @@ class Survivors:
             return found[0]
 
     def passed(self) -> None:
-        """A meeting is behind us. If somebody has died since the last one, the launcher hears that he was survived:
-        what fails from now on does not fail of that."""
+        """A meeting is behind us."""
         self.meetings += 1
+        self._outlive()
+
+    def _outlive(self) -> None:
+        """Who has died meanwhile was survived, which the launcher hears: what fails now does not fail of that."""
         if self._lost:
             self.company.tell(survived=self._lost)
             self._lost = []
@@ -262,6 +265,7 @@ class Survivors:
         """Between two steps: those who wait come in, and are given what they need."""
         self._agree(PeerLost(GOING_ON), open_=True)
         self._regroup(self._next_step)
+        self._outlive()
 
     def join(self) -> None:
         """We come in addition, and know nothing: wait until the others let us in at a step's end."""
