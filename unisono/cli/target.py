@@ -10,7 +10,7 @@ from pathlib import Path
 import unisono.recipes
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line
-from unisono.settings.script import shy_main
+from unisono.settings.script import unfit_main
 
 
 def recipes() -> dict[str, Path]:
@@ -47,7 +47,7 @@ def script_of(target: str, line: Line) -> Path:
 
 def problems_of_main(script: Path) -> list[Problem]:
     """Can the function that the script hands to `unisono.main` be called with a run, as far as its text tells?"""
-    return _not_for_a_run(script, shy_main(script))
+    return _not_for_a_run(script, unfit_main(script))
 
 
 def problems_of_train(script: Path, train: object) -> list[Problem]:

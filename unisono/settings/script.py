@@ -87,7 +87,7 @@ def calls_main(script: Path) -> bool:
     return tree is not None and _call_of_main(tree) is not None
 
 
-def shy_main(script: Path) -> str:
+def unfit_main(script: Path) -> str:
     """The function that the script hands to `unisono.main`, as in `main()`, if it cannot be called with a run alone;
     "": it can, or that is not known without running the script."""
     tree = _parsed(script)
