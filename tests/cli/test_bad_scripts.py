@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -165,3 +166,22 @@ def test_variables_that_make_no_sense_are_told_and_nothing_else(
     assert asked.startswith("Join the processes that torchrun's variables describe: ")
     assert told == f"  {true}"
     assert ended.last.startswith("  Next: env -u RANK -u WORLD_SIZE python script.py --set steps=1 (one process), or ")
+
+
+def test_who_waits_for_processes_that_nobody_starts_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    command.script("""
+        import unisono.world.start
+
+        unisono.world.start.LATE_SECONDS = 0.5
+        unisono.main(lambda run: None)
+        """)
+    waiting = command.start_python("script.py", "--set", "steps=1")
+    assert waiting.stderr is not None
+    said = f"process 0 of 2 waits for the others at 127.0.0.1:{port}: have all of them been started?"
+    assert any(said in line for line in waiting.stderr)
+    assert waiting.poll() is None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unisono.env import World, variables
+from unisono.env import World, host_of, variables
 from unisono.errors import WorldError
 from unisono.settings.words import plural
 from unisono.world.collectives import Group
@@ -94,12 +96,33 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
     atexit.unregister(end_soon)
 
 
+LATE_SECONDS = 20.0
+"""All processes of a run start together. Who has waited so long for the others says so, and waits on."""
+
+
+@contextmanager
+def aloud(world: World) -> Iterator[None]:
+    """A block in which this process waits for the others."""
+    where = host_of(world.store)
+    place = f" at {where[0]}:{where[1]}" if where is not None else ""
+    told = f"process {world.rank} of {world.size} waits for the others{place}: have all of them been started?"
+    timer = threading.Timer(LATE_SECONDS, logging.getLogger("unisono").warning, [told])
+    timer.daemon = True
+    if world.local_rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 @contextmanager
 def meeting(world: World) -> Iterator[Group]:
     """The same, where all stay until the end."""
-    store = _store(world)
-    device = choose_device(world, find_seat(world, store) if world.foreign else world.seat)
-    mixed = not alike(store, world.size, device.type)
+    with aloud(world):
+        store = _store(world)
+        device = choose_device(world, find_seat(world, store) if world.foreign else world.seat)
+        mixed = not alike(store, world.size, device.type)
     connect(store, world.rank, world.size, back_end(device, mixed=mixed))
     joined = build_group(world, device, mixed=mixed)
     yield joined
