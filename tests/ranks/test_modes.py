@@ -43,7 +43,12 @@ def put_back(model: nn.Module, rank: int) -> None:
         model.train()
 
 
-def train(world: World, change: Callable[[nn.Module, int], None], shard: int, folder: str) -> Any:
+def everywhere_until_the_rounds(model: nn.Module, rank: int) -> None:
+    """As by hand: eval() after a step, train() in each round; who has no round stays as it is."""
+    model.eval()
+
+
+def train(world: World, change: Callable[[nn.Module, int], None], shard: int, folder: str, length: int = 101) -> Any:
     config = training.settings(steps=4, virtual_ranks=6, batch=12, parallel=ParallelSettings(shard=shard))
     losses = []
     with join(world) as group:
@@ -52,8 +57,10 @@ def train(world: World, change: Callable[[nn.Module, int], None], shard: int, fo
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
         try:
-            for step in run.steps(training.Points(101)):
+            for step in run.steps(training.Points(length)):
                 for x, y in step:
+                    if change is everywhere_until_the_rounds:
+                        model.train()
                     step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
                 step.update(optimizer)
                 losses.append(step.loss)
@@ -83,6 +90,8 @@ def test_another_mode_on_one_process_is_told_in_the_same_step(
     assert words.format(size=size, others="s 1, 2" if size == 3 else " 1") in said
 
 
-@pytest.mark.parametrize("change", [everywhere, put_back])
+@pytest.mark.parametrize("change", [everywhere, put_back, everywhere_until_the_rounds])
 def test_the_same_modes_everywhere_are_the_scripts_to_choose(tmp_path: Path, change: Callable[..., None]) -> None:
-    assert run_ranks(train, 2, change, 1, str(tmp_path)) == [("", 4)] * 2
+    """Of three samples in an epoch's only step half of the processes get none."""
+    length = 3 if change is everywhere_until_the_rounds else 101
+    assert run_ranks(train, 6, change, 1, str(tmp_path), length) == [("", 4)] * 6

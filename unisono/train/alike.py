@@ -65,12 +65,14 @@ class Modes:
         """20 bits that tell them."""
         return zlib.crc32(bytes(map(attrgetter("training"), self._modes))) >> 12
 
-    def refuse(self, group: Group) -> None:
-        """Raises LoopError on every process, and names the first layer that is not the same. Every process calls it."""
-        everybody = group.gather([layer.training for layer in self._modes])
-        for (name, layer), modes in zip(self._layers, zip(*everybody, strict=True), strict=True):
-            if len(set(modes)) > 1:
-                ranks = [rank for rank, training in enumerate(modes) if not training]
+    def refuse(self, group: Group, *, computed: bool) -> None:
+        """Raises LoopError on every process, and names the first layer that is not the same. Every process calls it.
+        `computed`: did this one compute something? Who did not may not have come to a `model.train()` in the rounds."""
+        found = group.gather([layer.training for layer in self._modes] if computed else None)
+        those = [rank for rank, modes in enumerate(found) if modes is not None]
+        for number, (name, layer) in enumerate(self._layers):
+            ranks = [rank for rank in those if not found[rank][number]]
+            if 0 < len(ranks) < len(those):
                 who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
                 what = f"{name or 'The model'} ({type(layer).__name__})"
                 raise LoopError(

@@ -40,7 +40,7 @@ VERBS = (
 """What a process may be doing when it meets the others."""
 
 MODES = len(FLAGS) + len(VERBS)
-KNOWN = MODES + 2
+KNOWN = MODES + 3
 LOSS = "loss"
 
 
@@ -55,13 +55,14 @@ def _doing(verb: str) -> list[float]:
     return [float(verb == other) for other in VERBS]
 
 
-def _and_its_square(number: int) -> list[float]:
-    """Of such numbers the sums tell whether all were the same: only then sum * sum is count * sum of squares."""
-    return [float(number), float(number * number)]
+def _as_one_of_some(number: int | None) -> list[float]:
+    """A number of 20 bits, or none. Of these the sums over all processes tell whether all numbers were the same: only
+    then total * total is count * squares."""
+    return [0.0, 0.0, 0.0] if number is None else [float(number), float(number * number), 1.0]
 
 
-def _all_the_same(sums: Sequence[float], count: int) -> bool:
-    total, squares = (int(each) for each in sums)  # below 2**53, if a number is below 2**20
+def _all_the_same(sums: Sequence[float]) -> bool:
+    total, squares, count = (int(each) for each in sums)
     return total * total == count * squares
 
 
@@ -83,7 +84,8 @@ class Table:
             that each row has one writer
     slices  the processes that share its sequences: each of these rows is one for each of them
     words   how many numbers each process says of itself in a step (how long it took, say)
-    modes   of the models' layers, which must be the same on all processes; None: they have not the same layers
+    modes   of the models' layers, which must be the same on all processes that compute something in a step; None: they
+            have not the same layers
     """
 
     pieces = 1
@@ -150,11 +152,11 @@ class Table:
         news = any(name not in self.names for name in rows)
         told = [float({**flags, "news": news}.get(flag, False)) for flag in FLAGS] + _doing(STEP)
         modes = self.modes if self.group.size > 1 else None
-        told += _and_its_square(modes.number() if modes is not None else 0) + self._of_us(said)
+        told += _as_one_of_some(modes.number() if modes is not None and entries else None) + self._of_us(said)
         columns, counts = self._sum(rows, told)
         self._check_together(STEP, counts)
-        if modes is not None and not _all_the_same(counts[MODES:KNOWN], self.group.size):
-            modes.refuse(self.group)
+        if modes is not None and not _all_the_same(counts[MODES:KNOWN]):
+            modes.refuse(self.group, computed=bool(entries))
         if counts[FLAGS.index("news")]:
             everybody = self.group.gather(sorted(rows))
             known = {name for names in everybody for name in names} | set(self.names)
@@ -193,7 +195,7 @@ class Table:
         """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
         if self.group.size > 1:
             with peers(verb):
-                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + _and_its_square(0) + self._of_us())
+                _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + _as_one_of_some(None) + self._of_us())
             self._check_together(verb, counts)
         if self.also is not None:
             self.also(verb)
