@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from unisono.data import alignment
 from unisono.data.marks import mark
-from unisono.data.rows import are_rows, collate, read_rows
+from unisono.data.rows import are_rows, collate, collate_as_at_home, read_rows
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
 from unisono.data.workers import deaths, start, tells_of_a_death
 from unisono.errors import DataError
@@ -81,6 +82,7 @@ class Numbers(Dataset[int]):
 
 class Fetcher(Dataset[Any]):
     """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself.
+    What it returns is aligned (alignment.py), before it leaves a worker too: the layout of some tensors is lost there.
 
     keyed  False: the generators are one stream, as in plain torch, and only a fetch that draws begins it anew
     """
@@ -97,6 +99,7 @@ class Fetcher(Dataset[Any]):
             return read_rows(self.data, task.samples), None
         if get_worker_info() is None:
             return self.fetch(task), take_state()
+        collate_as_at_home()
         seed_everything(task.key)
         before = take_state()
         batch = self._read(task)
@@ -136,7 +139,7 @@ class Fetcher(Dataset[Any]):
             torch.set_num_threads(1)  # as in a worker: bits depend on it
         try:
             many = hasattr(data, "__getitems__")
-            return self.collate(data.__getitems__(samples) if many else [data[i] for i in samples])
+            return alignment.align(self.collate(data.__getitems__(samples) if many else [data[i] for i in samples]))
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)
@@ -203,7 +206,7 @@ class Loader:
                 seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
             if state is not None:
                 give_state(state)
-            yield batch if self.device.type == "cpu" else to_device(batch, self.device)
+            yield alignment.align(batch if self.device.type == "cpu" else to_device(batch, self.device))
 
     def close(self) -> None:
         """Let the workers go. Left to the garbage collector, each may take five seconds to see that it may."""

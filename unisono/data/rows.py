@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 
 def are_rows(data: Any, collate: Callable[[list[Any]], Any]) -> bool:
@@ -45,6 +45,26 @@ def collate(samples: list[Any]) -> Any:
         else default_collate(list(column))
         for column in zip(*samples, strict=True)
     ]
+
+
+def collate_as_at_home() -> None:
+    """From now on this loader worker stacks tensors into the layout that the process itself would give them.
+
+    In a worker torch stacks into shared memory, contiguously; elsewhere samples in channels_last make such a batch.
+    """
+    if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
+        default_collate_fn_map[torch.Tensor] = _stack
+
+
+def _stack(samples: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+    if all(sample.dim() < 4 or _in_order(sample) for sample in samples):  # others have one layout
+        stacked: torch.Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+        return stacked
+    return torch.stack(list(samples))
+
+
+def _in_order(tensor: torch.Tensor) -> bool:
+    return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
 def _plain(tensor: torch.Tensor) -> bool:

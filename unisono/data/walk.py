@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, default_collate
 
+from unisono.data import alignment
 from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_made_batches, same_length, to_device
 from unisono.data.seeding import seed_everything
 from unisono.data.streams import settle
@@ -113,7 +114,7 @@ class Walk:
         samples, last = iter(self.data), list[Any]()
 
         def made(number: int, some: list[Any], *, spare: bool = False) -> MicroBatch:
-            batch = collate(some)
+            batch = alignment.align(collate(some))
             return MicroBatch(number, len(some), batch if device is None else to_device(batch, device), spare)
 
         while True:
