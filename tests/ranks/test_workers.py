@@ -128,7 +128,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "arrays": lambda i: {"a": TABLE[i : i + 13], "columns": TABLE[i : i + 120].reshape(10, 12)[:, ::2]},
     "turned arrays": lambda i: [TABLE[i : i + 120].reshape(10, 12).T],
     "containers": lambda i: Pair([BLOCK[i : i + 3]], {"b": (Sample(BLOCK[i + 1 : i + 5]), "word")}),
-    "sparse": lambda i: torch.sparse_coo_tensor([[0, i % 4]], BLOCK[i : i + 2], (4,), check_invariants=True),
+    "sparse": lambda i: torch.sparse_coo_tensor(
+        torch.tensor([[0, i % 4]]), BLOCK[i : i + 2], (4,), check_invariants=True
+    ),
 }
 
 

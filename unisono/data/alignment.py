@@ -136,7 +136,8 @@ def _object(value: Any, memo: Memo) -> Any:
 
 
 def _tensor(t: torch.Tensor, memo: Memo) -> torch.Tensor:
-    if is_traceable_wrapper_subclass(t):
+    wrapper: bool = is_traceable_wrapper_subclass(t)  # else mypy takes the rest for unreachable
+    if wrapper:
         return _wrapped(t, memo)
     if t.layout is torch.sparse_coo:
         old = t._indices(), t._values()
@@ -162,16 +163,18 @@ def _wrapped(t: Any, memo: Memo) -> torch.Tensor:
     parts = [_aligned(part, memo) for part in old]
     if _same(parts, old):
         return t
-    parts = dict(zip(names, parts, strict=True))
-    made: torch.Tensor = type(t).__tensor_unflatten__(parts, context, t.size(), t.stride())
+    inner = dict(zip(names, parts, strict=True))
+    made: torch.Tensor = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
     return made
 
 
 def _compressed(t: torch.Tensor, old: tuple[torch.Tensor, ...], memo: Memo) -> torch.Tensor:
-    parts = [_tensor(part, memo) for part in old]
-    if _same(parts, old):
+    compressed, plain, values = (_tensor(part, memo) for part in old)
+    if _same((compressed, plain, values), old):
         return t
-    return torch.sparse_compressed_tensor(*parts, t.shape, layout=t.layout, check_invariants=False)
+    build: Any = torch.sparse_compressed_tensor  # torch's stub has another order of arguments
+    made: torch.Tensor = build(compressed, plain, values, t.shape, layout=t.layout, check_invariants=False)
+    return made
 
 
 def moved(t: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from unisono.data import alignment
 from unisono.data.marks import mark
 from unisono.data.rows import are_rows, collate, collate_as_at_home, read_rows
 from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
-from unisono.data.workers import deaths, start, tells_of_a_death
+from unisono.data.workers import MOST_RESTARTS, Workers, deaths, tells_of_a_death
 from unisono.errors import DataError
 from unisono.score.keys import ROUND, mix, place_key
 from unisono.score.order import Order, Place
@@ -174,15 +175,16 @@ class Loader:
         self.horizon = first
         """No step from this one on has been dealt yet."""
         self._dealt: deque[Task] = deque()
+        self._dealing = self.deal()
         self._tasks: Iterator[Task] | None = None  # where nothing is fetched ahead
         self.fetcher = fetcher = Fetcher(data, collate or default_collate, keyed=keyed)
+        self._crew: Workers[Fetched] | None = None
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
-            self._tasks = self.deal()
+            self._tasks = self._dealing
             self._batches: Iterable[Any] = map(fetcher.fetch, self._tasks)
             return
 
         def begin(arrived: Callable[[int], None]) -> Iterator[Fetched]:
-            self._dealt.clear()
             batches = DataLoader(
                 fetcher,
                 sampler=_Tasks(self),
@@ -196,12 +198,16 @@ class Loader:
             )
             return iter(batches)
 
-        self._batches = self._from_workers(start(begin, workers), fetcher.keyed)
+        self._crew = Workers(begin, workers, self._left)
+        self._batches = self._from_workers(self._crew, fetcher.keyed)
 
-    def _from_workers(self, batches: Iterator[Fetched], keyed: bool) -> Iterator[Any]:
+    def _left(self) -> bool:
+        """Is there a micro-batch that has not been delivered?"""
+        return bool(self._dealt) or next(self._dealing, None) is not None
+
+    def _from_workers(self, fetched: Iterator[Fetched], keyed: bool) -> Iterator[Any]:
         """The batches, each with this process's generators where the worker's stopped."""
-        while (fetched := deaths.told(batches)) is not None:
-            batch, state = fetched
+        for batch, state in fetched:
             if keyed:
                 seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
             if state is not None:
@@ -211,6 +217,8 @@ class Loader:
     def close(self) -> None:
         """Let the workers go. Left to the garbage collector, each may take five seconds to see that it may."""
         self._batches = ()
+        if self._crew is not None:
+            self._crew.close()
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
         batches = iter(self._batches)
@@ -259,7 +267,8 @@ class Loader:
         if self._workers and tells_of_a_death(error):
             return DataError(
                 f"A loader worker was asked for micro-batches from {where} on.",
-                f"It died without a word. {(str(error) or type(error).__name__).splitlines()[0]}",
+                f"It died without a word, {MOST_RESTARTS + 1} times in a row before one was fetched. "
+                f"{(str(error) or type(error).__name__).splitlines()[0]}",
                 "if memory ran out, use fewer workers (--set loader.workers=1); to see its error, "
                 "fetch in the process itself (--set loader.workers=0).",
             )
@@ -268,13 +277,20 @@ class Loader:
 
 
 class _Tasks:
-    """The tasks of a loader in the shape that DataLoader takes a sampler."""
+    """The tasks of a loader in the shape that DataLoader takes a sampler: those that were dealt and not delivered, and
+    then new ones."""
 
     def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+        self._loader = loader
 
     def __iter__(self) -> Iterator[Task]:
-        return self.loader.deal()
+        tasks = chain(list(self._loader._dealt), self._loader._dealing)
+        while True:
+            with deaths.later():  # an exception within it would end the dealing
+                task = next(tasks, None)
+            if task is None:
+                return
+            yield task
 
 
 def _as_it_is(batch: Any) -> Any:

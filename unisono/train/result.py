@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from unisono.data.workers import deaths
 from unisono.exchange import PROMISES, promise_of
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
@@ -92,6 +93,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
         **_deaths(run),
+        **({"worker_restarts": deaths.restarts} if deaths.restarts else {}),
         **({"deals": deals} if (deals := _deals(run)) else {}),
         **_claimed(run),
         **({"audits": len(audit.done)} if run._engine is not None and (audit := run._engine.audit) is not None else {}),
