@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.data.alignment import ALIGNMENT, align
+from unisono.data.alignment import ALIGNMENT, align, align_
 
 MEMORY = torch.arange(200.0)
 
@@ -209,3 +209,27 @@ def test_an_array_is_as_it_comes_from_a_worker(dtype: Any) -> None:
         fortran = a.flags.f_contiguous and not a.flags.c_contiguous
         assert made.flags.f_contiguous if fortran else made.flags.c_contiguous
         assert align(made) is made
+
+
+def test_parameters_are_moved_and_stay_the_same_objects() -> None:
+    flat = torch.randn(200)
+    weight, bias = torch.nn.Parameter(flat[1:40].view(3, 13)), torch.nn.Parameter(flat[41:44])
+    buffer, fit = flat[50:60][1:], torch.randn(3, 4)
+    values, at = [t.detach().clone() for t in (weight, bias, buffer)], fit.data_ptr()
+    held = torch.optim.SGD([weight, bias], lr=0.1)
+    align_([weight, bias, buffer, fit, weight, torch.empty(0), torch.empty(3, device="meta")])
+    assert [address(t) for t in (weight, bias, buffer, fit)] == [0, 0, 0, 0]
+    assert fit.data_ptr() == at
+    assert all(t.equal(value) for t, value in zip((weight, bias, buffer), values, strict=True))
+    assert held.param_groups[0]["params"][0] is weight
+    assert weight.requires_grad
+    assert flat[1:40].data_ptr() != weight.data_ptr()
+
+
+def test_parameters_that_share_memory_stay_together() -> None:
+    flat = torch.nn.Parameter(torch.randn(100)[1:])
+    part = torch.nn.Parameter(flat.detach()[3:20])
+    align_([flat, part])
+    with torch.no_grad():
+        flat.zero_()
+    assert part.count_nonzero() == 0

@@ -11,7 +11,7 @@ What cannot be aligned here: arrays that the loop itself makes (torch.from_numpy
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -191,9 +191,14 @@ def moved(t: torch.Tensor) -> torch.Tensor:
     return made if t.grad_fn is not None else made.requires_grad_(t.requires_grad)
 
 
+def _span(t: torch.Tensor) -> int:
+    """Elements from the first to the last, with the gaps between them."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
 def _with_strides(t: torch.Tensor) -> torch.Tensor:
     """A copy that leaves gaps and overlaps as they are."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    span = _span(t)
     memory = torch.empty(span, dtype=t.dtype, device=t.device)
     if _overlaps(t):
         memory.copy_(t.as_strided((span,), (1,)))
@@ -221,3 +226,35 @@ def _array(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     made = memory.view(a.dtype).reshape(a.shape, order=order)
     made[...] = a
     return made if type(a) is np.ndarray else made.view(type(a))
+
+
+def align_(tensors: Iterable[torch.Tensor]) -> None:
+    """Move the memory of parameters and buffers that are not aligned; each tensor stays the same object.
+
+    A model that is built of numpy arrays, or of a file that is mapped into memory, has parameters at any address, which
+    may differ between processes; gathered from shards, they are aligned. Tensors that overlap each other stay where
+    they are, since a model may mean them to. So do those of an accelerator: cuDNN wants an LSTM's in one piece.
+    """
+    ordinary = [t for t in dict.fromkeys(tensors) if _is_ordinary(t)]
+    shared = _overlapping(ordinary)
+    for t in ordinary:
+        if t.data_ptr() % ALIGNMENT and id(t) not in shared:
+            t.data = moved(t.detach())
+
+
+def _is_ordinary(t: torch.Tensor) -> bool:
+    wrapper: bool = is_traceable_wrapper_subclass(t)
+    return not wrapper and t.layout is torch.strided and t.device.type == "cpu" and t.numel() > 0
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of those whose memory another one uses as well."""
+    found: set[int] = set()
+    reach, last = 0, None
+    for t in sorted(tensors, key=torch.Tensor.data_ptr):
+        end = t.data_ptr() + t.element_size() * _span(t)
+        if last is not None and t.data_ptr() < reach:
+            found |= {id(t), id(last)}
+        if end > reach:
+            reach, last = end, t
+    return found

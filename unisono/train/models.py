@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_map
 
+from unisono.data import alignment
 from unisono.errors import LoopError
 from unisono.parallel.context import Context
 from unisono.parallel.marks import apply_marks, marks_of
@@ -91,6 +92,7 @@ class Models:
             self.divided_loss = parallel.loss
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
         check_alike(self.group, model.named_parameters(), "run.place was given a model")
+        alignment.align_([*model.parameters(), *model.buffers()])
         marks = marks_of(model)
         layers = parallelize(model, self.mesh, parallel, plan)
         if layers and parallel.gather == "layer":
@@ -190,6 +192,7 @@ class Models:
                 raise self.pipeline.grown(len(new))
             self.group.share_(new)
         buffers = [b for model in self.modules for b in model.buffers()]
+        alignment.align_([*self.params, *buffers])
         self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])
         self._buffers = {id(b): b for b in buffers}
         self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}

@@ -15,6 +15,7 @@ from unisono.checkpoint import load as loading
 from unisono.checkpoint.pack import Tensors
 from unisono.checkpoint.place import Place, place_of
 from unisono.checkpoint.save import Saver, packed
+from unisono.data import alignment
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
 from unisono.train.stages import Shelf
@@ -106,6 +107,7 @@ class State:
             thing.load_state_dict(state := apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
                 keep_dtypes(thing, state)
+                alignment.align_(v for of in thing.state.values() for v in of.values() if isinstance(v, torch.Tensor))
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
