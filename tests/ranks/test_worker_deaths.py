@@ -49,7 +49,9 @@ class Kills(Numbers):
 
 def kill_children(count: int | None = None) -> None:
     """Kill so many of this process's workers, or all, and wait until they are dead."""
-    for child in multiprocessing.active_children()[:count]:
+    children = multiprocessing.active_children()
+    assert len(children) == 2, "the training's own, and none that an evaluation has left behind"
+    for child in children[:count]:
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         child.join()

@@ -42,9 +42,9 @@ def align(batch: Any) -> Any:
     returned as they are; others are copied, never changed, since a data set may own them. Conjugate and negative views
     are resolved, and arrays that are not contiguous are made so: a loader worker cannot send either as it is.
     """
-    if (type(batch) is list or type(batch) is tuple) and all(map(_is_aligned, batch)):
-        return batch
-    return batch if _is_aligned(batch) else _aligned(batch, {})
+    kind = type(batch)
+    parts = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+    return batch if all(map(_is_aligned, parts)) else _aligned(batch, {})
 
 
 def _is_aligned(value: Any) -> bool:

@@ -217,8 +217,9 @@ class Loader:
     def close(self) -> None:
         """Let the workers go. Left to the garbage collector, each may take five seconds to see that it may."""
         self._batches = ()
-        if self._crew is not None:
-            self._crew.close()
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close()
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
         batches = iter(self._batches)

@@ -104,8 +104,11 @@ class Walk:
             workers=self.settings.loader.workers,
             prefetch=self.settings.loader.prefetch,
         )
-        for place, batch in loader:
-            yield MicroBatch(place.step, order.batch_size(place.step), batch, spare=place.step not in ours)
+        try:
+            for place, batch in loader:
+                yield MicroBatch(place.step, order.batch_size(place.step), batch, spare=place.step not in ours)
+        finally:
+            loader.close()
 
     def _read(self) -> Iterator[MicroBatch]:
         key, collate = mix(self.key, ROUND), self.collate or default_collate
