@@ -9,25 +9,22 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-from unisono.checkpoint import left, manifest
-from unisono.checkpoint.place import checkpoints_at, places_of
+from unisono.checkpoint import manifest
 from unisono.cli.machine import problems_here, problems_where_mixed
 from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
+from unisono.cli.restarts import Ranks, run_with_restarts
 from unisono.cli.resubmitted import again
 from unisono.cli.rundir import choose_run_dir, hold, newest_run, problems_of_run_dir
 from unisono.cli.target import problems_of_main, script_of
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launch import local
-from unisono.launch.process import CRASHES
 from unisono.launch.supervise import Outcome
 from unisono.settings import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
 from unisono.settings.check import examine
@@ -84,7 +81,7 @@ def run(
     started = time.time()
     with hold(run_dir, line):
         before = _mark(run_dir)
-        outcome = again_and_again(script, request, run_dir, asked, threads=threads)
+        outcome = run_with_restarts(script, request, run_dir, asked, threads=threads)
         joined = _mark(run_dir) != before
     if count > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
         raise _never_joined(script, count, line)
@@ -135,70 +132,6 @@ def _fits(script: Path, threads: int, ranks: Ranks, request: Request, line: Line
         waited = f"{script.name} took more than {local.DRY_SECONDS} s to come to its loop"
         print(f"Its model was not looked at before the start: {waited}. The run will do that.", file=sys.stderr)
     return not outcome.stopped
-
-
-RESTARTS = 3
-"""So often in a row a run is started again that has died without getting further."""
-
-
-class Ranks(NamedTuple):
-    """How many processes: at least, and as a rule. `elastic`: did somebody ask for both? `on_cpu`: those from the first
-    to before the second leave accelerators to the others."""
-
-    least: int
-    usual: int
-    elastic: bool
-    on_cpu: tuple[int, int] = (0, 0)
-
-
-def again_and_again(script: Path, request: Request, run_dir: Path, ranks: Ranks, *, threads: int) -> Outcome:
-    """The run, from its newest checkpoint again whenever its processes have died and none could go on."""
-    left.clear(run_dir)
-    reached, failures = _saved(run_dir), 0
-    while True:
-        arguments = request.arguments(run_dir)
-        outcome = local.run(
-            script,
-            arguments,
-            ranks=ranks.usual,
-            logs=run_dir / "log",
-            threads=threads,
-            minimum=ranks.least,
-            elastic=ranks.elastic,
-            on_cpu=ranks.on_cpu,
-        )
-        if not _died(outcome) or outcome.stopped:
-            return outcome
-        if not outcome.in_loop:
-            why = "it died before its training loop, where it most likely would again"
-            print(f"Not started again: {why}.", file=sys.stderr, flush=True)
-            return outcome
-        saved, behind = _saved(run_dir), left.steps_left(run_dir)
-        now = max(saved, behind)
-        failures, reached = (1 if now > reached else failures + 1), now
-        if failures > RESTARTS:
-            print(f"Given up: it died {failures} times without getting further.", file=sys.stderr, flush=True)
-            return outcome
-        where = f"its checkpoint after step {saved}" if saved else "its beginning, since nothing was saved yet"
-        if behind > saved:
-            where = f"what processes have left behind after step {behind}, or {where}"
-        print(f"Starting again from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
-        request = replace(request, resume=True)
-
-
-def _died(outcome: Outcome) -> bool:
-    """Did a process die, rather than fail? Those that could not go on without it say that they have lost a peer."""
-    failure = outcome.failure
-    if failure is None:
-        return False
-    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLost")
-
-
-def _saved(run_dir: Path) -> int:
-    """The step of the newest checkpoint, wherever it is; 0: there is none, or nobody can tell."""
-    with suppress(UnisonoError):
-        return max((steps for there in places_of(run_dir) for steps in checkpoints_at(there)), default=0)
-    return 0
 
 
 def numbers(ranks: str, cpu_ranks: int, line: Line) -> Ranks:

@@ -3,12 +3,13 @@
     python -u -P -m unisono.launch.child '{"world": {...}, "record": "/.../rank-0.json", ...}' SCRIPT ARGUMENTS...
 
 It says who this process is, runs the script as `__main__` just as plain python would, and records why it failed.
-Standard input is a pipe whose other end the launcher holds: when it ends, the launcher is dead, however it died, and
-this process takes itself and all it started out of the world.
+Standard input is a pipe whose other end the launcher holds. When the pipe ends and the launcher is no longer the parent
+of this process, the launcher has died, and this process kills itself and all that it started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -17,6 +18,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from unisono import env
@@ -30,7 +32,7 @@ def main() -> None:
     path = Path(order["record"])
     faulthandler.enable()
     signal.alarm(order["seconds"])  # 0: none
-    _leave_with_launcher(path.parent)
+    _exit_with_launcher(order["launcher"], path.parent)
     record.write_to(path)
     env.assign(env.World(**order["world"]))
 
@@ -52,23 +54,40 @@ def main() -> None:
     record.leave()
 
 
-def _leave_with_launcher(folder: Path) -> None:
-    """Watch standard input from a thread; the script itself gets an empty one."""
-    launcher = os.dup(0)
+PARENT_LOOK_SECONDS = 0.1
+"""Between two looks at the parent's number, once the pipe to it cannot be read any more."""
+
+
+def _exit_with_launcher(launcher: int, folder: Path) -> None:
+    """Start a thread that kills this process and its children when the launcher, process `launcher`, has died. The
+    script itself gets an empty standard input."""
+    pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
 
     def watch() -> None:
-        while os.read(launcher, 1):
-            pass
-        shutil.rmtree(folder, ignore_errors=True)  # the launcher's private folder; it cannot clear it any more
+        _wait_until_dead(launcher, pipe)
+        shutil.rmtree(folder, ignore_errors=True)  # the launcher's private folder, which it cannot remove any more
         os.killpg(0, signal.SIGKILL)
 
     # The thread inherits a mask that blocks every signal: they are the script's, and may interrupt nothing here.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=watch, name="launcher", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait_until_dead(launcher: int, pipe: int) -> None:
+    """Return when process `launcher`, the parent of this one, has died.
+
+    The pipe wakes us at once, but its end proves nothing: a script that closes descriptors it did not open (a daemon
+    does), and is stopped and continued, makes this read fail, or read another file that has got the same number. The
+    number of the parent does not lie.
+    """
+    with contextlib.suppress(OSError):
+        os.read(pipe, 1)  # the launcher never writes to it
+    while os.getppid() == launcher:  # of a launcher that has just died, for a moment as well
+        time.sleep(PARENT_LOOK_SECONDS)
 
 
 if __name__ == "__main__":

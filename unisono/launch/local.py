@@ -137,7 +137,7 @@ def _task(
     """Process `number`, which runs a script (`words`: its path and its arguments); it is a substitute if it joins.
     After `seconds` it ends; 0: it does not."""
     record = folder / f"rank-{number}.json"
-    order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds})
+    order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds, "launcher": os.getpid()})
     return Task(
         command=[*_python(), "-m", "unisono.launch.child", order, *words],
         environment=environment,

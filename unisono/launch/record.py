@@ -118,16 +118,10 @@ def begin_loop(*, replaceable: bool, bequeaths: bool) -> None:
     bequeaths    if another one dies, this one writes down what it has, and needs a while for it
     """
     if _path is not None:
-        _path.with_suffix(".loop").touch()
         if replaceable:
             _path.with_suffix(".replaceable").touch()
         if bequeaths:
             _path.with_suffix(".bequeaths").touch()
-
-
-def in_loop(path: Path) -> bool:
-    """Has the process whose failure would be recorded at this path come to its training loop?"""
-    return path.with_suffix(".loop").exists()
 
 
 def is_replaceable(path: Path) -> bool:

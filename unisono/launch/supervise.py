@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from unisono.launch.process import CRASHES, Failure, Process, Task
-from unisono.launch.record import does_bequeath, in_loop, left_at, read
+from unisono.launch.record import does_bequeath, left_at, read
 from unisono.launch.survival import Survival
 
 __all__ = ["Failure", "Outcome", "Task", "supervise"]
@@ -69,7 +69,6 @@ class Outcome(NamedTuple):
     stopped: bool = False  # somebody asked it to stop
     early: bool = False  # ... while a process could not listen: before its loop, or after it
     in_line: bool = False  # the last line on the screen has no end yet
-    in_loop: bool = False  # had a process come to its training loop?
 
 
 def supervise(
@@ -342,8 +341,7 @@ class _Supervisor:
             survived = self._survived()
             for process in self.processes:
                 process.missed &= process.rank in survived  # else nobody was left to go on
-        outcome = self._found()
-        return outcome._replace(in_loop=any(in_loop(process.task.record) for process in self.processes))
+        return self._found()
 
     def _survived(self) -> set[int]:
         """Whose death others have put behind them. Not where somebody was lost with it who failed by himself: most
