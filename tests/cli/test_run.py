@@ -126,52 +126,6 @@ def test_who_lost_a_peer_did_not_fail_first(command: Command) -> None:
     assert ended.last == "ValueError: the cause"
 
 
-@pytest.mark.parametrize(
-    ("sign", "why"),
-    [
-        (9, "(SIGKILL): usually the machine had no memory left"),
-        (11, "(SIGSEGV): a crash in compiled code"),
-    ],
-)
-def test_a_process_that_always_dies_is_explained_and_restarted_three_times(
-    command: Command, sign: int, why: str
-) -> None:
-    command.script(f"""
-        print("loading 900 GB")
-        if world.rank == 1:
-            os.kill(os.getpid(), {sign})
-        signal.pause()
-        """)
-    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
-    assert ended.status == 1
-    assert ended.err.count(f"Rank 1 of 2 died of signal {sign} {why}") == 4
-    told = [line for line in ended.err.splitlines() if line.startswith("Starting again")]
-    again = "Starting again from its beginning, since nothing was saved yet"
-    assert told == [f"{again} ({number} of 3)." for number in (1, 2, 3)]
-    assert ended.err.splitlines()[-1] == "Given up: it died 4 times without getting further."
-    assert ("    loading 900 GB" in ended.err.splitlines()) == (sign == 9)  # else Python writes its stack below it
-    command.wait_until_gone()
-
-
-def test_a_script_that_closes_the_pipe_to_its_launcher_trains_on(command: Command) -> None:
-    """As a daemon does; a signal that stops the process then makes the read of that descriptor start again."""
-    command.script("""
-        import json, subprocess
-
-        folder = Path(json.loads(sys.orig_argv[sys.orig_argv.index("unisono.launch.child") + 1])["record"]).parent
-        os.closerange(3, 100)
-        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
-        look = f"grep -L '^State:.T' /proc/{os.getpid()}/task/*/status"
-        stop = f"kill -STOP {os.getpid()}; while [ -n \\"$({look})\\" ]; do :; done; kill -CONT {os.getpid()}"
-        subprocess.run(["sh", "-c", stop])
-        time.sleep(0.3)  # for what must not happen
-        print("the folder is there:", folder.exists())
-        """)
-    ended = command.run("run", "script.py", "--run-dir", "out")
-    assert ended.status == 0, ended.err
-    assert ended.out == "the folder is there: True\n"
-
-
 def test_a_process_that_leaves_without_a_word_is_named(command: Command) -> None:
     command.script("os._exit(7 if world.rank == 1 else 0)")
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")

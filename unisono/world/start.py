@@ -27,6 +27,7 @@ from unisono.world.hosted import HOSTED, hosted
 from unisono.world.keys import Keys
 from unisono.world.members import SCHEME, Company
 from unisono.world.patience import TIMEOUT
+from unisono.world.rounds import enter_round
 from unisono.world.shared import find_neighbours
 from unisono.world.standing import FORM_SECONDS
 
@@ -214,4 +215,4 @@ def _store(world: World) -> dist.Store:
         return hosted(world.store, world.rank)
     store: dist.Store
     store, _, _ = next(dist.rendezvous(world.store, world.rank, world.size, timeout=TIMEOUT))
-    return store
+    return enter_round(store, world.rank, world.size, TIMEOUT)

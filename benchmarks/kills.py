@@ -1,0 +1,359 @@
+"""Kill processes of runs at random moments: does each run end with the fingerprint of an undisturbed one?
+
+    python -m benchmarks.kills                                              a quick look: 8 kills of each kind
+    python -m benchmarks.kills --random 140 --early 40 --workers 20 --torchrun 20
+
+    --random    kills after the first step of a run, of any rank or of two at once, and of those that replace them
+    --early     kills before the first step: while Python starts, in the script's own code, while processes connect
+    --workers   kills of loader workers
+    --torchrun  runs under `torchrun --max-restarts 3`, with one to three moments in each at which ranks are killed,
+                also while all are starting again
+
+All kills are SIGKILL. A run gets several of them. The placement is drawn for each run: replicas, shards, another
+exchange. The command prints a table, and what every run printed that did not end with the undisturbed fingerprint; then
+its exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.machine import line
+from unisono.env import inherited
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = """
+import time
+from dataclasses import dataclass, field
+import torch
+import unisono
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    steps: int | None = 60
+    batch: int = 16
+    checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=5)
+    pause: float = field(default=0.002, metadata={"mathematics": False})  # seconds for each micro-batch
+
+def main(run):
+    x = torch.randn(101, 8, generator=torch.Generator().manual_seed(1))
+    layers = lambda: [torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)]
+    model = run.place(lambda: torch.nn.Sequential(*layers()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    run.track(model=model, optimizer=optimizer)
+
+    def loss(output, inputs, targets):
+        time.sleep(run.settings.pause)
+        return ((output - targets) ** 2).sum(), len(inputs)
+
+    for step in run.steps(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
+        step.run(model, loss)
+        step.update(optimizer)
+        if step.number == 0:
+            (run.dir / "first-step").touch()
+
+if __name__ == "__main__":
+    unisono.main(main, Settings)
+"""
+LIMIT_SECONDS = 240.0
+"""A run that takes longer counts as failed."""
+LOOK_SECONDS = 0.005
+
+
+class Case(NamedTuple):
+    """What is run."""
+
+    name: str
+    ranks: int
+    sets: tuple[str, ...] = ()
+
+
+REPLICAS = Case("replicas", 3)
+CASES = (
+    REPLICAS,
+    Case("two replicas", 2),
+    Case("wide sums", 2, ("exchange=wide",)),
+    Case("shards", 2, ("parallel.shard=2",)),
+    Case("replicas of shards", 4, ("parallel.shard=2",)),
+    Case("shards with buddies", 2, ("parallel.shard=2", "parallel.buddy=true")),
+    Case("pipeline", 2, ("parallel.pipeline=2",)),
+)
+WORKERS = Case("loader workers", 2, ("loader.workers=1",))
+TORCHRUN = (Case("torchrun, two", 2), Case("torchrun, three", 3), Case("torchrun, shards", 2, ("parallel.shard=2",)))
+
+
+class Known(NamedTuple):
+    """An undisturbed run: its fingerprint, and seconds from the first process to the first step, and on to the end."""
+
+    fingerprint: str
+    start: float
+    loop: float
+
+
+class Ended(NamedTuple):
+    """A run that was disturbed."""
+
+    kind: str
+    case: Case
+    kills: int
+    seconds: float
+    problem: str  # "": it has the undisturbed fingerprint
+
+
+class Running:
+    """A command that trains, and its processes."""
+
+    def __init__(self, folder: Path, case: Case, *, torchrun: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.py").write_text(SCRIPT)
+        self.folder, self.torchrun, self.kills = folder, torchrun, 0
+        self.of_child = "train.py" if torchrun else "unisono.launch.child"
+        sets = [word for each in case.sets for word in ("--set", each)]
+        if torchrun:
+            words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "--max-restarts=3"]
+            words += ["train.py"]
+        else:
+            words = ["unisono.cli.main", "run", "train.py", "--ranks", str(case.ranks)]
+        self.output = open(folder / "output", "wb")  # noqa: SIM115  (closed in end)
+        self.began = time.monotonic()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", *words, "--run-dir", "out", *sets],
+            cwd=folder,
+            env=inherited({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}),
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
+
+    @property
+    def over(self) -> bool:
+        return self.popen.poll() is not None
+
+    @property
+    def has_stepped(self) -> bool:
+        return (self.folder / "out" / "first-step").exists()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes that train, in the order of their start."""
+        with suppress(psutil.Error):
+            children = psutil.Process(self.popen.pid).children()
+            return [child for child in sorted(children, key=lambda child: child.pid) if self._trains(child)]
+        return []
+
+    def pids(self) -> set[int]:
+        """Return the numbers of these processes."""
+        return {rank.pid for rank in self.ranks()}
+
+    def wait_for_new(self, before: set[int]) -> bool:
+        """Wait until a process trains that is not among `before`; return False if the command ended."""
+        return self.wait_for(lambda: self.pids() - before)
+
+    def _trains(self, process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return any(word.endswith(self.of_child) for word in process.cmdline())
+        return False
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the loader workers of all ranks."""
+        found = []
+        for rank in self.ranks():
+            with suppress(psutil.Error):
+                found += rank.children()
+        return found
+
+    def kill(self, processes: Sequence[psutil.Process]) -> None:
+        """Kill those that still live, and count them."""
+        for process in processes:
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    process.kill()
+                    self.kills += 1
+
+    def wait_for(self, what: Callable[[], object]) -> bool:
+        """Wait until `what` is true; return False if the command ended before."""
+        while not what():
+            if self.over or time.monotonic() > self.began + LIMIT_SECONDS:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return True
+
+    def end(self) -> str:
+        """Wait for the end; return the fingerprint, or an empty text if the run has none."""
+        try:
+            status = self.popen.wait(max(1.0, self.began + LIMIT_SECONDS - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.popen.terminate()
+            status = self.popen.wait()
+        self.output.close()
+        result = self.folder / "out" / "result.json"
+        if status or not result.exists():
+            return ""
+        return str(json.loads(result.read_text())["weights_sha256"])
+
+
+def undisturbed(folder: Path, case: Case, *, torchrun: bool = False) -> Known:
+    """Run a case without any kill."""
+    running = Running(folder, case, torchrun=torchrun)
+    running.wait_for(running.ranks)
+    first = time.monotonic()
+    running.wait_for(lambda: running.has_stepped)
+    stepped = time.monotonic()
+    fingerprint = running.end()
+    if not fingerprint:
+        raise SystemExit(f"{case.name}: the undisturbed run failed\n{(folder / 'output').read_text()}")
+    return Known(fingerprint, stepped - first, time.monotonic() - stepped)
+
+
+def victims(found: list[psutil.Process], chance: random.Random) -> list[psutil.Process]:
+    """Draw from these processes: the first, the last, any, or two at once."""
+    if len(found) < 2:
+        return found
+    kind = chance.randrange(5)
+    if kind < 2:
+        return [found[-kind]]  # the first, or the last
+    return chance.sample(found, 2) if kind == 2 else [chance.choice(found)]
+
+
+def early(running: Running, known: Known, chance: random.Random) -> None:
+    """Kill before the first step, and perhaps again after the restart."""
+    before: set[int] = set()
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        if not running.wait_for_new(before):
+            return
+        before = running.pids()
+        time.sleep(chance.uniform(0.0, known.start))
+        if running.has_stepped:
+            return
+        running.kill(victims(running.ranks(), chance))
+
+
+def later(running: Running, known: Known, chance: random.Random) -> None:
+    """Kill after the first step, and perhaps again, those that replace the dead too."""
+    running.wait_for(lambda: running.has_stepped)
+    time.sleep(chance.uniform(0.0, known.loop))
+    for _ in range(chance.choice((1, 2, 3))):
+        found = running.ranks()
+        if not found:
+            return
+        running.kill([found[-1]] if chance.random() < 0.25 else victims(found, chance))
+        time.sleep(chance.uniform(0.0, known.start))
+
+
+def workers(running: Running, known: Known, chance: random.Random) -> None:
+    """Kill loader workers."""
+    running.wait_for(lambda: running.has_stepped)
+    for _ in range(chance.choice((1, 2, 3))):
+        time.sleep(chance.uniform(0.0, known.loop / 3))
+        found = running.workers()
+        running.kill(chance.sample(found, 1) if found else [])
+
+
+def under_torchrun(running: Running, known: Known, chance: random.Random) -> None:
+    """Kill at one to three moments, during a restart too: torchrun restarts all processes after each of them."""
+    for number in range(chance.choice((1, 2, 3))):
+        before = running.pids() if number else set[int]()
+        if not running.wait_for_new(before):
+            return
+        longest = known.start if number else known.start + known.loop
+        time.sleep(chance.uniform(0.0, longest))
+        running.kill(victims(running.ranks(), chance))
+
+
+KINDS = {"random": later, "early": early, "workers": workers, "torchrun": under_torchrun}
+
+
+def trial(kind: str, case: Case, known: Known, folder: Path, seed: str) -> Ended:
+    """Disturb one run."""
+    running = Running(folder, case, torchrun=kind == "torchrun")
+    KINDS[kind](running, known, random.Random(seed))
+    fingerprint = running.end()
+    problem = ""
+    if fingerprint != known.fingerprint:
+        what = "another fingerprint" if fingerprint else "no result"
+        problem = f"{what} (seed {seed})\n{(folder / 'output').read_text(errors='replace')}"
+    return Ended(kind, case, running.kills, time.monotonic() - running.began, problem)
+
+
+def cases(kind: str) -> Sequence[Case]:
+    """Return what this kind draws from."""
+    return {"workers": (WORKERS,), "torchrun": TORCHRUN}.get(kind, CASES)
+
+
+def series(kind: str, wanted: int, known: dict[Case, Known], folder: Path, seed: int, at_once: int) -> list[Ended]:
+    """Disturb runs until there were so many kills; under torchrun, so many runs that were disturbed."""
+    chance, ended, number = random.Random(f"{seed} {kind}"), list[Ended](), 0
+
+    def reached() -> int:
+        return sum(bool(each.kills) if kind == "torchrun" else each.kills for each in ended)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        while reached() < wanted:
+            drawn = [(number + i, chance.choice(cases(kind))) for i in range(at_once)]
+            number += at_once
+            jobs = [
+                pool.submit(trial, kind, case, known[case], folder / f"{kind}-{n}", f"{seed} {kind} {n}")
+                for n, case in drawn
+            ]
+            for job in jobs:
+                ended.append(job.result())
+                if ended[-1].problem:
+                    print(f"{kind}, {ended[-1].case.name}: {ended[-1].problem}", flush=True)
+    return ended
+
+
+def table(ended: Sequence[Ended]) -> str:
+    """A line for each kind and placement."""
+    rows = [f"{'kills':10} {'placement':20} {'runs':>5} {'kills':>6} {'same':>6} {'not':>4} {'seconds':>8}"]
+    for kind in KINDS:
+        for case in cases(kind):
+            of = [each for each in ended if (each.kind, each.case) == (kind, case)]
+            if of:
+                same = sum(not each.problem for each in of)
+                numbers = f"{len(of):5} {sum(each.kills for each in of):6} {same:6} {len(of) - same:4}"
+                rows.append(f"{kind:10} {case.name:20} {numbers} {sum(each.seconds for each in of):8.0f}")
+    same = sum(not each.problem for each in ended)
+    kills = sum(each.kills for each in ended)
+    rows.append(f"{len(ended)} runs, {kills} kills: {same} with the undisturbed fingerprint")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for kind in KINDS:
+        flags.add_argument(f"--{kind}", type=int, default=None, metavar="N")
+    flags.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at the same time")
+    flags.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    asked = flags.parse_args()
+    counts = {kind: getattr(asked, kind) for kind in KINDS}
+    counts = {kind: (8 if set(counts.values()) == {None} else 0) if n is None else n for kind, n in counts.items()}
+    print(f"seed {asked.seed}; {line()}", flush=True)
+    began, ended = time.monotonic(), list[Ended]()
+    with tempfile.TemporaryDirectory(prefix="k-") as name:
+        os.environ["TMPDIR"] = name  # what killed processes leave goes with it
+        for kind, wanted in counts.items():
+            if wanted:
+                known = {
+                    case: undisturbed(Path(name, f"whole-{kind}-{i}"), case, torchrun=kind == "torchrun")
+                    for i, case in enumerate(cases(kind))
+                }
+                ended += series(kind, wanted, known, Path(name), asked.seed, asked.at_once)
+    print(table(ended))
+    print(f"{time.monotonic() - began:.0f} s")
+    sys.exit(any(each.problem for each in ended))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A process that dies before its first step: all processes start again, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.command import Command
+from tests.cli.test_training import SCRIPT, result, undisturbed
+
+DYING = SCRIPT.replace(
+    "from dataclasses",
+    """DEATHS = {}  # place: the ranks that are killed when they come to it for the first time
+
+def die(place):
+    mark = Path(__file__).with_name(f"died-{place}-{world.rank}")
+    if world.rank in DEATHS.get(place, ()) and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+die("script")
+from dataclasses""",
+    1,
+)
+PLACES = {
+    "main": "    x = torch.randn(",
+    "place": "    optimizer = torch",
+    "track": "    for step in run.steps(",
+    "step": "        for inputs, targets in step:",
+    "update": "        step.update(",
+}
+"""What the process that dies at this place comes to next."""
+for name, line in PLACES.items():
+    indent = line[: len(line) - len(line.lstrip())]
+    DYING = DYING.replace(line, f'{indent}die("{name}")\n{line}')
+
+
+def check(command: Command, deaths: dict[str, tuple[int, ...]], ranks: int, *words: str) -> str:
+    """Run the script in so many processes, which are killed at these places; return what it said on standard error."""
+    command.script(DYING.replace("DEATHS = {}", f"DEATHS = {deaths}"))
+    ended = command.run("run", "script.py", "--ranks", str(ranks), "--run-dir", "out", *words, times=4)
+    assert ended.status == 0, ended.err
+    command.script(SCRIPT)
+    assert result(command, "out")["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    return ended.err
+
+
+def test_a_death_after_the_processes_have_met(command: Command) -> None:
+    told = check(command, {"place": (1,)}, 2)
+    assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in told
+    assert "Starting again from its beginning, since nothing was saved yet (1 of 3)." in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [(), ("parallel.shard=2",), ("parallel.shard=2", "parallel.buddy=true")],
+    ids=["whole", "shards", "buddies"],
+)
+def test_two_at_once_and_again_after_the_restart(command: Command, words: tuple[str, ...]) -> None:
+    told = check(
+        command,
+        {"script": (0, 1), "track": (0,), "step": (1,)},
+        2,
+        *(word for each in words for word in ("--set", each)),
+    )
+    assert "(1 of 3)" in told
+
+
+@pytest.mark.parametrize(
+    ("sign", "why"),
+    [
+        (9, "(SIGKILL): usually the machine had no memory left"),
+        (11, "(SIGSEGV): a crash in compiled code"),
+    ],
+)
+def test_a_process_that_always_dies_is_explained_and_restarted_three_times(
+    command: Command, sign: int, why: str
+) -> None:
+    command.script(f"""
+        print("loading 900 GB")
+        if world.rank == 1:
+            os.kill(os.getpid(), {sign})
+        signal.pause()
+        """)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
+    assert ended.status == 1
+    assert ended.err.count(f"Rank 1 of 2 died of signal {sign} {why}") == 4
+    told = [line for line in ended.err.splitlines() if line.startswith("Starting again")]
+    again = "Starting again from its beginning, since nothing was saved yet"
+    assert told == [f"{again} ({number} of 3)." for number in (1, 2, 3)]
+    assert ended.err.splitlines()[-1] == "Given up: it died 4 times without getting further."
+    assert ("    loading 900 GB" in ended.err.splitlines()) == (sign == 9)  # else Python writes its stack below it
+    command.wait_until_gone()
+
+
+def test_a_script_that_closes_the_pipe_to_its_launcher_trains_on(command: Command) -> None:
+    """As a daemon does; a signal that stops the process then makes the read of that descriptor start again."""
+    command.script("""
+        import json, subprocess
+
+        folder = Path(json.loads(sys.orig_argv[sys.orig_argv.index("unisono.launch.child") + 1])["record"]).parent
+        os.closerange(3, 100)
+        others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+        look = f"grep -L '^State:.T' /proc/{os.getpid()}/task/*/status"
+        stop = f"kill -STOP {os.getpid()}; while [ -n \\"$({look})\\" ]; do :; done; kill -CONT {os.getpid()}"
+        subprocess.run(["sh", "-c", stop])
+        time.sleep(0.3)  # for what must not happen
+        print("the folder is there:", folder.exists())
+        """)
+    ended = command.run("run", "script.py", "--run-dir", "out")
+    assert ended.status == 0, ended.err
+    assert ended.out == "the folder is there: True\n"
