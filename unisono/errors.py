@@ -79,3 +79,23 @@ class Stuck(WorldError):
 
 class Stopped(BaseException):
     """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
+
+
+CONNECTION_SIGNS = (
+    "closed",
+    "reset",
+    "Broken pipe",
+    "broken",
+    "refused",
+    "imed out",
+    "onnect",
+    "gone",
+    "Wait timeout",
+    "emote process",
+)
+"""Words of gloo, of NCCL and of a store in the errors that they raise when a peer is lost."""
+
+
+def is_connection_error(message: str) -> bool:
+    """Return whether this message may tell that a peer is lost. Only together with a death does it prove anything."""
+    return any(sign in message for sign in CONNECTION_SIGNS)

@@ -50,6 +50,34 @@ def test_a_death_after_the_processes_have_met(command: Command) -> None:
     assert "Starting again from its beginning, since nothing was saved yet (1 of 3)." in told
 
 
+def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_looks(command: Command) -> None:
+    command.script("""
+        import json, subprocess
+
+        record = Path(json.loads(sys.orig_argv[sys.orig_argv.index("unisono.launch.child") + 1])["record"])
+        here = Path(__file__).parent
+        if (here / "late").exists():
+            sys.exit()
+        if world.rank == 0:
+            (here / "ready").touch()
+            while not (here / "late").exists():
+                time.sleep(0.001)
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+        while not (here / "ready").exists():
+            time.sleep(0.001)
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGSTOP)
+        (here / "late").touch()
+        while not record.with_name("rank-0.json").exists():
+            time.sleep(0.001)
+        subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {launcher}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
+    assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in ended.err
+    assert "Starting again from its beginning" in ended.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
@@ -59,7 +87,7 @@ def test_a_death_after_the_processes_have_met(command: Command) -> None:
 def test_two_at_once_and_again_after_the_restart(command: Command, words: tuple[str, ...]) -> None:
     told = check(
         command,
-        {"script": (0, 1), "track": (0,), "step": (1,)},
+        {"script": (0, 1), "step": (1,)},
         2,
         *(word for each in words for word in ("--set", each)),
     )

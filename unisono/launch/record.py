@@ -16,10 +16,17 @@ from pathlib import Path
 from types import TracebackType
 
 import unisono
-from unisono.errors import Problem, UnisonoError
+from unisono.errors import Problem, UnisonoError, is_connection_error
 
 OUR_FRAMES = (os.path.join("launch", "child.py"), "<frozen runpy>", "runpy.py")
 """Between the interpreter and the script; plain python shows no such frames either."""
+
+
+CONNECTION_ERRORS = (
+    *("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"),
+    *("ConnectionError", "ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "TimeoutError"),
+)
+"""The types of the exceptions that tell of a lost connection; types of torch's by name, since torch is not loaded."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,12 @@ class Record:
     traceback: str  # as python prints it, the message last; empty for a SystemExit
     exit_status: int  # what the process was going to return
     problems: tuple[Problem, ...] = ()  # what one of our own errors says, part by part
+
+    def is_consequence(self, died: bool) -> bool:
+        """Return whether this process failed because another one did. `died`: has one died by a signal? Then an error
+        of a connection is a consequence too: before the loop nothing turns it into a PeerLost."""
+        broken = self.kind in CONNECTION_ERRORS and is_connection_error(self.message)
+        return self.kind == "PeerLost" or (died and broken)
 
     @classmethod
     def of(cls, error: BaseException) -> Record:

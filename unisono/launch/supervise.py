@@ -367,8 +367,9 @@ class _Supervisor:
             return Outcome(0, stopped=True, early=self.left_early)
         if not failures:
             return Outcome(0)
-        # Who lost a peer did not fail first, whatever the clock says.
-        first = min(failures, key=lambda f: (f.record is not None and f.record.kind == "PeerLost", f.time))
+        # A process that lost a peer did not fail first, whatever the clock says.
+        died = any(failure.signal in CRASHES for failure in failures)
+        first = min(failures, key=lambda f: (f.record is not None and f.record.is_consequence(died), f.time))
         first = self._left_before(first) or first
         self._say(str(first))
         return Outcome(first.exit_status, first)

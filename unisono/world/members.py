@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unisono.env import World
-from unisono.errors import PeerLost, Stopped, WorldError
+from unisono.errors import PeerLost, Stopped, WorldError, is_connection_error
 from unisono.world.collectives import Group
 from unisono.world.connect import connect, part, soon
 from unisono.world.keys import Keys
@@ -64,20 +64,6 @@ CONFIRM_SECONDS = 5.0
 
 LEAVE_SECONDS = 300.0
 """Once a process is done, the others are not far."""
-
-CONNECTION_SIGNS = (
-    "closed",
-    "reset",
-    "Broken pipe",
-    "broken",
-    "refused",
-    "imed out",
-    "onnect",
-    "gone",
-    "Wait timeout",
-    "emote process",
-)
-"""What gloo (or NCCL) says when a peer is lost, in one of many ways."""
 
 
 class Formed(NamedTuple):
@@ -214,7 +200,7 @@ class Company:
             return False
         if self._lost.is_set():
             return True
-        return any(sign in str(error) for sign in CONNECTION_SIGNS) and self._lost.wait(CONFIRM_SECONDS)
+        return is_connection_error(str(error)) and self._lost.wait(CONFIRM_SECONDS)
 
     def watch(self, unit: int) -> None:
         """From now on somebody here goes on when another one dies. `unit`: so many neighbours share a model."""
