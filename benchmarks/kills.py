@@ -44,16 +44,42 @@ import unisono
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(unisono.Settings):
-    steps: int | None = 60
+    steps: int | None = 40
     batch: int = 16
     checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=5)
     pause: float = field(default=0.002, metadata={"mathematics": False})  # seconds for each micro-batch
 
+class Momentum:
+    # torch.optim imports torch._dynamo, which takes as long as importing torch
+
+    def __init__(self, params):
+        self.params = list(params)
+        self.param_groups = [{"params": self.params}]
+        self.speed = [torch.zeros_like(p) for p in self.params]
+
+    @torch.no_grad()
+    def step(self):
+        for p, speed in zip(self.params, self.speed):
+            p.sub_(speed.mul_(0.9).add_(p.grad, alpha=0.01))
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+    def state_dict(self):
+        return {"speed": self.speed}
+
+    def load_state_dict(self, state):
+        for mine, saved in zip(self.speed, state["speed"]):
+            mine.copy_(saved)
+
 def main(run):
+    whole = run.settings.parallel.shard == run.settings.parallel.pipeline == 1
+    optimizer_class = Momentum if whole else torch.optim.AdamW
     x = torch.randn(101, 8, generator=torch.Generator().manual_seed(1))
     layers = lambda: [torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1)]
     model = run.place(lambda: torch.nn.Sequential(*layers()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = optimizer_class(model.parameters())
     run.track(model=model, optimizer=optimizer)
 
     def loss(output, inputs, targets):
@@ -292,9 +318,10 @@ def cases(kind: str) -> Sequence[Case]:
     return {"workers": (WORKERS,), "torchrun": TORCHRUN}.get(kind, CASES)
 
 
-def series(kind: str, wanted: int, known: dict[Case, Known], folder: Path, seed: int, at_once: int) -> list[Ended]:
+def series(kind: str, wanted: int, folder: Path, seed: int, at_once: int) -> list[Ended]:
     """Disturb runs until there were so many kills; under torchrun, so many runs that were disturbed."""
     chance, ended, number = random.Random(f"{seed} {kind}"), list[Ended](), 0
+    known = dict[Case, Known]()
 
     def reached() -> int:
         return sum(bool(each.kills) if kind == "torchrun" else each.kills for each in ended)
@@ -303,6 +330,8 @@ def series(kind: str, wanted: int, known: dict[Case, Known], folder: Path, seed:
         while reached() < wanted:
             drawn = [(number + i, chance.choice(cases(kind))) for i in range(at_once)]
             number += at_once
+            for case in {case for _, case in drawn} - known.keys():
+                known[case] = undisturbed(folder / f"whole-{kind}-{len(known)}", case, torchrun=kind == "torchrun")
             jobs = [
                 pool.submit(trial, kind, case, known[case], folder / f"{kind}-{n}", f"{seed} {kind} {n}")
                 for n, case in drawn
@@ -345,11 +374,7 @@ def main() -> None:
         os.environ["TMPDIR"] = name  # what killed processes leave goes with it
         for kind, wanted in counts.items():
             if wanted:
-                known = {
-                    case: undisturbed(Path(name, f"whole-{kind}-{i}"), case, torchrun=kind == "torchrun")
-                    for i, case in enumerate(cases(kind))
-                }
-                ended += series(kind, wanted, known, Path(name), asked.seed, asked.at_once)
+                ended += series(kind, wanted, Path(name), asked.seed, asked.at_once)
     print(table(ended))
     print(f"{time.monotonic() - began:.0f} s")
     sys.exit(any(each.problem for each in ended))
