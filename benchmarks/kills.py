@@ -269,7 +269,7 @@ def early(running: Running, known: Known, chance: random.Random) -> None:
 def later(running: Running, known: Known, chance: random.Random) -> None:
     """Kill after the first step, and perhaps again, those that replace the dead too."""
     running.wait_for(lambda: running.has_stepped)
-    time.sleep(chance.uniform(0.0, known.loop))
+    time.sleep(chance.uniform(0.0, 0.7 * known.loop))  # or the run may be over
     for _ in range(chance.choice((1, 2, 3))):
         found = running.ranks()
         if not found:

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,7 +46,7 @@ def enter_round(store: dist.Store, rank: int, size: int, patience: timedelta) ->
 def _lead(store: dist.Store, size: int, patience: timedelta) -> str:
     """Answer all processes until those of this round, ranks 1 to `size` - 1, have confirmed; return the prefix."""
     prefix, confirmed, read = uuid.uuid4().hex, set[str](), 0
-    store.append(SAID, f"lead 0 {prefix}\n")
+    _say(store, f"lead 0 {prefix}\n")
     for _ in _looks(0, size, patience):
         lines = store.get(SAID).decode().splitlines()
         for line in lines[read:]:
@@ -64,15 +65,20 @@ def _lead(store: dist.Store, size: int, patience: timedelta) -> str:
 def _follow(store: dist.Store, rank: int, size: int, patience: timedelta) -> str:
     """Introduce this process to rank 0, and confirm each prefix that it gives; return the one that is complete."""
     token, prefix = uuid.uuid4().hex, ""
-    store.append(SAID, f"hello {rank} {token}\n")
+    _say(store, f"hello {rank} {token}\n")
     for _ in _looks(rank, size, patience):
         given = store.get(f"welcome-{token}").decode() if store.check([f"welcome-{token}"]) else ""
         if given != prefix:
             prefix = given
-            store.append(SAID, f"confirm {rank} {prefix}\n")
+            _say(store, f"confirm {rank} {prefix}\n")
         if prefix and store.check([f"complete-{prefix}"]):
             break
     return prefix
+
+
+def _say(store: Any, line: str) -> None:
+    """Append a line to what was said, at once. (torch's type stubs do not know `Store.append`.)"""
+    store.append(SAID, line)
 
 
 def _looks(rank: int, size: int, patience: timedelta) -> Iterator[None]:
