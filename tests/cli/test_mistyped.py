@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 import unisono
 from tests.cli.asking import Ask
+from unisono.cli.elsewhere import without_local_rank
 from unisono.cli.main import main
 from unisono.cli.request import Request
+from unisono.env import World
 from unisono.errors import Problem, SettingsError
+
+RUN = "unisono run train.py"
+CHECK = "unisono check train.py --json"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +115,58 @@ from unisono.errors import Problem, SettingsError
             "run train.py --nproc_per_node=4 --resume",
             "What --nproc_per_node is elsewhere is --ranks here.",
             "unisono run train.py --ranks 4 --resume --json",
+        ),
+        (
+            "run train.py --local_rank=0 --resume",
+            "--local_rank is what a launcher passes to each process that it starts.",
+            "unisono run train.py --ranks 2 --resume --json",
+        ),
+        ("run train.py -np 4", "What -np is elsewhere is --ranks here.", "unisono run train.py --ranks 4 --json"),
+        ("run train.py --num_gpus 2", "What --num_gpus is elsewhere is --ranks here.", f"{RUN} --ranks 2 --json"),
+        (
+            "run train.py --gpus 0,1",
+            "--gpus 0,1 names devices: here CUDA_VISIBLE_DEVICES does.",
+            f"env CUDA_VISIBLE_DEVICES=0,1 {RUN} --ranks 2 --json",
+        ),
+        (
+            "run train.py --nnodes 1 --master_addr 127.0.0.1 --master_port 29501 --gpus 4",
+            "What --gpus is elsewhere is --ranks here.",
+            f"{RUN} --ranks 4 --json",
+        ),
+        *(
+            (
+                f"run train.py {typed}",
+                f"unisono run starts processes on this host only; {flag} is for torchrun or srun, "
+                "which start processes on several.",
+                f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {at} "
+                f"--no-python {RUN} {rest}--json on each host; under Slurm: "
+                f"srun -N {nodes} -n {nodes * each} {RUN} {rest}--json",
+            )
+            for typed, flag, nodes, each, at, rest in (
+                ("--nnodes 3", "--nnodes", 3, 2, "HOST:29500", ""),
+                ("--hosts a,b --ranks 4", "--hosts", 2, 4, "a:29500", ""),
+                ("-H a,b,c -np 4", "-H", 3, 4, "a:29500", ""),
+                ("--num_nodes 2 --resume", "--num_nodes", 2, 2, "HOST:29500", "--resume "),
+                ("--nnodes=2 --nproc_per_node=8 --master_addr a --master_port 1", "--nnodes", 2, 8, "a:1", ""),
+                ("--num_machines 2 --machine_rank 0 --main_process_ip a", "--num_machines", 2, 2, "a:29500", ""),
+                ("--rdzv-endpoint=a:7 --rdzv-backend=c10d", "--rdzv-endpoint", 2, 2, "a:7", ""),
+            )
+        ),
+        ("check train.py --nnodes 2", "unisono check uses this host only, without --nnodes.", f"{CHECK} (without it)"),
+        (
+            "run train.py --backend nccl",
+            "--backend is not needed: the device decides (NCCL for NVIDIA's, gloo for the CPU).",
+            f"{RUN} --json (without it)",
+        ),
+        (
+            "run train.py --max-restarts 3",
+            "A process that dies is replaced; where it cannot be, the run begins again by itself.",
+            f"{RUN} --json (without it)",
+        ),
+        (
+            "run train.py --standalone --ranks 2",
+            "--standalone is not needed: all processes are started on this host.",
+            f"{RUN} --ranks 2 --json (without it)",
         ),
         (
             "run train.py -x 3",
@@ -251,6 +309,12 @@ def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.Cap
         ("--ranks=2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
         ("--rank 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
         ("--num_processes 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
+        ("--local_rank=1 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
+        (
+            "--nnodes 2 --resume",
+            "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 'my train.py' "
+            "--resume on each host; under Slurm: srun -N 2 -n 4 python 'my train.py' --resume",
+        ),
     ],
 )
 def test_so_is_a_scripts_own_line(words: str, do: str) -> None:
@@ -258,3 +322,27 @@ def test_so_is_a_scripts_own_line(words: str, do: str) -> None:
         Request.parse(shlex.split(words), unisono.Settings, "my train.py")
     (problem,) = caught.value.problems
     assert (problem.asked, problem.do) == (f"python 'my train.py' {words}", do)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(unisono.Settings):
+    """A script with settings that are flags elsewhere."""
+
+    hosts: int = 1
+    local_rank: int = 0
+
+
+def test_a_setting_of_that_name_comes_before_a_launchers_flag() -> None:
+    with pytest.raises(SettingsError) as caught:
+        Request.parse(["--hosts", "2"], Named, "train.py")
+    assert caught.value.problems[0].do == "python train.py --set hosts=2"
+
+
+@pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
+def test_the_local_rank_that_an_old_launcher_passes_is_taken(flag: str) -> None:
+    """python -m torch.distributed.launch and deepspeed say it in LOCAL_RANK and on the command line."""
+    words = [flag, "--set", "steps=3", "--", flag]
+    world = World(rank=1, size=2, local_rank=1, local_size=2, launcher="torchrun")
+    assert without_local_rank(words, world) == ["--set", "steps=3", "--", flag]
+    assert without_local_rank(words, World()) == words
+    assert without_local_rank(words, replace(world, local_rank=0)) == words

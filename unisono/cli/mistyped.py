@@ -24,6 +24,7 @@ from cyclopts import (
     UnusedCliTokensError,
 )
 
+from unisono.cli import elsewhere
 from unisono.cli.target import recipes
 from unisono.errors import Problem, SettingsError
 from unisono.settings import Line, entries_of, nearest_name
@@ -72,9 +73,6 @@ PATHS = {"--run-dir": "runs/mine", "--settings": "", "--script": ""}
 EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "PLACEMENT": "shard=2"}
 """Of what a flag may be given, by how its help calls that."""
 
-ELSEWHERE = dict.fromkeys(["nproc-per-node", "num-processes", "devices", "gpus", "np", "world-size"], "--ranks")
-"""What flags are called by torchrun, accelerate, lightning, horovodrun and others."""
-
 VERBS_ELSEWHERE = {
     **dict.fromkeys(["launch", "train", "fit", "start", "torchrun"], "run"),
     **dict.fromkeys(["env", "info", "test"], "doctor"),
@@ -97,6 +95,8 @@ class Mistyped:
 
     def about(self, error: CycloptsError) -> SettingsError:
         """What was asked, what is true, what to type."""
+        if isinstance(error, UnknownOptionError | UnusedCliTokensError) and (answer := self._of_launchers()):
+            return answer
         match error:
             case UnknownOptionError():
                 return self._unknown_flag(error.token.keyword or error.token.value)
@@ -161,6 +161,18 @@ class Mistyped:
         """Are there arguments that are the script's own?"""
         return self.command[0] == "python" or self._verb == "run"
 
+    def _of_launchers(self) -> SettingsError | None:
+        """--nnodes 2, --local_rank 0, -np 4."""
+        if not self._verb and self.command[0] == "unisono":
+            return None
+        known = [*(flag.removeprefix("--") for flag in self._known), *(n.replace("_", "-") for n in self._names)]
+        starts = self.command[0] == "python" or "--ranks" in self._known
+        found = elsewhere.answer(elsewhere.given(self.flags, known), self.command, starts=starts)
+        if found is None:
+            return None
+        true, do = found
+        return SettingsError(shlex.join([*self.command, *self.flags]), true, do)
+
     def _unknown_verb(self) -> SettingsError:
         """unisono rnu train.py."""
         words, verbs = list(self.flags), self._verbs
@@ -190,14 +202,11 @@ class Mistyped:
         if not equals and after and not after[0].startswith("--"):
             value, after = after[0], after[1:]
         setting = name.replace("-", "_")
-        own = ELSEWHERE.get(name, "")
-        if own in self._known:
-            return self._so(f"What {typed} is elsewhere is {own} here.", (*before, own, value or "2", *after))
         near = difflib.get_close_matches(f"--{name}", self._known, 1, 0.75)
         if setting not in self._names and near:
             words = [f"{near[0]}={value}"] if equals else [near[0], *([value] if value else [])]
             return self._so(f"There is no flag {typed}; the nearest is {near[0]}.", (*before, *words, *after))
-        if self.command[0] == "python" and (own or difflib.get_close_matches(f"--{name}", ["--ranks"], 1, 0.75)):
+        if self.command[0] == "python" and difflib.get_close_matches(f"--{name}", ["--ranks"], 1, 0.75):
             line = ("unisono", "run", *self.command[1:], "--ranks", value or "N", *flags[:place], *after)
             return self._so("python starts one process; unisono run starts several.", line)
         if f"{name}.{value.partition('=')[0]}" in self._names:

@@ -29,6 +29,7 @@ from unisono import __version__, env
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
 from unisono.checkpoint.place import settle_in
+from unisono.cli.elsewhere import without_local_rank
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.resubmitted import again, mark
@@ -89,7 +90,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
-    request = Request.parse(sys.argv[1:], cls, script.name)
+    request = Request.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
     request = again(request, script.stem, Asked(script, request, world).line(), restarts=world.restarts)
     asked = Asked(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
