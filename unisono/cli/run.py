@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import shlex
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
+from unisono.cli.conversion import hint, never_joined, pointer
 from unisono.cli.machine import problems_here, problems_where_mixed
 from unisono.cli.mistyped import WHOLE
 from unisono.cli.request import WHERE, Request
@@ -83,8 +83,8 @@ def run(
         before = _mark(run_dir)
         outcome = run_with_restarts(script, request, run_dir, asked, threads=threads)
         joined = _mark(run_dir) != before
-    if count > 1 and not joined and outcome.exit_status == 0 and not outcome.stopped:
-        raise _never_joined(script, count, line)
+    if not joined and not outcome.stopped:
+        _say_why_alone(script, count, line, outcome)
     if outcome.stopped and (outcome.early or outcome.exit_status):  # else the run itself has said how to go on
         print("\n" * outcome.in_line, end="", flush=True)
         print(_how_to_go_on(run_dir, line, killed=not outcome.early), file=sys.stderr)
@@ -92,6 +92,15 @@ def run(
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
+
+
+def _say_why_alone(script: Path, count: int, line: Line, outcome: Outcome) -> None:
+    """Say what to do about a script that ended before it called `unisono.main`, or without it. Raises SettingsError if
+    several processes have run it to its end, each alone."""
+    if outcome.failure is None and count > 1:
+        raise never_joined(script, count, line)
+    if told := hint(script, line, outcome):
+        print(f"\n{told}", file=sys.stderr, flush=True)
 
 
 def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: Request) -> int:
@@ -114,6 +123,9 @@ def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: Requ
     except UnisonoError as error:
         traceback.print_exception(error)  # with the script's line, as plain python would
         return error.exit_status
+    told = pointer(script, line) if world.is_main and "unisono.cli.script" not in sys.modules else None
+    if told is not None:
+        print(f"\n{told}", file=sys.stderr, flush=True)
     return 0
 
 
@@ -174,13 +186,6 @@ def _how_to_go_on(run_dir: Path, line: Line, *, killed: bool) -> str:
     newest = saved[0][1].name
     what = f"Killed before all was saved; {newest} is." if killed else f"Stopped outside its loop; {newest} is saved."
     return f"{what}\n  Next: {line.flag('--run-dir', str(run_dir)).flag('--resume')}"
-
-
-def _never_joined(script: Path, ranks: int, line: Line) -> SettingsError:
-    true = f"It ran {ranks} times, each time alone: it never called unisono.main, where processes join."
-    alone = shlex.join(["python", str(script)])
-    do = f"unisono copy text my_{script.stem}.py (a script that calls it, to start from), or, as one process: {alone}"
-    return SettingsError(str(line), true, do)
 
 
 class Checked(NamedTuple):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from unisono.cli.conversion import hint
 from unisono.cli.request import Request
 from unisono.cli.rundir import APART
 from unisono.errors import SettingsError
@@ -101,7 +102,8 @@ class Trials(ABC):
     def _say_no_ground(self, outcome: Outcome) -> str:
         """It fails on one process, so there is nothing to compare with; returns the error's message."""
         message, text = reason_of(outcome)
-        self._say(f"It fails with 1 process already.\n\n{text}")
+        told = hint(self.script, self.line, outcome)
+        self._say(f"It fails with 1 process already.\n\n{text}" + (f"\n\n{told}" if told is not None else ""))
         return message
 
 

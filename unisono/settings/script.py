@@ -44,7 +44,7 @@ CALLS = {"dataclass", "field", "auto", "Path", "tuple", "list", "int", "float", 
 
 def settings_of(script: Path) -> type | None:
     """The class that the script hands to `unisono.main`, made without running the script; None: not understood."""
-    tree = _parsed(script)
+    tree = parsed(script)
     call = _call_of_main(tree) if tree is not None else None
     if tree is None or call is None:
         return None
@@ -83,14 +83,14 @@ def settings_of(script: Path) -> type | None:
 
 def calls_main(script: Path) -> bool:
     """Does this script itself call `unisono.main`, and once?"""
-    tree = _parsed(script)
+    tree = parsed(script)
     return tree is not None and _call_of_main(tree) is not None
 
 
 def unfit_main(script: Path) -> str:
     """The function that the script hands to `unisono.main`, as in `main()`, if it cannot be called with a run alone;
     "": it can, or that is not known without running the script."""
-    tree = _parsed(script)
+    tree = parsed(script)
     call = _call_of_main(tree) if tree is not None else None
     if tree is None or call is None or not call.args or not isinstance(call.args[0], ast.Name):
         return ""
@@ -107,7 +107,8 @@ def unfit_main(script: Path) -> str:
     return "" if fits else f"{name}({ast.unparse(takes)})"
 
 
-def _parsed(script: Path) -> ast.Module | None:
+def parsed(script: Path) -> ast.Module | None:
+    """The script's syntax tree; None: it cannot be read, or is not Python."""
     try:
         return ast.parse(script.read_text(encoding="utf-8"), str(script))
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
