@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +25,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from unisono import __version__, env
+from unisono import env
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
 from unisono.checkpoint.place import settle_in
 from unisono.cli.elsewhere import without_local_rank
+from unisono.cli.hello import say_hello
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.resubmitted import again, mark
@@ -39,17 +40,15 @@ from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, WorldError
 from unisono.score.keys import SCRIPT, mix
-from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics, plural
+from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
 from unisono.settings.check import examine
 from unisono.settings.ways import problems_of_mixed
 from unisono.train.bequest import leave
-from unisono.train.buddy import about_shards
 from unisono.train.engine import Engine
 from unisono.train.identity import agree, compare, environment
 from unisono.train.misfits import parts_told
 from unisono.train.run import Run
-from unisono.train.survivors import may_survive
 from unisono.train.variants import run_kind
 from unisono.watch import log, report
 from unisono.watch.stuck import Watch
@@ -147,7 +146,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         run.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
-        _say_hello(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
+        say_hello(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(run), _own_arguments(request), _planted(request.faults, run):
             _train(train, run, asked, color)
 
@@ -358,33 +357,6 @@ def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
         kind: type[UnisonoError] = getattr(errors, told["kind"])
         raise kind.of([Problem(*p) for p in told["problems"]])
     return told["value"]
-
-
-def _say_hello(
-    run: Run[Any], request: Request, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
-) -> None:
-    """`kinds`: of device, of each process. `fewer`: nobody asked for this number of virtual ranks; if it is not the
-    default one, the batch is small."""
-    s = run.settings
-    share = -(-s.batch // s.virtual_ranks)
-    micro = min(share, s.micro_batch or share)
-    first, *others = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
-    processes = ", ".join(
-        [f"{plural(first[1], 'process', 'processes')} on {first[0]}", *(f"{n} on {on}" for on, n in others)]
-    )
-    threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
-    more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
-    span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
-    log.say(f"unisono {__version__}: {processes}, {threads}{more}")
-    why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
-    log.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
-    if shards := about_shards(s.parallel, run._mesh.axes):
-        log.say(shards)
-    if run.size > max(1, run.world.least) and may_survive(run):
-        log.say("if a process dies, the others finish its step, and another one takes its place")
-        if run._mesh.unit > 1:
-            log.say(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")
-    log.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
 
 
 def _planted(faults: tuple[str, ...], run: Run[Any]) -> AbstractContextManager[None]:
