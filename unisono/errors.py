@@ -53,6 +53,10 @@ class WorldError(UnisonoError):
     """The processes of this run do not fit together, or cannot reach each other."""
 
 
+class Unreachable(WorldError):
+    """A host's name does not resolve, so the processes of this run cannot meet. Its message needs no traceback."""
+
+
 class DataError(UnisonoError):
     """The data cannot be read, or is not what the loop needs."""
 

@@ -38,7 +38,7 @@ from unisono.cli.rundir import choose_run_dir, hold, newest_run, not_writable, p
 from unisono.cli.target import problems_of_train, recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
-from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, WorldError
+from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, Unreachable, WorldError
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
@@ -80,6 +80,10 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         if world.dry:
             sys.exit()  # what the script does with a run's results is not to be done before there are any
     except UnisonoError as error:
+        if isinstance(error, Unreachable) and world.launcher != "unisono":  # the same for all processes of a host
+            if world.local_rank == 0:
+                print(error, file=sys.stderr)
+            sys.exit(error.exit_status)
         if world.launcher == "unisono" or error.exit_status != 2:
             raise  # the launcher says it, last; or Python does, below its traceback
         if world.is_main:

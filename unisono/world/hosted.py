@@ -9,13 +9,13 @@ so; and whoever connects to it finds another name, or none, and says so as well,
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from unisono.env import host_of
-from unisono.errors import WorldError
+from unisono.errors import Unreachable, WorldError
+from unisono.world.names import unresolved
 from unisono.world.patience import TIMEOUT
 
 HOSTED = "hosted://"
@@ -35,11 +35,9 @@ def hosted(place: str, rank: int, *, patience: timedelta = NAMED) -> dist.Store:
     asked = f"Process {rank} was to meet the others on host {host}, port {port}."
     another = f"export MASTER_PORT={other(port)} in the job's script (another port)"
     do = f"{another}, or MASTER_ADDR=ADDRESS, if Slurm calls that host by a name of its own."
-    try:
-        socket.getaddrinfo(host, port)  # torch would look for a name that there is not until its time is up
-    except OSError as error:
+    if reason := unresolved(host):
         do = "export MASTER_ADDR=ADDRESS in the job's script: that of the step's first host, where process 0 is."
-        raise WorldError(asked, f"There is no host {host} for this one: {error.strerror}.", do) from None
+        raise Unreachable(asked, f"There is no host {host} for this one: {reason}.", do)
     try:
         store: dist.Store = dist.TCPStore(host, port, is_master=rank == 0, timeout=ARRIVES, wait_for_workers=False)
         if rank == 0:

@@ -26,6 +26,7 @@ from unisono.world.connect import alike, all_together, connect, count, count_gro
 from unisono.world.hosted import HOSTED, hosted
 from unisono.world.keys import Keys
 from unisono.world.members import SCHEME, Company
+from unisono.world.names import find_meeting_host, require_own_name
 from unisono.world.patience import TIMEOUT
 from unisono.world.rounds import enter_round
 from unisono.world.shared import find_neighbours
@@ -124,7 +125,9 @@ def meeting(world: World) -> Iterator[Group]:
         store = _store(world)
         device = choose_device(world, find_seat(world, store) if world.foreign else world.seat)
         mixed = not alike(store, world.size, device.type)
-    connect(store, world.rank, world.size, back_end(device, mixed=mixed))
+    backend = back_end(device, mixed=mixed)
+    require_own_name(world, backend)
+    connect(store, world.rank, world.size, backend)
     joined = build_group(world, device, mixed=mixed)
     yield joined
     if dist.is_initialized():  # some part before: train/serving.py
@@ -213,6 +216,7 @@ def _store(world: World) -> dist.Store:
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
     if world.store.startswith(HOSTED):
         return hosted(world.store, world.rank)
+    find_meeting_host(world)
     store: dist.Store
     store, _, _ = next(dist.rendezvous(world.store, world.rank, world.size, timeout=TIMEOUT))
     return enter_round(store, world.rank, world.size, TIMEOUT)
