@@ -18,6 +18,7 @@ from tests.standin import standin
 from unisono.env import World
 from unisono.settings import CompressSettings, DealSettings, LocalSettings, ServerSettings, Settings
 from unisono.testing import SlowAt, run_ranks
+from unisono.world import start
 from unisono.world.collectives import Group, Message, wait_for
 from unisono.world.ring import ring_
 from unisono.world.start import group as join
@@ -67,6 +68,28 @@ def every_collective(world: World, library: str) -> dict[str, Any]:
             "places": {tensor.device.type for tensor in (*given.values(), verbs)},
             "numbers": {name: tensor.tolist() for name, tensor in given.items()} | {"verbs": verbs.tolist()},
         }
+
+
+def of_two_makers(world: World, library: str) -> tuple[bool, str, list[float]]:
+    """Accelerators that torch calls by one name."""
+    start.kind_of = lambda device: ["cuda", "cuda", "rocm"][world.rank]
+    with join(equipped(world, library, 0, 1, 2)) as group:
+        return group.mixed, torch.distributed.get_backend(), group.sum_(on(group, [1.0])).tolist()
+
+
+def test_accelerators_of_two_makers_meet_by_the_back_end_that_both_have(accelerator: str) -> None:
+    assert run_ranks(of_two_makers, SIZE, accelerator) == [(True, "gloo", [3.0])] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "kind"),
+    [("cuda", None, "cuda"), ("cuda", "7.1", "rocm"), ("cpu", "7.1", "cpu"), ("xpu", None, "xpu")],
+)
+def test_amds_devices_are_another_kind_than_nvidias(
+    monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, kind: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert start.kind_of(torch.device(device)) == kind
 
 
 def test_every_collective_brings_tensors_to_where_they_belong(accelerator: str) -> None:

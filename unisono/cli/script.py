@@ -54,6 +54,7 @@ from unisono.watch import log, report
 from unisono.watch.stuck import Watch
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
+from unisono.world.start import kind_of
 
 S = TypeVar("S", bound=Settings)
 
@@ -115,7 +116,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         differences = agree(group, facts)
         if group.mixed and (problems := problems_of_mixed(loaded.settings, asked.line())):
             raise SettingsError.of(problems)
-        kinds = group.gather(group.device.type)
+        kinds = group.gather(kind_of(group.device))
         if group.mixed:  # whoever speaks for all now or later
             facts["device"] = " and ".join(sorted(set(group.gather(facts["device"]))))
         parallel = loaded.settings.parallel

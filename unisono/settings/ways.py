@@ -44,15 +44,15 @@ def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
 
 
 def problems_of_mixed(settings: Settings, line: Line) -> list[Problem]:
-    """What cannot be where some processes have an accelerator and others none. Whole models can; what lies over several
-    processes is put together by torch itself, with one back end for one kind of device."""
+    """What cannot be where processes have several kinds of device: accelerators and the CPU, NVIDIA's and AMD's. Whole
+    models can; what lies over several processes is put together by torch, with one back end for one kind of device."""
     problems: list[Problem] = []
     asked = {f"parallel.{axis}": getattr(settings.parallel, axis) for axis in SEVERAL}
     wrong = [(f"{name} = {value}", f"{name}=1") for name, value in asked.items() if value != 1]
     wrong += [("exchange = ddp", "exchange=tree")] * (settings.exchange == "ddp")
     for what, instead in wrong:
-        true = "Some processes have an accelerator and others none, and torch does that for one kind of device."
-        do = f"{line.setting(instead)}, or leave those on the CPU out"
+        true = "Not all processes have the same kind of device, and torch does that for one kind of device."
+        do = f"{line.setting(instead)}, or start processes on one kind of device only"
         problems.append(Problem(what, true, do))
     return problems
 

@@ -50,6 +50,12 @@ def choose_device(world: World, seat: int | None) -> torch.device:
     return torch.device(accelerator.type, seat)
 
 
+def kind_of(device: torch.device) -> str:
+    """cpu, cuda, rocm, xpu, ...: devices of one kind share a back end of torch's. torch calls AMD's devices `cuda` as
+    well, but its NCCL is RCCL there, which does not connect to NVIDIA's."""
+    return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
+
+
 SHOWS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Variables by which a process is shown some of its host's accelerators."""
 
@@ -124,7 +130,7 @@ def meeting(world: World) -> Iterator[Group]:
     with aloud(world):
         store = _store(world)
         device = choose_device(world, find_seat(world, store) if world.foreign else world.seat)
-        mixed = not alike(store, world.size, device.type)
+        mixed = not alike(store, world.size, kind_of(device))
     backend = back_end(device, mixed=mixed)
     require_own_name(world, backend)
     connect(store, world.rank, world.size, backend)
