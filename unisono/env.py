@@ -34,13 +34,14 @@ class World:
     local_size: int = 1  # processes of this run on this host
     host: str = field(default_factory=socket.gethostname)
     store: str | None = None  # where the processes meet: unix:///path (launch/meeting.py), file:///path, env://
-    # (torchrun's variables), hosted://host:port/name (process 0 is its host: world/hosted.py); None: alone
+    # (torchrun's variables), hosted://host:port/name (process 0 is its host: world/hosted.py), group:// (torch's group
+    # is there: world/taken.py); None: alone
     number: int | None = None  # of this process for good, whatever its rank becomes; None: its rank
     restarts: int = 0  # how often a manager (torchrun, Slurm) has begun all of this again, as after a death
     joins: bool = False  # does it come in addition, to processes that are in the midst of it?
     least: int = 0  # processes that must be left for it to go on, if somebody has said so (--ranks MIN:MAX)
     on_cpu: tuple[int, int] = (0, 0)  # ranks from the first to before the second leave accelerators to the others
-    launcher: str = "python"  # who started us: python, unisono, torchrun, srun
+    launcher: str = "python"  # python, unisono, torchrun, srun, mpirun; script: it has made the group itself
     folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
     terminal: bool = False  # may rank 0 draw live lines on its standard output?
     columns: int = 0  # of that terminal, as the launcher found it; 0: look yourself
@@ -67,7 +68,7 @@ class World:
     @property
     def foreign(self) -> bool:
         """Has somebody else's launcher started all processes of this run?"""
-        return self.launcher in ("torchrun", "srun")
+        return self.launcher in ("torchrun", "srun", "mpirun", "script")
 
     @classmethod
     def current(cls) -> World:

@@ -39,6 +39,7 @@ from unisono.cli.target import problems_of_train, recipes
 from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, Unreachable, WorldError
+from unisono.launch import record
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
@@ -55,6 +56,7 @@ from unisono.watch.stuck import Watch
 from unisono.world.collectives import Group
 from unisono.world.start import group as join
 from unisono.world.start import kind_of
+from unisono.world.taken import taken_over
 
 S = TypeVar("S", bound=Settings)
 
@@ -69,8 +71,10 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     other errors go up, as any script would. After Ctrl-C or SIGTERM it returns once the state is saved.
     """
     try:
-        world = World.current()
-    except WorldError as error:  # nothing of the script or of ours has been at work: no traceback tells more
+        world = taken_over(World.current())
+    except WorldError as error:  # nothing of ours has been at work: no traceback tells more
+        if record.path() is not None:  # our launcher says it
+            raise
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)
     try:

@@ -22,6 +22,7 @@ from unisono.train.dealing import WORDS, build_dealing
 from unisono.train.divergence import build_divergence
 from unisono.train.engine import Engine
 from unisono.train.survivors import build_survivors
+from unisono.world.taken import refuse_a_second_group
 
 if TYPE_CHECKING:
     from unisono.train.run import Run
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | None, exchange: Build | None) -> Engine:
     """The engine of a run over this data, from where the run stands to its end. Every process must call this."""
+    refuse_a_second_group(run.world.size)
     settings, state, identity = run.settings, run._state, run._identity
     if data is None:
         data, shuffle = Numbers(settings.batch), False

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from unisono.env import World, host_of, variables
 from unisono.errors import WorldError
 from unisono.settings.words import plural
+from unisono.world import taken
 from unisono.world.collectives import Group
 from unisono.world.connect import alike, all_together, connect, count, count_groups_from, soon
 from unisono.world.hosted import HOSTED, hosted
@@ -133,12 +134,16 @@ def meeting(world: World) -> Iterator[Group]:
         mixed = not alike(store, world.size, kind_of(device))
     backend = back_end(device, mixed=mixed)
     require_own_name(world, backend)
-    connect(store, world.rank, world.size, backend)
+    if world.store == taken.TAKEN:
+        taken.use(torch.device("cpu") if mixed else device, backend)
+    else:
+        connect(store, world.rank, world.size, backend)
     joined = build_group(world, device, mixed=mixed)
     yield joined
     if dist.is_initialized():  # some part before: train/serving.py
         joined.barrier()
-        dist.destroy_process_group()
+        if world.store != taken.TAKEN:
+            dist.destroy_process_group()
 
 
 def back_end(device: torch.device, *, mixed: bool) -> str:
@@ -220,6 +225,8 @@ def _store(world: World) -> dist.Store:
         return Keys(world.store.removeprefix(SCHEME), TIMEOUT)
     if world.store.startswith("file://"):
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
+    if world.store == taken.TAKEN:
+        return taken.store()
     if world.store.startswith(HOSTED):
         return hosted(world.store, world.rank)
     find_meeting_host(world)
