@@ -75,8 +75,11 @@ class World:
         """The World that our launcher assigned, or torchrun's, or srun's, or one plain process. Raises WorldError."""
         if _assigned is not None:
             return _assigned
-        if os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1") and "RANK" not in os.environ:
-            return _from_srun()
+        if "RANK" not in os.environ:
+            if (world := _from_mpirun()) is not None:  # it may start its processes by srun, whose tasks are hosts then
+                return world
+            if os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+                return _from_srun()
         return _from_torchrun() or cls(terminal=draws_live_lines(), restarts=_restarts())
 
 
@@ -208,6 +211,78 @@ def _from_srun() -> World:
         restarts=restarts,
         terminal=rank == 0 and draws_live_lines(),
     )
+
+
+MPI = {
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""What mpirun says to each process: rank, size, and the same among those of its host. Intel MPI says what MPICH does.
+https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html"""
+
+
+def _from_mpirun() -> World | None:
+    """What mpirun's variables say; None without them, for one process, and where Slurm or PMI alone says it.
+
+    mpirun gives no address: MASTER_ADDR and MASTER_PORT do. Without them processes of Open MPI that are all on one host
+    meet there, at a port that follows from the job's name.
+    """
+    maker = next((each for each, names in MPI.items() if os.environ.get(names[1], "1") not in ("", "1")), None)
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if maker is None:
+        if os.environ.get("PMIX_RANK", "0") not in ("", "0") and tasks in ("", "1"):
+            true = f"PMIX_RANK is {os.environ['PMIX_RANK']}, and no variable says how many processes there are."
+            raise WorldError("Join the processes of a PMIx launcher.", true, _instead_of_mpirun(2))
+        return None
+    rank_name, size_name, local_rank_name, local_size_name = MPI[maker]
+    if maker == "MPICH" and tasks == os.environ[size_name]:  # srun --mpi=pmi2
+        return None
+    asked = f"Join the {os.environ[size_name]} processes that mpirun ({maker}) has started."
+    size = _number(size_name, asked, do := _instead_of_mpirun(2))
+    do = _instead_of_mpirun(size)
+    missing = [name for name in MPI[maker] if name not in os.environ]
+    if missing:
+        raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
+    rank = _number(rank_name, asked, do)
+    local_rank, local_size = _number(local_rank_name, asked, do), _number(local_size_name, asked, do)
+    if rank >= size or local_rank >= local_size or local_size > size:
+        true = f"Rank {rank} of {size}, and {local_rank} of {local_size} on this host, cannot be."
+        raise WorldError(asked, true, do)
+    name = next(iter(variables(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")).values()), "")
+    at = variables(("MASTER_ADDR", "MASTER_PORT"))
+    if len(at) < 2 and (not name or local_size < size):
+        missing = [each for each in ("MASTER_ADDR", "MASTER_PORT") if each not in at]
+        true = f"mpirun gives no address at which they could meet, and {' and '.join(missing)} "
+        true += f"{'is' if len(missing) == 1 else 'are'} not set."
+        raise WorldError(asked, true, do)
+    name = re.sub(r"\W", "-", name or "mpirun")
+    port = _port(asked) if "MASTER_PORT" in at else PORTS[zlib.crc32(name.encode()) % len(PORTS)]
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        store=f"hosted://{at.get('MASTER_ADDR', '127.0.0.1')}:{port}/{name}",
+        launcher="mpirun",
+        restarts=_restarts(),
+        terminal=rank == 0 and draws_live_lines(),
+    )
+
+
+def _instead_of_mpirun(size: int) -> str:
+    """What to type where mpirun does not say enough."""
+    script = shlex.join(sys.argv)
+    here = f"unisono run {script} --ranks {size} (one host)"
+    flag, equals = ("-genv", " ") if "PMI_SIZE" in os.environ else ("-x", "=")
+    given = " ".join(
+        f"{flag} {name}{equals}{value}" for name, value in (("MASTER_ADDR", "HOST"), ("MASTER_PORT", PORTS[0]))
+    )
+    return f"{here}, or: mpirun {given} -n {size} python {script} (HOST: where rank 0 is)"
 
 
 def first_host(hosts: str) -> str:

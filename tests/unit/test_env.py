@@ -22,7 +22,7 @@ TORCHRUN = {
 
 @pytest.fixture(autouse=True)
 def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (*TORCHRUN, *SRUN, *env.RESTARTS):
+    for name in (*TORCHRUN, *SRUN, *env.RESTARTS, *OMPI, *MPICH, "PMIX_RANK"):
         monkeypatch.delenv(name, raising=False)
     yield
     env.assign(None)
@@ -181,3 +181,75 @@ def test_a_port_that_cannot_be_is_refused(in_a_step: pytest.MonkeyPatch, by: str
 )
 def test_the_first_host_of_slurms_lists(hosts: str, first: str) -> None:
     assert env.first_host(hosts) == first
+
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-a@1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def given(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_processes_of_mpirun_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, OMPI)
+    world = World.current()
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 3, 4)
+    assert (world.launcher, world.foreign) == ("mpirun", True)
+    where, _, name = str(world.store).rpartition("/")
+    assert name == "prterun-a-1"
+    assert where.startswith("hosted://127.0.0.1:")
+    assert int(where.rpartition(":")[2]) in env.PORTS
+    given(monkeypatch, {"MASTER_ADDR": "gpu1", "MASTER_PORT": "2222", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    assert World.current().store == "hosted://gpu1:2222/prterun-a-1"
+
+
+def test_mpirun_that_starts_its_processes_by_srun_counts_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, {**SRUN, **OMPI})
+    assert (World.current().launcher, World.current().size) == ("mpirun", 4)
+    given(monkeypatch, TORCHRUN)
+    assert World.current().launcher == "torchrun"
+
+
+def test_srun_with_pmi_is_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, {**SRUN, **MPICH, "PMI_SIZE": "7"})
+    assert World.current().launcher == "srun"
+
+
+def test_one_process_of_mpirun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, {**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
+    assert (World.current().size, World.current().launcher) == (1, "python")
+
+
+NO_ADDRESS = "mpirun gives no address at which they could meet, and MASTER_ADDR and MASTER_PORT are not set."
+
+
+@pytest.mark.parametrize(
+    ("variables", "true"),
+    [
+        (MPICH, NO_ADDRESS),
+        ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, NO_ADDRESS),
+        ({**MPICH, "MASTER_ADDR": "a"}, NO_ADDRESS.replace("MASTER_ADDR and MASTER_PORT are", "MASTER_PORT is")),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "MPI_LOCALRANKID and MPI_LOCALNRANKS are not set."),
+        ({**OMPI, "OMPI_COMM_WORLD_RANK": "4"}, "Rank 4 of 4, and 3 of 4 on this host, cannot be."),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK is 1, and no variable says how many processes there are."),
+    ],
+)
+def test_mpirun_that_says_too_little_is_refused_rather_than_training_alone(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], true: str
+) -> None:
+    given(monkeypatch, variables)
+    with pytest.raises(WorldError) as caught:
+        World.current()
+    (problem,) = caught.value.problems
+    assert problem.true == true
+    assert problem.do.startswith("unisono run ")
+    assert "MASTER_ADDR" in problem.do

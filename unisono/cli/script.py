@@ -214,8 +214,8 @@ class Asked:
 
     def line(self) -> Line:
         """The command line that asked for this, whoever started the process."""
-        if self.world.launcher == "srun":
-            return self.request.line("srun", "-n", str(self.world.size), "python", str(self.script))
+        if self.world.launcher in ("srun", "mpirun"):
+            return self.request.line(self.world.launcher, "-n", str(self.world.size), "python", str(self.script))
         if self.world.launcher != "unisono":
             line = self.request.line("python", str(self.script))
             all_here = 1 < self.world.size == self.world.local_size

@@ -54,9 +54,9 @@ class Line:
         return shlex.join(["unisono", "run", *target[:1], "--help"])
 
     def in_processes(self, count: int) -> Line:
-        """As `unisono run` starts that many processes, or srun, if that is what was typed."""
+        """As `unisono run` starts that many processes, or srun or mpirun, if that is what was typed."""
         words = self.words or ("unisono", "run", "SCRIPT")
-        if words[:2] == ("srun", "-n"):
+        if words[:2] in (("srun", "-n"), ("mpirun", "-n")):
             return Line((*words[:2], str(count), *words[3:]))
         if words[0] == "python":
             words = ("unisono", "run", *words[1:])
