@@ -6,6 +6,8 @@ The names below are all there is to learn. They are resolved when first used, so
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 from unisono import env as env  # at once, because it notes where we are before the script goes elsewhere
@@ -14,6 +16,7 @@ __version__ = "0.1.0"
 
 _door = {
     "main": "unisono.cli.script",
+    "launch": "unisono.cli.interactive",
     "Settings": "unisono.settings",
     "CheckpointSettings": "unisono.settings",
     "LoaderSettings": "unisono.settings",
@@ -32,12 +35,14 @@ _door = {
     "DataError": "unisono.errors",
     "LoopError": "unisono.errors",
     "CheckpointError": "unisono.errors",
+    "RankFailed": "unisono.errors",
     "Diverged": "unisono.errors",
 }
 
 __all__ = ["__version__", *_door]
 
 if TYPE_CHECKING:
+    from unisono.cli.interactive import launch as launch
     from unisono.cli.script import main as main
     from unisono.data.streams import Stream as Stream
     from unisono.env import World as World
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from unisono.errors import DataError as DataError
     from unisono.errors import Diverged as Diverged
     from unisono.errors import LoopError as LoopError
+    from unisono.errors import RankFailed as RankFailed
     from unisono.errors import SettingsError as SettingsError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
@@ -70,3 +76,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_door[name]), name)
     globals()[name] = value
     return value
+
+
+class _Door(types.ModuleType):
+    """`unisono.launch` is the function, also once the package of that name is imported, which sets the attribute."""
+
+    @property
+    def launch(self) -> Any:
+        return importlib.import_module(_door["launch"]).launch
+
+    @launch.setter
+    def launch(self, package: types.ModuleType) -> None:
+        pass
+
+
+sys.modules[__name__].__class__ = _Door

@@ -100,6 +100,11 @@ def assign(world: World | None) -> None:
     _assigned = world
 
 
+def assigned() -> bool:
+    """Has our launcher started this process?"""
+    return _assigned is not None
+
+
 def draws_live_lines() -> bool:
     """Is standard output a terminal that can redraw a line?"""
     return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"

@@ -81,6 +81,14 @@ class Stuck(WorldError):
     """Nothing in the run has gone on for longer than the settings allow."""
 
 
+class RankFailed(UnisonoError):
+    """A run that `unisono.launch` started has failed: `rank` with an exception of the type `kind` ("": it died)."""
+
+    def __init__(self, asked: str, true: str = "", do: str = "", rank: int = 0, kind: str = "") -> None:
+        super().__init__(asked, true, do)
+        self.rank, self.kind = rank, kind
+
+
 class Stopped(BaseException):
     """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
 

@@ -46,8 +46,21 @@ class Ranks(NamedTuple):
     on_cpu: tuple[int, int] = (0, 0)
 
 
-def run_with_restarts(script: Path, request: Request, run_dir: Path, ranks: Ranks, *, threads: int) -> Outcome:
-    """Run the script, and restart all processes whenever one has died and the others could not continue."""
+def run_with_restarts(
+    script: Path,
+    request: Request,
+    run_dir: Path,
+    ranks: Ranks,
+    *,
+    threads: int,
+    screen: int = 1,
+    columns: int = 0,
+    say: bool = True,
+) -> Outcome:
+    """Run the script, and restart all processes whenever one has died and the others could not continue.
+
+    screen, columns, say  as for `launch.local.run`
+    """
     left.clear(run_dir)
     reached, failures = _saved(run_dir), 0
     while True:
@@ -60,6 +73,9 @@ def run_with_restarts(script: Path, request: Request, run_dir: Path, ranks: Rank
             minimum=ranks.least,
             elastic=ranks.elastic,
             on_cpu=ranks.on_cpu,
+            screen=screen,
+            columns=columns,
+            say=say,
         )
         if outcome.stopped or not _died(outcome):
             return outcome

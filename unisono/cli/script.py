@@ -31,6 +31,7 @@ from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
 from unisono.checkpoint.place import settle_in
 from unisono.cli.elsewhere import without_local_rank
 from unisono.cli.hello import say_hello
+from unisono.cli.interactive import in_a_kernel
 from unisono.cli.machine import problems_here
 from unisono.cli.request import Request
 from unisono.cli.resubmitted import again, mark
@@ -70,6 +71,10 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     Ends the process with status 2 for a wrong request, with 1 where the launcher's variables make no sense, and lets
     other errors go up, as any script would. After Ctrl-C or SIGTERM it returns once the state is saved.
     """
+    if in_a_kernel():
+        true = "It reads the command line, which is the kernel's here."
+        do = "unisono.launch(main, Settings(steps=100), ranks=2) (docs/notebooks.md)"
+        raise SettingsError("unisono.main was called in a notebook.", true, do)
     try:
         world = taken_over(World.current())
     except WorldError as error:  # nothing of ours has been at work: no traceback tells more

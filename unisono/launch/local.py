@@ -35,6 +35,7 @@ def run(
     minimum: int | None = None,
     elastic: bool = False,
     on_cpu: tuple[int, int] = (0, 0),
+    columns: int = 0,
 ) -> Outcome:
     """Run the script in `ranks` processes and return when all are gone.
 
@@ -46,9 +47,10 @@ def run(
     minimum  if a process dies, and so many are left, they go on, and another one is started; None: that ends the run
     elastic  do so on accelerators, too
     on_cpu   those from the first to before the second leave accelerators to the others
+    columns  of `screen`, which takes live lines though it is no terminal; 0: as standard output does
     """
-    terminal = screen == 1 and draws_live_lines()
-    columns = os.get_terminal_size(1).columns if terminal else 0
+    terminal = columns > 0 or (screen == 1 and draws_live_lines())
+    columns = columns or (os.get_terminal_size(1).columns if terminal else 0)
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
     with room() as folder:
         survives = minimum is not None and ranks > 1
