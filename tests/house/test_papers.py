@@ -51,6 +51,10 @@ class Block:
         return "unisono.main(" in self.code
 
     @property
+    def launches(self) -> bool:
+        return "unisono.launch(" in self.code
+
+    @property
     def peer(self) -> str | None:
         """The other library that this script is written for."""
         found = IMPORTS.search(self.code)
@@ -99,6 +103,13 @@ def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
     assert result["steps"] == 2
 
 
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.launches], ids=by_name)
+def test_blocks_that_launch_run(block: Block, tmp_path: Path) -> None:
+    """Two runs, in processes of their own."""
+    (tmp_path / "script.py").write_text(block.code, encoding="utf-8")
+    run(tmp_path, "script.py")
+
+
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.is_torchs], ids=by_name)
 def test_scripts_for_torchrun_run(block: Block, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(block.code, encoding="utf-8")
@@ -123,7 +134,9 @@ def test_scripts_of_peers_run(block: Block, ranks: int, tmp_path: Path) -> None:
     run(tmp_path, *(TORCHRUN if ranks > 1 and block.peer == "accelerate" else ()), "script.py")
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if not (b.is_ours or b.is_torchs or b.peer)], ids=by_name)
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if not (b.is_ours or b.launches or b.is_torchs or b.peer)], ids=by_name
+)
 def test_other_blocks_are_python(block: Block) -> None:
     ast.parse(block.code, block.name)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 from unisono import env
 from unisono.checkpoint import manifest
@@ -81,6 +81,9 @@ def launch(
     if (world := World.current()).size > 1 or env.assigned():
         true = f"This process is rank {world.rank} of {world.size} already."
         raise SettingsError(str(line), true, "unisono.main(main, Settings) in a script that a launcher starts")
+    if not issubclass(settings if isinstance(settings, type) else type(settings), Settings):
+        do = str(replace(line, sets=("steps=100",)))
+        raise SettingsError(str(line), f"settings is {settings!r}, and neither a Settings nor a class of them.", do)
     asked, stem = numbers(str(ranks), 0, line), _stem()
     cls = settings if isinstance(settings, type) else type(settings)
     path = Path(run_dir) if run_dir is not None else None
@@ -143,7 +146,9 @@ class Call(Line):
         name = name.removeprefix("--").replace("-", "_")
         if name == "ranks":
             return replace(self, ranks=int(value) if value.isdecimal() else value)
-        return replace(self, **{name: value or True}) if name in ("run_dir", "resume") else self
+        if name == "run_dir":
+            return replace(self, run_dir=value)
+        return replace(self, resume=True) if name == "resume" else self
 
     def without(self, name: str, value: str = "") -> Call:
         empty: dict[str, Any] = {"--run-dir": {"run_dir": None}, "--resume": {"resume": False}}
@@ -174,7 +179,7 @@ SINGLE = {id(mark): name for name, mark in vars(dataclasses).items() if type(mar
 """Names of what dataclasses compares by identity, as MISSING."""
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):
     """cloudpickle's, with the marks of dataclasses as what they are: it would make others of the same kind."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -193,7 +198,7 @@ def _by_value(main: Any, cls: type, line: Line) -> bytes:
     except Exception as error:  # whatever __reduce__ raises
         true = f"What it uses of this notebook or script cannot be sent: {type(error).__name__}: {error}"
         raise SettingsError(str(line), true, "open files, locks and the like inside the function instead.") from error
-    return cloudpickle.dumps({"path": path, "lines": lines, "main": both.getvalue()})  # type: ignore[no-any-return]
+    return cloudpickle.dumps({"path": path, "lines": lines, "main": both.getvalue()})
 
 
 def _write(folder: Path, sent: bytes) -> Path:
@@ -209,7 +214,7 @@ def _shown() -> Iterator[tuple[int, int]]:
     """A file descriptor for rank 0's output, and the width of its updating line (0: a terminal's own). What is written
     there comes to sys.stdout, be that a terminal or a notebook's cell."""
     try:
-        plain = sys.stdout is sys.__stdout__ and sys.stdout.fileno() == 1
+        plain = sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.stdout.fileno() == 1
     except (AttributeError, OSError, ValueError):
         plain = False
     if plain:
