@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 
 from unisono import env
 from unisono.checkpoint import manifest
