@@ -77,6 +77,8 @@ class Layout:
         for bucket in self.buckets:
             bucket.size = max(1, -(-bucket.size // (size * ALIGN))) * size * ALIGN  # a parameter may have no elements
         self.bucket_of = {number: b for b, bucket in enumerate(self.buckets) for number in bucket.members}
+        self.sparse: set[int] = set()
+        """Parameters whose gradient has arrived as a sparse tensor (`nn.EmbeddingBag(sparse=True)`)."""
         ends = itertools.accumulate(-(-b.size * b.dtype.itemsize // LINE) * LINE for b in self.buckets)
         self._ends = [0, *ends]  # in bytes, when all buckets lie one after the other
 
@@ -130,7 +132,7 @@ class Copy:
                 views[number] = _view(flat, offset, layout.parts[number])
         self.views = [views[number] for number in range(len(layout.params))]
         self.mark = layout.mark_of(self.memory.bytes) if self.memory else torch.zeros(1, dtype=torch.uint8)
-        self.bucket_of = layout.bucket_of
+        self.bucket_of, self.sparse = layout.bucket_of, layout.sparse
         self.filled: list[bool] = []
         """Which views hold a gradient; the content of the others means nothing."""
         self._versions: list[int] = []
@@ -150,8 +152,8 @@ class Copy:
     def place(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what backward should add to: the views that hold a gradient, and nothing for the others."""
         self._versions = [flat._version for flat in self.flats]
-        for p, view, filled in zip(params, self.views, self.filled, strict=True):
-            p.grad = view if filled and not lies_apart(p) else None
+        for number, (p, view, filled) in enumerate(zip(params, self.views, self.filled, strict=True)):
+            p.grad = view if filled and not (number in self.sparse or lies_apart(p)) else None
 
     def hand_over(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what is here."""
@@ -162,8 +164,11 @@ class Copy:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
         self._versions[self.bucket_of[number]] += 1
         if p.grad is not self.views[number]:  # otherwise autograd added to what was here
-            self._add(number, part_of_gradient(p))
-            p.grad = None if lies_apart(p) else self.views[number]
+            grad = unique(part_of_gradient(p))
+            if grad.is_sparse:
+                self.sparse.add(number)
+            self._add(number, grad)
+            p.grad = None if grad.is_sparse or lies_apart(p) else self.views[number]
 
     def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Has nobody but autograd written to p.grad since `place`, nor replaced it?"""
@@ -195,7 +200,7 @@ class Copy:
         if self.filled[number]:
             view.add_(grad)
         else:
-            torch.add(grad if grad.layout is torch.strided else grad.to_dense(), 0.0, out=view)
+            torch.add(grad.to_dense(), 0.0, out=view)
             self.filled[number] = True
 
     def complete(self) -> None:
@@ -211,24 +216,27 @@ class Loose:
 
     def __init__(self, layout: Layout) -> None:
         self.grads: list[torch.Tensor | None] = [None] * len(layout.params)
+        self.sparse = layout.sparse
         self._versions = [0] * len(layout.params)
 
     def place(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what backward should add to."""
-        for p, grad in zip(params, self.grads, strict=True):
-            p.grad = None if lies_apart(p) else grad
+        for number, (p, grad) in enumerate(zip(params, self.grads, strict=True)):
+            p.grad = None if number in self.sparse or lies_apart(p) else grad
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
-        held, grad = self.grads[number], part_of_gradient(p)
+        held, grad = self.grads[number], unique(part_of_gradient(p))
+        if grad.is_sparse:
+            self.sparse.add(number)
         if held is None:
-            held = self.grads[number] = grad if grad.layout is torch.strided else grad.to_dense()
+            held = self.grads[number] = grad.to_dense()
             self._versions[number] = held._version
         else:
             if grad is not held:  # somebody's zero_grad came between
                 held.add_(grad)
             self._versions[number] += 1
-        if lies_apart(p):
+        if grad.is_sparse or lies_apart(p):
             p.grad = None
         elif grad is not held:
             p.grad = held
@@ -263,6 +271,15 @@ def part_of_gradient(p: torch.Tensor) -> torch.Tensor:
         grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
     part: torch.Tensor = local(grad)
     return part
+
+
+def unique(grad: torch.Tensor) -> torch.Tensor:
+    """Sum what a sparse gradient holds several times for the same row: a row that occurs twice in a micro-batch, say.
+
+    So the sum of one micro-batch is complete before it is added to others. torch would add every occurrence to the
+    sum by itself, and the order of these additions would depend on which process holds the others.
+    """
+    return grad.coalesce() if grad.is_sparse else grad
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[slice]:

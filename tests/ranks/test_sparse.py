@@ -1,0 +1,81 @@
+"""Embeddings with sparse gradients have the same bits on any number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks.loops import SETTINGS, Loop, attempt
+from unisono.env import World
+from unisono.exchange import buckets
+from unisono.settings import ParallelSettings
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+
+class Words(nn.Module):
+    """Twelve of three words a sample, so that every micro-batch has each of them several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(3, 5, sparse=True)
+        self.words = nn.Embedding(3, 5, sparse=True)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.bag(x) + self.words(x).sum(1))
+        return found
+
+
+def loop(*, clip: float | None = None, merge: bool = True) -> Loop:
+    def body(run: Run[Any]) -> Any:
+        words = torch.randint(0, 3, (64, 12), generator=torch.Generator().manual_seed(1))
+        model = run.place(Words)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        run.track(model=model, optimizer=optimizer)
+        grads: list[bytes] = []
+        with pytest.MonkeyPatch.context() as patch:
+            if not merge:
+                patch.setattr(buckets, "unique", lambda grad: grad)
+            for step in run.steps(torch.utils.data.TensorDataset(words, words[:, 0])):
+                for x, y in step:
+                    step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+                if run.settings.parallel.shard == 1:
+                    grads += [p.grad.to_dense().numpy().tobytes() for p in model.parameters() if p.grad is not None]
+                step.update(optimizer, clip=clip)
+        return run._state.fingerprint(), grads, run.promise()[0]
+
+    return body
+
+
+CASES = {
+    "plain": (loop(), {}),
+    "several micro-batches": (loop(), {"virtual_ranks": 5, "micro_batch": 1}),
+    "clipped": (loop(clip=0.1), {}),
+    "without merging": (loop(merge=False), {}),
+}
+
+
+def all_of_them(world: World, folder: Path) -> dict[str, Any]:
+    config = replace(SETTINGS, batch=16)
+    return {name: attempt(world, folder / name, body, replace(config, **more)) for name, (body, more) in CASES.items()}
+
+
+def in_shards(world: World, folder: Path) -> Any:
+    config = replace(SETTINGS, batch=16, parallel=ParallelSettings(shard=world.size, gather="step"))
+    return attempt(world, folder, loop(clip=0.1), config)
+
+
+def test_sparse_gradients_have_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
+    (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
+    assert {promise for _, _, promise in truth.values()} == {"exact"}
+    for came in run_ranks(all_of_them, 3, tmp_path / "3"):
+        differ = [name for name in truth if came[name] != truth[name]]
+        assert differ == ["without merging"]
+    assert [came[0] for came in run_ranks(in_shards, 2, tmp_path / "shards")] == [truth["clipped"][0]] * 2
