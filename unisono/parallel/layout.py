@@ -29,6 +29,11 @@ class Strides:
         slots = [(module.get_submodule(path), own) for path, _, own in (name.rpartition(".") for name in names)]
         return Strides({slot: self.strides[slot] for slot in slots if slot in self.strides})
 
+    def holds(self, module: nn.Module, name: str) -> bool:
+        """Return whether the parameter of this name, dots and all, is one of them."""
+        path, _, own = name.rpartition(".")
+        return (module.get_submodule(path), own) in self.strides
+
     def listen(self, module: nn.Module) -> None:
         """From now on the module's forward finds them in that order. FSDP2's hooks, which gather and let go, are there
         already: ours come after the one and before the other."""

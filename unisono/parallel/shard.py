@@ -55,6 +55,8 @@ class Layer:
     params: list[nn.Parameter] = field(default_factory=list)
     notes: Notes | None = None
     reduced: int = 0
+    reordered: list[nn.Parameter] = field(default_factory=list)
+    """Those whose whole is not stored row by row on one process."""
     used: list[bool] = field(default_factory=list)
     """Which of them have taken part in a backward pass since somebody looked."""
     _watched: set[int] = field(default_factory=set)
@@ -198,7 +200,11 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
     for layer in layers:
-        ordered.of(layer.names, layer.module).listen(layer.module)
+        rows = ordered.of(layer.names, layer.module)
+        rows.listen(layer.module)
+        layer.reordered = [
+            p for name, p in zip(layer.names, layer.params, strict=True) if rows.holds(layer.module, name)
+        ]
     for part in model.modules():  # called by itself, or computed again in backward
         ordered.of(part._parameters, part).listen(part)
     if parallel.gather == "step":

@@ -25,7 +25,8 @@ from unisono.train.buffers import Gathered, bits_of, versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
-from unisono.train.misfits import alone, check_optimizer, check_schedule, one_by_one, refuse_hooks
+from unisono.train.local_step import prepare
+from unisono.train.misfits import alone, check_optimizer, check_schedule, refuse_hooks
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
@@ -47,7 +48,6 @@ class Engine:
     buddy: Buddy | None = None
 
     own: Own | None = None  # the script's own exchange
-
     audit: Audit | None = None
     divergence: Divergence | None = None
     survivors: Survivors | None = None  # who goes on when a process dies; None: nobody can
@@ -407,7 +407,7 @@ class Engine:
         if self._held.get(id(optimizer)) == count:
             return
         check_optimizer(optimizer, self.models.trained, self.order.virtual_ranks)
-        one_by_one(optimizer)
+        prepare(optimizer)
         if id(optimizer) not in self._held:
             self.steppers.append(optimizer)
         self._held[id(optimizer)] = count

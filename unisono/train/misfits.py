@@ -65,6 +65,12 @@ def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtu
             "It calls a closure several times a step, and a step here is one gradient.",
             "use an optimizer that takes no closure.",
         )
+    if isinstance(optimizer, torch.optim.SGD) and any(map(_unmoved, optimizer.param_groups)):
+        raise LoopError(
+            "step.update was given SGD(fused=True).",
+            "torch's fused kernel for CPUs leaves most elements of bfloat16 and float16 parameters as they are.",
+            "use fused=False.",
+        )
     ours = set(map(id, trained))
     strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in ours]
     if strange:
@@ -75,6 +81,12 @@ def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtu
             "make every model that trains with run.place, and the optimizer from the model it returns; let a model "
             "grow between two steps.",
         )
+
+
+def _unmoved(group: Mapping[str, Any]) -> bool:
+    """Return whether torch's fused SGD would not write to the parameters of this group: its vectorized loop over numbers
+    of 16 bits computes an update and does not store it (torch 2.13)."""
+    return bool(group.get("fused")) and any(p.device.type == "cpu" and p.dtype.itemsize == 2 for p in group["params"])
 
 
 BY_ELEMENT = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop"]
@@ -172,14 +184,6 @@ def _better_batch(order: Order, last: int) -> str:
         if replace(order, virtual_ranks=fewer).smallest(last) > 1:
             return f"--set virtual_ranks={fewer}, or GroupNorm."
     return "use GroupNorm, or more data."
-
-
-def one_by_one(optimizer: Any) -> None:
-    """torch's optimizers step many parameters in one call, which those that lie over different processes cannot share.
-    One after the other has the same bits."""
-    for group in optimizer.param_groups:
-        if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
-            group |= {way: False for way in ("foreach", "fused") if way in group}
 
 
 def refuse_hooks(trained: Sequence[torch.nn.Parameter], names: Mapping[int, str], virtual_ranks: int) -> None:

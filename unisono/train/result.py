@@ -13,6 +13,7 @@ from unisono.data.workers import deaths
 from unisono.exchange import PROMISES, promise_of
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
+from unisono.train.local_step import differs_in_shards
 from unisono.train.misfits import by_element
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
         strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not by_element(s)]
         if strange:
             reason = f"{strange[0]} may compute with whole tensors, of which each process has a part"
+            return max((exchange[0], "tolerance"), key=_rank), reason
+        rounds = [type(s).__name__ for s in steppers if differs_in_shards(s, run._models.layers)]
+        if rounds:
+            reason = (
+                f"{rounds[0]} rounds the last elements of a tensor otherwise, and each process has a part: use float32 "
+                "parameters and fused=False"
+            )
             return max((exchange[0], "tolerance"), key=_rank), reason
     ties = run._models.ties
     if ties:

@@ -11,6 +11,7 @@ import torch
 from unisono import phases
 from unisono.errors import LoopError, PeerLost
 from unisono.score.order import Place
+from unisono.train.local_step import on_local_shards
 from unisono.train.misfits import check_loss, stepping
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.slices import in_slices
@@ -334,7 +335,7 @@ class Step:
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             self._engine.know(optimizer)
-            with stepping(optimizer):
+            with stepping(optimizer), on_local_shards(optimizer):
                 optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:
