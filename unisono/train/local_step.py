@@ -6,9 +6,10 @@ through the dispatch of DTensor.
 
 ATen's kernels for CPUs round the last elements of a tensor otherwise than the others. A vectorized loop takes whole
 blocks, in float32 registers; a scalar loop takes the rest, and rounds float16 and bfloat16 after every operation. The
-scalar loops of fused optimizers compute without fused multiply-add. Which elements these are depends on where the tensor
-ends, and where the intra-op threads divide it. So a shard is stepped in pieces that begin and end where blocks of the
-whole tensor do. A block that two shards share is stepped by both, in a buffer in which the other's elements are zeros:
+scalar loops of fused optimizers compute without fused multiply-add. Which elements these are depends on where the
+tensor ends, and where the intra-op threads divide it. So a shard is stepped in pieces that begin and end where blocks
+of the whole tensor do. A block that two shards share is stepped by both, in a buffer in which the other's elements are
+zeros:
 
     whole parameter     |  block 0  |  block 1  |  block 2  |  block 3  | rest |
     shard 1 of 2                         [ b b b|b b b b b b|b b b b b b| r r r]
@@ -258,8 +259,11 @@ def _begin(p: Any) -> int:
 
 
 def spans(begin: int, end: int, total: int, block: int, threads: int) -> Iterator[tuple[int, int]]:
-    """Yield spans of a tensor of `total` elements that cover those from `begin` to `end`. A kernel that steps each span as
-    a tensor of its own rounds every element as it does in the whole tensor on so many threads."""
+    """Yield spans of a tensor of `total` elements that cover those from `begin` to `end`.
+
+    A kernel that takes each span as a tensor of its own rounds every element as it does in the whole tensor, where it
+    divides that among so many threads.
+    """
     parts = min(threads, -(-total // GRAIN)) if total > GRAIN else 1
     chunk = max(-(-total // parts), 1)
     for first in range(0, total, chunk):

@@ -84,8 +84,10 @@ def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtu
 
 
 def _unmoved(group: Mapping[str, Any]) -> bool:
-    """Return whether torch's fused SGD would not write to the parameters of this group: its vectorized loop over numbers
-    of 16 bits computes an update and does not store it (torch 2.13)."""
+    """Return whether torch's fused SGD would not write to the parameters of this group.
+
+    Its vectorized loop over numbers of 16 bits computes an update and does not store it (torch 2.13, on CPUs).
+    """
     return bool(group.get("fused")) and any(p.device.type == "cpu" and p.dtype.itemsize == 2 for p in group["params"])
 
 

@@ -20,6 +20,7 @@ from unisono.errors import LoopError
 from unisono.parallel.context import Context
 from unisono.parallel.marks import apply_marks, marks_of
 from unisono.parallel.recipe import parallelize
+from unisono.parallel.reductions import reduce_whole
 from unisono.train.alike import check_alike
 from unisono.train.buffers import Buffers
 from unisono.train.whole import whole_here
@@ -69,6 +70,7 @@ class Models:
         """Do logits come out of a model divided by classes?"""
         self.heard: list[Callable[[], None]] = []
         """Who is to be told when something else trains than before."""
+        self._undo: Callable[[], None] | None = None  # ends reductions over whole tensors
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
         self._notices: list[Any] = []
@@ -104,6 +106,8 @@ class Models:
         elif layers:
             for layer in layers:
                 layer.gather_by(self.mesh.shard)
+        if layers and self._undo is None:
+            self._undo = reduce_whole(self.mesh.shard)
         self.layers += layers
         apply_marks(model, marks)
         self.plans.append(plan)
@@ -236,6 +240,9 @@ class Models:
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""
         self.context.close()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         notices, self._notices = self._notices, []
         for notice in notices:
             notice.remove()
