@@ -36,6 +36,12 @@ class Mine(torch.optim.AdamW):
     """One of torch's, with a name of its own."""
 
 
+class OnDTensors(torch.optim.Rprop):
+    """One that is stepped on DTensors, with an operation that torch cannot make of them."""
+
+    by_element = True
+
+
 def matrix() -> nn.Module:
     return nn.Linear(3, 4, bias=False)
 
@@ -46,6 +52,8 @@ MAKE = {
     "Mine": Mine,
     "Muon": torch.optim.Muon,
     "Rprop": torch.optim.Rprop,
+    "Adafactor": torch.optim.Adafactor,
+    "OnDTensors": OnDTensors,
 }
 
 
@@ -63,11 +71,11 @@ def test_what_does_not_go_by_element_promises_less_in_shards(tmp_path: Path) -> 
     (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
     assert all(came[1][0] == "exact" for came in truth.values())
     for told in run_ranks(all_of_them, 2, tmp_path / "2"):
-        for name in ("SureSigns", "Mine"):
+        for name in ("SureSigns", "Mine", "Rprop"):
             assert told[name] == truth[name], name
         assert told["Signs"][0] == truth["Signs"][0]
-        for name in ("Signs", "Muon"):
+        for name in ("Signs", "Muon", "Adafactor"):
             assert told[name][1][0] == "tolerance", name
             assert told[name][1][1].startswith(f"{name} may compute with whole tensors"), name
-        assert "was to step Rprop with parameters of which each process has a part" in told["Rprop"]
-        assert "use AdamW or SGD" in told["Rprop"]
+        assert "was to step OnDTensors with parameters of which each process has a part" in told["OnDTensors"]
+        assert "use AdamW or SGD" in told["OnDTensors"]
