@@ -22,7 +22,7 @@ from unisono.train.step import Step
 HALF = torch.bfloat16
 
 
-def odd() -> nn.Module:
+def odd() -> nn.Sequential:
     """Sizes of which no multiple is that of a register."""
     return nn.Sequential(nn.Linear(3, 19), nn.LayerNorm(19), nn.ReLU(), nn.Linear(19, 11))
 

@@ -75,7 +75,7 @@ def adam(model: nn.Module) -> Any:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-CASES = {
+CASES: dict[str, tuple[Loop, Any]] = {
     "clipped layer": (loop(clipped), "layer"),
     "clipped step": (loop(clipped), "step"),
     "layer by layer": (loop(layer_by_layer), "layer"),

@@ -54,7 +54,7 @@ def loop(*, clip: float | None = None, merge: bool = True) -> Loop:
     return body
 
 
-CASES = {
+CASES: dict[str, tuple[Loop, dict[str, Any]]] = {
     "plain": (loop(), {}),
     "several micro-batches": (loop(), {"virtual_ranks": 5, "micro_batch": 1}),
     "clipped": (loop(clip=0.1), {}),

@@ -99,7 +99,7 @@ def bits(value: Any) -> Any:
     value = value.to_local() if isinstance(value, DTensor) else value
     if not isinstance(value, torch.Tensor):
         return value
-    return value.dtype, value.reshape(-1).view(torch.uint8).tolist() if value.numel() else []
+    return value.dtype, value.reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
 
 
 def expected(value: Any, rank: int, size: int) -> Any:
@@ -135,7 +135,7 @@ def differing(
 def _placed(mesh: DeviceMesh, rank: int, size: int) -> Callable[[torch.Tensor], Any]:
     def place(whole: torch.Tensor) -> Any:
         mine = part(whole, rank, size)
-        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())  # type: ignore[no-untyped-call]
+        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
     return place
 
@@ -145,7 +145,7 @@ def test_every_optimizer_that_goes_by_elements_has_the_bits_of_one_process() -> 
 
 
 def test_threads_divide_a_shard_as_they_divide_the_whole() -> None:
-    few = {"shapes": LARGE, "names": ["SGD"], "threads": 3}
+    few: dict[str, Any] = {"shapes": LARGE, "names": ["SGD"], "threads": 3}
     assert differing(2, [torch.float32, torch.bfloat16], **few) == []
 
 

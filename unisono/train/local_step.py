@@ -120,12 +120,16 @@ def on_local_shards(optimizer: Any) -> Iterator[None]:
 
 
 class _Shards:
-    """The local shards of an optimizer's parameters, and between `enter` and `leave` what it held before."""
+    """The local shards of an optimizer's parameters, and between `enter` and `leave` what it held before.
+
+    Without gradients `to_local` is the local tensor itself: a `detach` of a DTensor would cost most of the time.
+    """
 
     def __init__(self) -> None:
         self.shards: dict[int, _Shard] = {}
         self.held: tuple[list[list[Any]], Any] | None = None
 
+    @torch.no_grad()
     def enter(self, optimizer: Any) -> None:
         self.held = [group["params"] for group in optimizer.param_groups], optimizer.state
         state: dict[Any, Any] = defaultdict(dict)
@@ -144,6 +148,7 @@ class _Shards:
         self.shards = stepped  # those without a gradient keep no buffers
         optimizer.state = state
 
+    @torch.no_grad()
     def leave(self, optimizer: Any) -> None:
         if self.held is None:
             return
@@ -159,7 +164,7 @@ class _Shards:
 
     def _shard_of(self, p: torch.Tensor, group: dict[str, Any]) -> _Shard:
         fused, threads = bool(group.get("fused")), torch.get_num_threads()
-        how = local(p.detach()).data_ptr(), fused, threads
+        how = local(p).data_ptr(), fused, threads
         known = self.shards.get(id(p))
         if known is None or known.how != how:
             # the kernels of fused optimizers divide a tensor among threads at whole blocks
@@ -175,7 +180,7 @@ class _Shard:
 
     def __init__(self, p: torch.Tensor, how: tuple[Any, ...], *, cut: bool, threads: int) -> None:
         self.p, self.how = p, how
-        mine: torch.Tensor = local(p.detach())
+        mine: torch.Tensor = local(p)
         self.pieces = [Piece(mine, None, slice(None))]
         if not cut:
             return
@@ -196,7 +201,7 @@ class _Shard:
         """Hand parameter, gradient and state over in pieces: the first of these are returned, and have `grad`."""
         parts = {name: self._cut(local(value)) for name, value in state.items() if lies_apart(value)}
         grads = self._cut(local(self.p.grad))
-        whole = self._cut(local(self.p.detach()))
+        whole = self._cut(local(self.p))
         for number, piece in enumerate(self.pieces):
             if piece.slots is not None:
                 piece.tensor.copy_(whole[number])
@@ -212,7 +217,7 @@ class _Shard:
 
     def give(self, state: dict[str, Any], found: dict[Any, Any]) -> None:
         """Take parameter and state back after the step."""
-        mine = local(self.p.detach())
+        mine = local(self.p)
         for piece in self.pieces:
             piece.tensor.grad = None
             self._put(piece, piece.tensor, mine)
@@ -221,7 +226,7 @@ class _Shard:
             if not (isinstance(value, torch.Tensor) and value.shape == first.tensor.shape):
                 state[name] = value
             elif first.tensor.shape == mine.shape and first.slots is None:
-                held = state.get(name)
+                held: Any = state.get(name)
                 if not lies_apart(held) or local(held).data_ptr() != value.data_ptr() or held.dtype != value.dtype:
                     state[name] = like(value, self.p)
             else:
