@@ -9,12 +9,13 @@ before it in the same process. What they make of them meets when the pass ends:
     anything else  takes the value that the first virtual rank with work made of it. A spectral norm's vectors depend
                    on the weights alone, so every virtual rank has made the same of them; a counter counts its rounds.
 
-With one virtual rank buffers are the forward pass's own, as in plain torch.
+With one virtual rank buffers are the forward pass's own, as in plain torch. Python attributes of modules are treated
+as buffers are (train/attributes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.errors import LoopError
 from unisono.score.keys import mix
+from unisono.train import attributes
+from unisono.train.attributes import Attributes
 from unisono.world.collectives import Group, local
 
 QUICK = 2**20
@@ -120,8 +123,11 @@ class Norm:
 Row = torch.Tensor
 """What a virtual rank made of the norms, float64: forwards of each, then every mean's and variance's c, flat."""
 
-Gathered = tuple[list[Row] | None, dict[str, torch.Tensor | None] | None]
-"""The rows of all virtual ranks; the first one's other buffers, by name. None: there is no change of that kind."""
+Gathered = tuple[list[Row] | None, dict[str, torch.Tensor | None] | None, attributes.Gathered | None]
+"""The rows of all virtual ranks; the first one's other buffers, by name; its attributes. None: there is no change of
+that kind."""
+
+NOTHING: Gathered = (None, None, None)
 
 
 @dataclass
@@ -141,8 +147,13 @@ class Buffers:
     _made: dict[str, torch.Tensor | None] = field(default_factory=dict)  # by the first virtual rank: name, value
     _others_changed: bool = False
 
+    def __post_init__(self) -> None:
+        self.attributes = Attributes(self.group.device, self.virtual_ranks)
+
     def look_at(self, modules: Iterable[torch.nn.Module]) -> None:
-        """These are the models now. Nothing to do with one virtual rank."""
+        """These are the models now. Of their buffers there is nothing to do with one virtual rank."""
+        modules = list(modules)
+        self.attributes.look_at(modules)
         if self.virtual_ranks == 1:
             return
         found = [(model, slots_of(model, f"{i}/")) for i, model in enumerate(modules)]
@@ -167,6 +178,7 @@ class Buffers:
         """A pass begins; `first` is the first virtual rank that has work in it, anywhere."""
         self._first, self._now = first, -1
         self._rows, self._made, self._others_changed = {}, {}, False
+        self.attributes.begin()
         for norm in self.norms:
             if norm.count.changed:  # somebody ran it between two steps; on an accelerator its statistics do not tell
                 norm.remember()
@@ -179,11 +191,13 @@ class Buffers:
         if virtual_rank != self._now or spare:
             self.leave()
             self._now, self._spare = virtual_rank, spare
+            self.attributes.enter()
 
     def leave(self) -> None:
         """The virtual rank is done: note what it made of the buffers, and put them back."""
         if self._now < 0 or not self._holders:
             return
+        self.attributes.leave(first=self._now == self._first and not self._spare)
         if self._first_look:
             self._find_secrets()
         self._find_new()
@@ -216,25 +230,31 @@ class Buffers:
         """What is to be met about."""
         if self.virtual_ranks == 1:
             return {}
-        return {"norms": bool(self._rows), "buffers": self._others_changed}
+        return {"norms": bool(self._rows), "buffers": self._others_changed, **self.attributes.flags}
 
     def keep(self, virtual_ranks: Collection[int]) -> None:
         """A pass goes on after a death: what these made of the buffers still counts, all else is made again."""
         self._rows = {v: row for v, row in self._rows.items() if v in virtual_ranks}
         if self._first not in virtual_ranks:
             self._made = {}
+        self.attributes.keep(self._first in virtual_ranks)
 
-    def gather(self, *, norms: bool, buffers: bool) -> Gathered:
-        """What all virtual ranks made of the buffers. Everybody calls this with the same flags; nothing changes yet."""
-        return (self._gather_rows() if norms else None), (self._take_from_first() if buffers else None)
+    def gather(self, flags: Mapping[str, int]) -> Gathered:
+        """What all virtual ranks made of the buffers. Every process calls this with the same flags; nothing changes
+        yet."""
+        rows = self._gather_rows() if flags["norms"] else None
+        values = self._take_from_first() if flags["buffers"] else None
+        return rows, values, self.attributes.gather(self.group) if flags["attributes"] else None
 
     def settle(self, gathered: Gathered) -> None:
         """What was gathered becomes what the buffers are, everywhere."""
-        rows, values = gathered
+        rows, values, others = gathered
         if rows is not None:
             self._fold(rows)
         for name, value in (values or {}).items():
             self._put(name, value)
+        if others is not None:
+            self.attributes.settle(others)
 
     # -- batch norm
 

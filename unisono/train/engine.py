@@ -21,7 +21,7 @@ from unisono.score.keys import ROUND, STEP, UPDATE, mix, place_key
 from unisono.score.order import Order, Place
 from unisono.score.placement import Seat, Spans, place_evenly
 from unisono.settings.sites import sites_of
-from unisono.train.buffers import Gathered, bits_of, versions, watch_samples
+from unisono.train.buffers import NOTHING, Gathered, bits_of, versions, watch_samples
 from unisono.train.carried import Carried
 from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
@@ -289,10 +289,10 @@ class Engine:
             raise self.models.idle()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
-        gathered: Gathered = (None, None)
+        gathered = NOTHING
         if self.order.virtual_ranks > 1:
             self._refuse_changing(step, bool(agreed["norms"] or agreed["buffers"]))
-            gathered = buffers.gather(norms=agreed["norms"] > 0, buffers=agreed["buffers"] > 0)
+            gathered = buffers.gather(agreed)
         self._met = totals.sums, finite, gathered
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
 

@@ -39,12 +39,13 @@ def made(
         walk = Walk(data, f"The data set of {verb}", run.settings, run._mesh.data, collate, abreast=models.abreast)
         all_models = [model, *models.modules, *models.tracked]
         as_one, rest = run._sites.as_one(all_models), at_rest(all_models, run.device)
-        with phases.phase("evaluate"), peers(verb), as_one, rest, models.around_loss():
+        with phases.phase("evaluate"), peers(verb), as_one, rest as fresh, models.around_loss():
             models.busy = True
             if run.settings.parallel.gather == "step":
                 models.gather()
             hurry = lambda: run._leave and run._ended is not None  # noqa: E731
-            outputs = Outputs(model, walk, forward=forward, hurry=hurry, over=models.over, pipeline=models.pipeline)
+            over, line = models.over, models.pipeline
+            outputs = Outputs(model, walk, forward=forward, hurry=hurry, over=over, fresh=fresh, pipeline=line)
             found = fold(outputs)
             models.busy = False
         return found

@@ -57,6 +57,7 @@ class Models:
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
+        self.buffers.attributes.grew = lambda: self._grew
         self.context = Context(mesh.context)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""

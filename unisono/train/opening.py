@@ -44,6 +44,7 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run._table.together("run.steps")
     named = [(run._models.names[id(p)], p) for p in run._models.params]
     check_alike(run._group, named, "run.steps was asked for a step", run.device)
+    run._models.buffers.attributes.say = run._watcher.note
     run._settle(data)
     length = length_of(data, "The training set")
     same_length(run._group, length, "The training set")

@@ -12,6 +12,7 @@ from unisono import phases
 from unisono.data.seeding import undisturbed
 from unisono.data.walk import MicroBatch, Walk
 from unisono.errors import Stopped
+from unisono.train.attributes import remembered
 from unisono.train.buffers import slots_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Outputs:
     hurry    does this process want to leave?
     over     is called when its last forward pass is done
     speaks   is what comes here to be told the others? Of several processes with the same outputs one does
+    fresh    is called before every micro-batch: what the last one has changed in the models is as it was
     part     in this context a batch is what this process computes of it: all of it, unless somebody says otherwise
     """
 
@@ -42,12 +44,13 @@ class Outputs:
         forward: Forward | None,
         hurry: Callable[[], bool],
         over: Callable[[], None],
+        fresh: Callable[[], None],
         pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.walk, self.pipeline = model, walk, pipeline
         self.group: Group = walk.group if pipeline is None else pipeline.world
         self.speaks = pipeline is None or pipeline.speaks
-        self.forward, self.hurry, self.over = forward or call, hurry, over
+        self.forward, self.hurry, self.over, self.fresh = forward or call, hurry, over, fresh
         self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
 
@@ -55,6 +58,7 @@ class Outputs:
         for micro_batch in self.walk if self.pipeline is None else ():
             if self.hurry() and not self.walk.abreast:  # others would wait for our part of a layer
                 break
+            self.fresh()
             with self.part(micro_batch.batch) as batch:
                 output = self.forward(self.model, batch)
             phases.Here.moves += 1
@@ -82,27 +86,36 @@ def parts(batch: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """The models in eval mode, without gradients; afterwards all is as before."""
-    with as_before(models, device), torch.no_grad():
+def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+    """The models in eval mode, without gradients; afterwards all is as before. Gives what `as_before` gives."""
+    with as_before(models, device) as fresh, torch.no_grad():
         for model in models:
             model.eval()
-        yield
+        yield fresh
 
 
 @contextmanager
-def as_before(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Afterwards the models' modes and buffers and the generators are as before, or what the loop does next would
-    depend on who computed what in here."""
+def as_before(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Afterwards the models' modes, buffers and attributes and the generators are as before, or the loop's next step
+    would depend on which process computed what in here. Gives a function that sets buffers and attributes back."""
     modes = [(part, part.training) for model in models for part in model.modules()]
     slots = [slot for model in models for slot in slots_of(model)]
     for slot in slots:
         slot.remember()
+    attributes = remembered(models)
+
+    def fresh() -> None:
+        for slot in slots:
+            if slot.look() != slot.mark:
+                slot.put_back()
+        attributes.put_all_back()
+
     try:
         with undisturbed(device):
-            yield
+            yield fresh
     finally:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good
             part.training = training
         for slot in slots:
             slot.put_back()
+        attributes.put_all_back()

@@ -54,6 +54,8 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
     """What these processes can promise, whatever was before."""
     if run.differences:
         return "tolerance", "; ".join(run.differences)
+    if opaque := run._models.buffers.attributes.opaque:
+        return "tolerance", "; ".join(opaque)
     exchange = promise_of(run.settings, run.size)
     own = run._engine.own if run._engine is not None else None
     if own is not None:

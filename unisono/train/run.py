@@ -37,7 +37,7 @@ from unisono.train.predict import predict
 from unisono.train.result import plain, promise, result
 from unisono.train.saving import save, settle
 from unisono.train.sites import sites
-from unisono.train.state import EXCHANGE, RANDOM, SCALE, State
+from unisono.train.state import ATTRIBUTES, EXCHANGE, RANDOM, SCALE, State
 from unisono.train.step import Step
 from unisono.train.survivors import join
 from unisono.train.table import Table
@@ -101,7 +101,8 @@ class Run(Generic[S]):
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
         self._models = Models(self._mesh, settings.virtual_ranks)
         self._sites = sites(settings, self._mesh, self._models, self._table, self._state, self._carried, self.print)
-        self._state.track(**{EXCHANGE: self._carried, RANDOM: self._generators, SCALE: self._scale})
+        kept = {ATTRIBUTES: self._models.buffers.attributes, EXCHANGE: self._carried, SCALE: self._scale}
+        self._state.track(**kept, **{RANDOM: self._generators})
         self._total_steps = settings.steps
         self._kind = engine
         self._engine: Engine | None = None

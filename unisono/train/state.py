@@ -37,6 +37,9 @@ SCALE = "loss_scale"
 EXCHANGE = "exchange_state"
 """The same of what exchanges carry from step to step."""
 
+ATTRIBUTES = "module_attributes"
+"""The same of what modules keep in Python attributes, and in buffers that their state_dict leaves out."""
+
 LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
 """What torch's schedules call the number of steps that they were made for."""
 
@@ -91,9 +94,10 @@ class State:
 
     def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
         if name not in checkpoint.states:
+            there = checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE, ATTRIBUTES}
             raise CheckpointError(
                 f"{name!r} was to be resumed from {checkpoint.path}.",
-                f"That holds {', '.join(sorted(checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE})) or 'nothing'}.",
+                f"That holds {', '.join(sorted(there)) or 'nothing'}.",
                 "track the same names as the run that saved it, or start anew in another --run-dir.",
             )
         state = checkpoint.states[name]

@@ -22,7 +22,7 @@ from unisono.score.tree import chain
 from unisono.train.alike import Modes
 from unisono.world.collectives import Group, peers
 
-FLAGS = ("stop", "leave", "unused", "norms", "buffers", "touched", "learns", "unsaved", "news", "joins")
+FLAGS = ("stop", "leave", "unused", "norms", "buffers", "attributes", "touched", "learns", "unsaved", "news", "joins")
 STEP = "a step"
 VERBS = (
     STEP,
