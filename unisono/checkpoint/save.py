@@ -43,8 +43,8 @@ from unisono.errors import CheckpointError, Problem
 from unisono.settings import size
 from unisono.world.collectives import Group
 
-FORMAT = 2
-"""Of the files of a checkpoint, said in state.json. (1 was torch's index of one file.)"""
+FORMAT = 3
+"""Of the files of a checkpoint, said in state.json. (1 was torch's index of one file; 2 had no layout.)"""
 
 LOOK_SECONDS = (0.01, 0.5)
 """How soon the main process's writer looks again for others' words: at first, and in the end."""

@@ -31,7 +31,7 @@ class Trial:
     name: str
     ranks: int
     sets: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=lambda: {"PYTHONHASHSEED": "random"})
     notes: str = "{steps}:{folder}"
     """What its processes note, as the flag --trace takes it."""
 

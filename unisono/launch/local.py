@@ -16,6 +16,7 @@ from types import MappingProxyType
 import psutil  # type: ignore[import-untyped]
 
 import unisono
+from unisono import env
 from unisono.env import World, draws_live_lines, inherited
 from unisono.launch.lookout import Lookout
 from unisono.launch.supervise import Outcome, Task, supervise
@@ -160,9 +161,16 @@ LEAVE_US_ALONE = {
 https://docs.pytorch.org/docs/2.13/torch_nccl_environment_variables.html"""
 
 
+HASHES = "PYTHONHASHSEED"
+"""What Python's hashes of texts begin with. It is the same in all processes, and in every run, so that a set of texts
+has one order."""
+
+
 def _for_libraries(threads: int) -> dict[str, str]:
     """The variables that libraries read before any of our code runs. Nothing else is said this way."""
     variables = {"OMP_NUM_THREADS": str(threads)}
+    if not env.variables([HASHES]):
+        variables[HASHES] = "0"
     loopback = loopback_name()
     if loopback is not None:
         variables["GLOO_SOCKET_IFNAME"] = loopback  # all on one host: nothing needs to leave it

@@ -1,5 +1,8 @@
 """Is what the processes train the same on all of them? It may not be where they have unlike devices, or in its modes.
 
+Processes that make layers in the order of a set have them in another order each, and would add up gradients of unlike
+layers. So names, shapes and order are compared when a model is placed, and again before the first step.
+
 Gradients travel as rows of bytes, as they lie in memory. A script that looks at its device before it builds its model
 (channels_last on a GPU only, half the precision there, a layer that is left on the processor) makes rows that are
 unlike, and their sum is no gradient. Nobody would see it later: weights, which differ anyway, are not compared there.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -24,11 +28,15 @@ from unisono.world.collectives import Group
 def check_alike(
     group: Group, tensors: Iterable[tuple[str, torch.Tensor]], asked: str, home: torch.device | None = None
 ) -> None:
-    """Have these, by name, the same form on all processes of a mixed group? Raises LoopError on all of them if not.
-    `home`: where they should lie. Every process calls it."""
-    if not group.mixed:
+    """Have these the same names, in the same order, and the same form on all processes? Raises LoopError on all of
+    them if not. Every process calls it.
+
+    home  where they should lie, in a mixed group
+    """
+    if group.size == 1:
         return
-    mine = [(name, _form(tensor, home)) for name, tensor in tensors]
+    form = partial(_form, home=home) if group.mixed else _kind
+    mine = [(name, form(tensor)) for name, tensor in tensors]
     if len(set(group.gather(zlib.crc32(json.dumps(mine).encode())))) == 1:
         return
     first, *others = group.gather(mine)
@@ -39,11 +47,28 @@ def check_alike(
             break
     else:
         here, there = (f"there are {len(found)} parameters" for found in (first, other))
+    if not group.mixed:
+        ordered = sorted(first) == sorted(other)
+        raise LoopError(
+            f"{asked}, in {group.size} processes.",
+            f"Its parameters {'have another order' if ordered else 'are others'} on each: {here} on rank 0, and "
+            f"{there} on rank {rank}.",
+            "make layers in a fixed order: for name in sorted(names), since a set of texts has another order in every "
+            "process."
+            if ordered
+            else "build the same on every process: names, shapes, precision, and what trains.",
+        )
     raise LoopError(
         f"{asked}, on unlike devices.",
         f"The model is another one on each: {here} on rank 0, and {there} on rank {rank}.",
         "build the same on every process, whatever its device: shapes, precision, memory format, and what trains.",
     )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What it is, wherever it lies, in words."""
+    words = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return words if tensor.requires_grad else f"{words}, not trained"
 
 
 def _form(tensor: torch.Tensor, home: torch.device | None) -> str:

@@ -32,7 +32,10 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "variables": env.variables(
-            ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY")
+            (
+                *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY"),
+                "PYTHONHASHSEED",
+            )
         ),
     }
 

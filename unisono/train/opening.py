@@ -43,7 +43,8 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     own = own_exchange(exchange, settings, run._mesh.axes)
     run._table.together("run.steps")
     named = [(run._models.names[id(p)], p) for p in run._models.params]
-    check_alike(run._group, named, "run.steps was asked for a step", run.device)
+    if run._mesh.pipeline.size == 1 or run._group.mixed:
+        check_alike(run._group, named, "run.steps was asked for a step", run.device)
     run._models.buffers.attributes.say = run._watcher.note
     run._settle(data)
     length = length_of(data, "The training set")

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from unisono.checkpoint.pack import Tensors, pack, unpack
 from unisono.errors import LoopError
 from unisono.train.buffers import version
-from unisono.train.state import RANDOM, keep_dtypes
+from unisono.train.state import LAYOUT, RANDOM, keep_dtypes
 from unisono.world.collectives import lies_apart, like, local
 
 PART = "~part"
@@ -131,6 +131,10 @@ def content_of(tracked: Mapping[str, Any]) -> Content:
 def put_back(parcel: Parcel, tracked: Mapping[str, Any], device: torch.device) -> None:
     """Everything is as it was when the parcel was packed. `device` is that of the run."""
     with torch.no_grad():
+        layout = tracked.get(LAYOUT)
+        if layout is not None:  # first: what is still, and what moves, is sorted by what trains
+            layout.load_state_dict(unpack(parcel.plain[LAYOUT], {}))
+            layout.apply()
         weights = _weights(tracked)
         here = [t for t in weights if _is_still(t)] + [t for t in weights if not _is_still(t)]
         bytes_ = [*zip(parcel.still.abouts, parcel.still.views(), strict=True)]
@@ -142,6 +146,8 @@ def put_back(parcel: Parcel, tracked: Mapping[str, Any], device: torch.device) -
         tensors = dict(zip(parcel.names, copies, strict=True))
         for name, thing in _others(tracked).items():
             state = _laid(unpack(parcel.plain[name], tensors), weights)
+            if layout is not None and hasattr(thing, "param_groups"):
+                layout.fit(name, thing)
             thing.load_state_dict(state)
             if isinstance(thing, torch.optim.Optimizer):
                 keep_dtypes(thing, state)

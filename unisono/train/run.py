@@ -100,6 +100,7 @@ class Run(Generic[S]):
         self._scale = LossScale(settings.precision)
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
         self._models = Models(self._mesh, settings.virtual_ranks)
+        self._state.placed = self._models.modules
         self._sites = sites(settings, self._mesh, self._models, self._table, self._state, self._carried, self.print)
         kept = {ATTRIBUTES: self._models.buffers.attributes, EXCHANGE: self._carried, SCALE: self._scale}
         self._state.track(**kept, **{RANDOM: self._generators})

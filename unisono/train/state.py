@@ -18,6 +18,7 @@ from unisono.checkpoint.save import Saver, packed
 from unisono.data import alignment
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.buffers import version
+from unisono.train.layout import Layout
 from unisono.train.stages import Shelf
 from unisono.train.whole import apart, simple, start_of, tied, whole
 from unisono.world.collectives import lies_apart
@@ -36,6 +37,9 @@ SCALE = "loss_scale"
 
 EXCHANGE = "exchange_state"
 """The same of what exchanges carry from step to step."""
+
+LAYOUT = "layout"
+"""The same of the parameters' order, which of them train, and the optimizers' groups."""
 
 ATTRIBUTES = "module_attributes"
 """The same of what modules keep in Python attributes, and in buffers that their state_dict leaves out."""
@@ -61,10 +65,19 @@ class State:
         """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
         self.saved_after: int | None = resumed.steps if resumed else None
+        self.placed: Sequence[torch.nn.Module] = ()
+        self.layout = Layout(self._named, self._optimizers, lambda: self.stages is None)
+        self.track(**{LAYOUT: self.layout})
 
     @property
     def models(self) -> dict[str, torch.nn.Module]:
         return {name: thing for name, thing in self.tracked.items() if isinstance(thing, torch.nn.Module)}
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return {f"{i}/{name}": p for i, model in enumerate(self.placed) for name, p in model.named_parameters()}
+
+    def _optimizers(self) -> dict[str, Any]:
+        return {name: thing for name, thing in self.tracked.items() if hasattr(thing, "param_groups")}
 
     def track(self, **things: Any) -> None:
         """See Run.track."""
@@ -94,7 +107,7 @@ class State:
 
     def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
         if name not in checkpoint.states:
-            there = checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE, ATTRIBUTES}
+            there = checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE, ATTRIBUTES, LAYOUT}
             raise CheckpointError(
                 f"{name!r} was to be resumed from {checkpoint.path}.",
                 f"That holds {', '.join(sorted(there)) or 'nothing'}.",
@@ -108,6 +121,8 @@ class State:
                 state = self._with_its_length(name, thing, state)
             if self.stages is not None:
                 state = self.stages.part(thing, state)
+            if hasattr(thing, "param_groups"):
+                self.layout.fit(name, thing)
             thing.load_state_dict(state := apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
                 keep_dtypes(thing, state)
@@ -132,8 +147,9 @@ class State:
         return {**state, **new}
 
     def begin(self) -> None:
-        """Everything is loaded: schedules that became longer say their learning rates anew. torch's own step multiplies
-        the last rate, and one that had ended at 0 would stay there."""
+        """Everything is loaded: what trained when it was saved trains now. Schedules that became longer say their
+        learning rates again: torch's own step multiplies the last rate, and one at 0 would stay there."""
+        self.changes += self.layout.apply()
         for thing in self.tracked.values():
             voice = _voice(thing)
             if voice in self.stretched and hasattr(voice, "_get_closed_form_lr"):
@@ -226,6 +242,7 @@ class State:
         """
         with phases.phase("checkpoint"):
             self.settle()  # before anything is copied: there is one memory, and one writer
+            self.layout.check_alike(self.group)
             main = self.group.rank == 0
             tensors = Tensors(speaks=main, begins=partial(start_of, mesh=self.mesh))
             states = self._parts(tensors)
