@@ -39,6 +39,9 @@ class Here:
     virtual_rank: int | None = None
     """Whose micro-batch is in its round; None: no round is."""
 
+    compiles = 0
+    """How many compilations (torch.compile) are under way here."""
+
     moves = 0
     """How often anything has gone on here: a phase, a micro-batch. Whoever looks twice knows whether something does."""
 

@@ -41,6 +41,7 @@ from unisono.data.seeding import seed_everything
 from unisono.env import World
 from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, Unreachable, WorldError
 from unisono.launch import record
+from unisono.parallel.compilers import limits_named
 from unisono.score.keys import SCRIPT, mix
 from unisono.settings import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
 from unisono.settings.axes import fill, layout, wanted
@@ -168,7 +169,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
 def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bool) -> None:
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
-        with parts_told(run.settings.parallel):
+        with parts_told(run.settings.parallel), limits_named():
             train(run)
         run.finish()
     except Stopped:

@@ -147,7 +147,8 @@ def _misfit(name: str, optimizer: Any, saved: list[list[str]], now: list[list[st
         return CheckpointError(asked, true, SORTED)
     number = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
     counts = [len(groups[number]) if number < len(groups) else 0 for groups in (saved, now)]
-    true = f"Its state does not fit: its group {number} had {counts[0]} parameters when it was saved, and has {counts[1]} now"
+    true = f"Its state does not fit: its group {number} had {counts[0]} parameters when it was saved, and has "
+    true += f"{counts[1]} now"
     lost = [p for p in (saved[number] if number < len(saved) else []) if not (number < len(now) and p in now[number])]
     true += f" ({_word(lost[0])} is not among them)." if lost else "."
     return CheckpointError(

@@ -11,6 +11,7 @@ import torch
 
 from unisono.data.workers import deaths
 from unisono.exchange import PROMISES, promise_of
+from unisono.parallel.compilers import order_dependent
 from unisono.parallel.recipe import promised
 from unisono.train.buddy import survival
 from unisono.train.local_step import differs_in_shards
@@ -56,6 +57,8 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
         return "tolerance", "; ".join(run.differences)
     if opaque := run._models.buffers.attributes.opaque:
         return "tolerance", "; ".join(opaque)
+    if why := order_dependent or _benchmarks(run.device):
+        return "tolerance", "; ".join(why)
     exchange = promise_of(run.settings, run.size)
     own = run._engine.own if run._engine is not None else None
     if own is not None:
@@ -78,6 +81,12 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
         exchange = exchange[0], f"{exchange[1]}; {reason}"
     return promised(exchange, run.settings.parallel, run._mesh.axes, run._models.plans)
+
+
+def _benchmarks(device: torch.device) -> list[str]:
+    """Does a library choose kernels by measuring, in words?"""
+    on = device.type == "cuda" and torch.backends.cudnn.benchmark
+    return ["torch.backends.cudnn.benchmark chooses convolutions by how long they take"] if on else []
 
 
 def result(run: Run[Any]) -> dict[str, Any]:

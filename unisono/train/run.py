@@ -18,6 +18,7 @@ from unisono.data.streams import Stream
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import refuse_hook
 from unisono.exchange.own import Build
+from unisono.parallel.compilers import fix_compilers
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.score.keys import INIT, mix
 from unisono.score.placement import Spans
@@ -83,6 +84,7 @@ class Run(Generic[S]):
         engine: type[Engine] = Engine,
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
+        fix_compilers()
         self._everybody, self.device = group, group.device
         self.steps_done = self._resumed_at = resumed.steps if resumed else 0
         self.results: dict[str, Any] = {}

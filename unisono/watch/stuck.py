@@ -10,7 +10,8 @@ every process judges by itself, all in the same way; the first that can speak do
 What has gone on is counted: changes of phase, micro-batches (in evaluation, too), collectives of any group. A fetch,
 a forward pass or a checkpoint that takes longer than the limit by itself counts as none. As long as somebody computes,
 the run is not ended: it is slow. So a long compilation, or an evaluation by hand, is told of and nothing more. Until a
-process has done its first step its limit is three times as long, since data is fetched and memory found then.
+process has done its first step its limit is three times as long, since data is fetched and memory found then. While
+one compiles (torch.compile), the limit of all is twelve times as long.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 1.0
 FIRST_STEP_TIMES = 3.0
 """Half an hour, with the default limit: what a collective waits for a peer anyway (world/collectives.py)."""
+
+COMPILE_TIMES = 12.0
+"""Two hours, with the default limit. Compiling is progress that nothing counts."""
 
 SPEAK_SECONDS = 1.0
 """Who does not speak gives the one who does this long before it leaves."""
@@ -131,7 +135,8 @@ class Watch:
 
     @property
     def _limit(self) -> float:
-        return self.settings.after * (1.0 if phases.Here.steps > 1 else FIRST_STEP_TIMES)
+        times = 1.0 if phases.Here.steps > 1 else FIRST_STEP_TIMES
+        return self.settings.after * (COMPILE_TIMES if phases.Here.compiles else times)
 
     def _here(self) -> Place:
         """Where the main thread is. Only a process that has been still for a while is looked at thoroughly."""
@@ -144,7 +149,7 @@ class Watch:
                 host=self.world.host or socket.gethostname(),
                 written=0.0,
                 idle=0.0,
-                phase=phases.now(),
+                phase="compile" if here.compiles else phases.now(),
                 step=here.step,
                 virtual_rank=here.virtual_rank,
                 limit=self._limit,
