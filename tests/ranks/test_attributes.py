@@ -37,7 +37,8 @@ class Calls(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(3, 2), [0, {"in": 0}]
+        self.linear = nn.Linear(3, 2)
+        self.calls: list[Any] = [0, {"in": 0}]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls[0] += 1

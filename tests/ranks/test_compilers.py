@@ -44,7 +44,7 @@ class Scripted(nn.Module):
 def scripted(world: World, folder: str, fixed: bool, traced: bool) -> Any:
     torch._C._jit_set_profiling_mode(True)
     if not fixed:
-        run_module.fix_compilers = lambda: None  # type: ignore[attr-defined]
+        run_module.fix_compilers = lambda: None
     loop = partial(train, data=Numbers(23), build=partial(Scripted, traced=traced))
     return attempt(world, Path(folder), loop, replace(SETTINGS, steps=5))
 

@@ -129,7 +129,7 @@ class Attributes:
         assert self._now is not None
         self._learn()
         if self.grew():
-            self._look_for_swaps()
+            self._undo_swaps()
         for key in self._now.changed():
             if key in self._outputs:
                 self._now.forget(key)
@@ -208,14 +208,16 @@ class Attributes:
             (self._state if read else self._outputs).add(key)
             (self._outputs if read else self._state).discard(key)
 
-    def _look_for_swaps(self) -> None:
+    def _undo_swaps(self) -> None:
+        """A module that was replaced is put back: the next virtual rank begins as this one did."""
         for name, children in self._children.items():
             now = self._modules[name]._modules
             for key, child in children.items():
                 if now.get(key) is not child:
                     kind = type(self._modules[name]).__name__
-                    self._swapped = f"{name.partition('/')[2] or 'the model'} ({kind}) replaced its module {key}"
-                    return
+                    words = f"{name.partition('/')[2] or 'the model'} ({kind}) replaced its module {key}"
+                    self._swapped = self._swapped or words
+                    now[key] = child
 
     # -- a checkpoint, and a process that joins
 
