@@ -136,6 +136,16 @@ def test_an_earlier_run_counts_more_than_the_script_and_less_than_what_is_asked_
     assert load(Settings, earlier=ran, sets=["batch=32"]).settings.batch == 32
 
 
+def test_none_is_a_choice_where_a_literal_has_it(tmp_path: Path) -> None:
+    """Once given by --set, it is what the run goes on with."""
+    ran = tmp_path / "settings.toml"
+    given = ["parallel.recompute=none", "compress.kind=none", "micro_batch=none"]
+    ran.write_text(explain(*load(unisono.Settings, sets=given)))
+    loaded, sources = load(unisono.Settings, earlier=ran)
+    assert (loaded.parallel.recompute, loaded.compress.kind, loaded.micro_batch) == ("none", "none", None)
+    assert sources["parallel.recompute"] == sources["micro_batch"] == "--set"
+
+
 def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path) -> None:
     ran = tmp_path / "settings.toml"
     ran.write_text("a = = 1")

@@ -196,11 +196,11 @@ class Gathered(Generic[T]):
             return
         for name, source in sources.items():
             if source not in UNASKED and name in self.entries and name in values:
-                entry = self.entries[name]
+                entry, value = self.entries[name], "none" if values[name] is None else values[name]
                 try:
-                    self.values[name] = typed(entry.hint, values[name])
+                    self.values[name] = typed(entry.hint, value)  # "none" may be one of a Literal's choices
                 except Misfit as misfit:
-                    asked = f"{name} = {toml(values[name])} in {file}"
+                    asked = f"{name} = {toml(value)} in {file}"
                     do = str(self.line.setting(f"{name}={example_of(entry)}"))
                     self._doubt(name, Problem(asked, f"{name} takes {misfit}.", do))
                 else:
