@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.pairs import every_pair
@@ -99,6 +99,35 @@ def test_the_second_time_is_the_first(tmp_path: Path, kept: list[Any], how: Any,
     size, parallel = PLACEMENTS[placement]
     config = replace(CONFIG, parallel=replace(parallel, recompute=how))
     assert run_ranks(attempt, size, tmp_path, odd, config) == [kept] * size
+
+
+class Checkpointed(nn.Module):
+    """A row of layers with batch norm, around which the model has torch's checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        out: torch.Tensor = self.out(x)
+        return out
+
+
+def checkpointed(run: Run[Any]) -> Any:
+    return train(run, build=Checkpointed, data=Numbers(48))
+
+
+def test_a_checkpoint_in_the_script_counts_as_without_the_setting(tmp_path: Path) -> None:
+    def told(how: Any, size: int) -> Any:
+        config = replace(CONFIG, parallel=ParallelSettings(recompute=how))
+        return run_ranks(attempt, size, tmp_path, checkpointed, config)[-1]
+
+    kept = told("none", 1)
+    assert isinstance(kept, list), kept
+    assert [told("layer", 1), told("selective", 2)] == [kept] * 2
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"virtual_ranks": 1}, {"micro_batch": 1}])

@@ -52,7 +52,7 @@ class Recompute(Around):
             self.contexts = partial(create_selective_checkpoint_contexts, what_to_keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or _within_checkpoint():
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph has no buffers that change behind its back
             again = partial(checkpoint, self.forward, use_reentrant=False)
@@ -85,6 +85,14 @@ class Recompute(Around):
                     "--set parallel.recompute=layer; or let nothing in it write over a product (ReLU(inplace=True)) "
                     "or fill a cache (Hugging Face: model.config.use_cache = False).",
                 ) from error
+
+
+def _within_checkpoint() -> bool:
+    """Is a torch.utils.checkpoint of the script's own at work, or its second pass? The layer is computed again for it:
+    a checkpoint within it would save nothing, and batch norm would count differently from a run without this setting.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
 class Anew(AbstractContextManager[None]):
