@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unisono.errors import LoopError
+from unisono.parallel.draws import draw_whole
 from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.layout import apply_rows
 from unisono.parallel.notes import Gather, Noted, Notes
@@ -176,6 +177,8 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             f"{empty[0]} has no elements, which FSDP2 does not add up.",
             "--set parallel.gather=step, or leave it out of the model.",
         )
+    if parallel.tensor == 1:
+        draw_whole()
     ordered = apply_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,
