@@ -266,6 +266,12 @@ def penalised(run: Run[Any]) -> Any:
         return train(run, body)
 
 
+def averaged(run: Run[Any]) -> Any:
+    """Copies a model to average its weights."""
+    with parts_told(run.settings.parallel):
+        return torch.optim.swa_utils.AveragedModel(run.place(lambda: nn.Linear(3, 2)))
+
+
 class Chooses(nn.Module):
     """Which layer it calls depends on what comes."""
 
@@ -362,6 +368,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
     "a parameter without elements": (empty, {}, "spare has no elements.*parallel.gather=step"),
     "a weight outside of its layer": (penalised, {}, "outside of its layer's call.*parallel.gather=step.*weight_decay"),
+    "a copy of the model": (averaged, {}, "A placed model was copied.*average = run.place.*parallel.shard=1"),
     "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "another layer for other samples": (

@@ -379,7 +379,7 @@ class Engine:
             raise LoopError(
                 f"Step {step.number} was to be divided by its total weight.",
                 f"The total weight of its {step.samples} samples over all processes is {weight:g}"
-                + (", since no round called step.backward." if weight == 0 else "."),
+                + (", since no round called step.backward with more." if weight == 0 else "."),
                 "call step.backward(loss, weight) in `for batch in step:` with a weight above 0 in some round.",
             )
         if not math.isfinite(loss) and not self.scale.may_skip:

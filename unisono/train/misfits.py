@@ -152,6 +152,15 @@ def parts_told(parallel: ParallelSettings) -> Iterator[None]:
     """Where a part of a parameter meets a whole tensor, torch speaks of DTensors. Raises LoopError instead."""
     try:
         yield
+    except AssertionError as error:
+        if "does not support deepcopy" not in str(error):
+            raise
+        raise LoopError(
+            "A placed model was copied (copy.deepcopy; AveragedModel does that).",
+            "Each process has a part of it (parallel.shard), and torch does not copy parts.",
+            "place the copy as well: average = run.place(build), average.load_state_dict(model.state_dict()), as "
+            "docs/loop.md shows it under Buffers; or --set parallel.shard=1.",
+        ).with_traceback(error.__traceback__) from None
     except RuntimeError as error:
         if not met_a_part(error):
             raise
