@@ -1,0 +1,62 @@
+"""Where a drawn script is run: whole in one process, and in several with a stop and a resume on another number."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from random import Random
+from typing import NamedTuple
+
+from tests.scripts.draft import Script
+
+
+class Placement(NamedTuple):
+    """So many processes, and the settings that none of them may change the result."""
+
+    ranks: int
+    sets: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(["--ranks", str(self.ranks), *(f"--set {word}" for word in self.sets)])
+
+
+class Trial(NamedTuple):
+    """One process from beginning to end; beside it `first`, stopped in step `stop`, and resumed as `second`."""
+
+    whole: Placement
+    first: Placement
+    second: Placement
+    stop: int
+
+
+def draw_trial(script: Script, left_out: Collection[str]) -> Trial:
+    random = Random(f"placement {script.seed}")
+    most = min(3, script.virtual_ranks)
+    sizes = random.sample([1, 2, 3][:most], min(2, most)) if most > 1 else [1, 1]
+    if sizes == [1, 1] or max(sizes) == 1:
+        sizes = [1, 1]
+    stop = random.randrange(0, max(1, script.steps - 2))
+    whole = Placement(1, ("loader.workers=1",) if random.random() < 0.15 else ())
+    first, second = (draw_placement(random, script, size, left_out) for size in sizes)
+    return Trial(whole, first, second, stop)
+
+
+def draw_placement(random: Random, script: Script, size: int, left_out: Collection[str]) -> Placement:
+    sets = [f"loader.workers={random.choice([0, 0, 0, 1, 2])}"]
+    shards = random.random() < 0.35
+    gather, buddy = random.choice(["layer", "step"]), random.random() < 0.15
+    offload = random.random() < 0.1
+    known = {f"{trait} in shards" for trait in ("fused", "bfloat16") if trait in script.traits}
+    known |= {"clips by hand in shards"} if "gradients: norm" in script.traits else set()
+    divided = shards and size == 2 and not known & set(left_out) and "compressed" not in script.traits
+    sets.append(f"parallel.shard={2 if divided else 1}")
+    sets.append(f"parallel.gather={gather}")
+    sets.append(f"parallel.buddy={str(divided and buddy).lower()}")
+    sets.append(f"parallel.offload={str(divided and offload).lower()}")
+    recompute = random.choice(["none", "none", "none", "none", "layer", "selective"])
+    sets.append(f"parallel.recompute={recompute}")
+    if not divided and size > 1 and random.random() < 0.15 and "compressed" not in script.traits:
+        sets.append("deal.claim=true")
+    else:
+        sets.append("deal.claim=false")
+    sets.append(f"checkpoint.async_save={random.choice(['true', 'false'])}")
+    return Placement(size, tuple(sets))

@@ -1,0 +1,123 @@
+"""Run a script's trial and judge it: equal bits, a refusal, a lower promise, or a finding."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.scripts.draft import Script
+from tests.scripts.generator import draw
+from tests.scripts.known import KNOWN
+from tests.scripts.placements import Placement, Trial, draw_trial
+from tests.scripts.player import Came, play
+
+EXACT = "exact"
+
+
+class Verdict(NamedTuple):
+    """kind   exact: promised and equal; lowered: less is promised; refused; invalid: the script is wrong by itself;
+             unseen: a script that breaks the contract on purpose has other bits; finding: a defect of the library
+    cause  of a refusal or a lower promise in one line, or all that is known of a finding
+    """
+
+    kind: str
+    cause: str
+    script: Script
+    trial: Trial
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind}: seed {self.script.seed}", self.cause, f"traits: {sorted(self.script.traits)}"]
+        lines += [f"whole: {self.trial.whole}", f"first: {self.trial.first}, stopped in step {self.trial.stop}"]
+        return "\n".join([*lines, f"second: {self.trial.second}"])
+
+
+def judge(seed: int, folder: Path, left_out: Collection[str] = tuple(KNOWN)) -> Verdict:
+    """Draw this seed's script and trial, run them in a folder of their own below `folder`, and compare."""
+    script = draw(seed, left_out)
+    trial = draw_trial(script, left_out)
+    place = folder / f"seed-{seed}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    path = place / "script.py"
+    path.write_text(script.text, encoding="utf-8")
+    kind, cause = _judge(script, trial, path)
+    if script.broken and kind == "finding" and cause.startswith("other bits"):
+        kind = "unseen"
+    return Verdict(kind, cause, script, trial)
+
+
+def _judge(script: Script, trial: Trial, path: Path) -> tuple[str, str]:
+    runs: dict[str, Came] = {}
+    try:
+        for name in ("whole", "first", "second"):
+            placement: Placement = getattr(trial, name)
+            words = [f"--set={word}" for word in (*script.words, *placement.sets)]
+            words += ["--resume"] if name == "second" else []
+            folder = path.parent / ("whole" if name == "whole" else "parts")
+            runs[name] = play(path, folder, placement.ranks, words, trial.stop if name == "first" else None)
+            if ended := _ended_badly(name, runs):
+                return ended
+    except (AssertionError, TimeoutError) as error:
+        return "finding", f"{name}: {type(error).__name__}: {error}"
+    return _compare(runs)
+
+
+def _ended_badly(name: str, runs: dict[str, Came]) -> tuple[str, str] | None:
+    """Refusals and crashes; None: this run ended as it should."""
+    run = runs[name]
+    if run.how == "ended":
+        return None
+    end = run.worst
+    if run.how == "crashed":
+        kind = "invalid" if name == "whole" else "finding"
+        return kind, f"{name} crashed in step {end.step}:\n{end.says}"
+    words = first_line(end.says)
+    if run.steps:
+        return "finding", f"{name} was refused in step {end.step}:\n{end.says}"
+    here = "" if name == "whole" else " (not in one process)"
+    if not _has_three_parts(str(end.says)):
+        return "finding", f"{name} was refused without a next step:\n{end.says}"
+    return "refused", words + here
+
+
+def _has_three_parts(says: str) -> bool:
+    lines = [line for line in says.splitlines() if line.strip()]
+    return len(lines) >= 3 and any(line.strip().startswith("Next:") for line in lines)
+
+
+def first_line(says: Any) -> str:
+    return str(says).partition("\n")[0][:150]
+
+
+def _compare(runs: dict[str, Came]) -> tuple[str, str]:
+    whole, first, second = runs["whole"], runs["first"], runs["second"]
+    for name, run in runs.items():
+        if len({end.weights for end in run.ends}) > 1:
+            return "finding", f"other bits: the processes of the run {name} hold different weights"
+    lowered = [
+        f"{promise}: {end.says['reason']}" + (" (not in one process)" if name != "whole" else "")
+        for name, run in runs.items()
+        for end in run.ends[:1]
+        if (promise := end.says["promise"]) != EXACT
+    ]
+    if lowered:
+        return "lowered", lowered[0]
+    found = {**first.steps, **second.steps}
+    if found.keys() != whole.steps.keys():
+        return "finding", f"other bits: the steps {sorted(found)}, and {sorted(whole.steps)} in one process"
+    for number, told in sorted(whole.steps.items()):
+        if not _same(found.get(number), told):
+            return "finding", f"other bits: step {number} has {found.get(number)}, in one process {told}"
+    a, b = whole.ends[0], second.ends[0]
+    if a.weights != b.weights:
+        return "finding", "other bits: the same losses, and other weights"
+    if whole.state != second.state:
+        return "finding", "other bits: the same weights, and another state of optimizers or schedules"
+    return "exact", "" if math.isfinite(a.says["loss"] or math.inf) else "the loss is not finite"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return repr(a) == repr(b)  # NaN is equal to itself here
