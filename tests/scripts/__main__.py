@@ -28,13 +28,22 @@ KEPT = ("finding", "unseen", "invalid")
 def judge_all(seeds: Iterable[int], folder: Path, left_out: Iterable[str], processes: int) -> Iterator[Verdict]:
     """The verdicts, in the order of seeds; `folder` keeps what is to be looked at."""
     with ThreadPoolExecutor(processes) as pool:
-        for verdict in pool.map(partial(judge, folder=folder, left_out=tuple(left_out)), seeds):
+        verdicts = pool.map(partial(judge, folder=folder, left_out=tuple(left_out)), seeds)
+        for verdict in _until_interrupted(verdicts, pool):
             place = folder / f"seed-{verdict.script.seed}"
             if verdict.kind in KEPT:
                 (place / "verdict.txt").write_text(f"{verdict}\n", encoding="utf-8")
             else:
                 shutil.rmtree(place)
             yield verdict
+
+
+def _until_interrupted(verdicts: Iterator[Verdict], pool: ThreadPoolExecutor) -> Iterator[Verdict]:
+    try:
+        yield from verdicts
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
@@ -50,7 +59,7 @@ def table(verdicts: Iterable[Verdict]) -> str:
     lines = []
     for kind, count in kinds.most_common():
         lines.append(f"{count:6} {kind}")
-        if kind.startswith(("refused", "lowered")):
+        if kind.startswith(("refused", "lowered", "noticed")):
             lines += [f"       {n:5} {cause}" for cause, n in causes[kind].most_common()]
         elif not kind.startswith("exact"):
             lines.append(f"             seeds {', '.join(map(str, seeds[kind]))}")
@@ -70,13 +79,16 @@ def main() -> int:
     left_out = set() if "all" in asked.also else set(KNOWN) - set(asked.also)
     seeds = asked.seed or range(asked.first, asked.first + asked.count)
     began, verdicts = time.monotonic(), []
-    for verdict in judge_all(seeds, folder, left_out, asked.processes):
-        verdicts.append(verdict)
-        if verdict.kind == "finding":
-            print(f"seed {verdict.script.seed}: {verdict.cause.splitlines()[0]}", file=sys.stderr, flush=True)
+    try:
+        for verdict in judge_all(seeds, folder, left_out, asked.processes):
+            verdicts.append(verdict)
+            if verdict.kind == "finding":
+                print(f"seed {verdict.script.seed}: {verdict.cause.splitlines()[0]}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: the table has what was judged before", file=sys.stderr)
     seconds = time.monotonic() - began
     print(table(verdicts))
-    print(f"{len(verdicts)} scripts in {seconds:.0f} s, {seconds / len(verdicts):.2f} s each; kept in {folder}")
+    print(f"{len(verdicts)} scripts in {seconds:.0f} s, {seconds / max(1, len(verdicts)):.2f} s each; kept in {folder}")
     return any(verdict.kind == "finding" for verdict in verdicts)
 
 

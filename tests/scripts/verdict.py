@@ -19,7 +19,8 @@ EXACT = "exact"
 
 class Verdict(NamedTuple):
     """kind   exact: promised and equal; lowered: less is promised; refused; invalid: the script is wrong by itself;
-             unseen: a script that breaks the contract on purpose has other bits; finding: a defect of the library
+             unseen: a script that breaks the contract on purpose has other bits; noticed: such a script was stopped;
+             finding: a defect of the library
     cause  of a refusal or a lower promise in one line, or all that is known of a finding
     """
 
@@ -44,8 +45,8 @@ def judge(seed: int, folder: Path, left_out: Collection[str] = tuple(KNOWN)) -> 
     path = place / "script.py"
     path.write_text(script.text, encoding="utf-8")
     kind, cause = _judge(script, trial, path)
-    if script.broken and kind == "finding" and cause.startswith("other bits"):
-        kind = "unseen"
+    if script.broken and kind == "finding":
+        kind = "unseen" if cause.startswith("other bits") else "noticed" if " was refused in " in cause else kind
     return Verdict(kind, cause, script, trial)
 
 

@@ -1,10 +1,10 @@
 """Random numbers for tensors that are divided among processes: those that a whole tensor would get.
 
-A script may add noise to gradients or weights between two steps (`p.grad.add_(torch.randn_like(p.grad))`). For a DTensor
-torch draws part by part: on a CPU every process draws the same numbers for its own part, so the result would depend on
-the number of processes. Here every process draws for the whole tensor, from generators in the same state, and keeps its
-part. This needs the memory of one whole tensor at a time. It sends no message, except where the probabilities are in the
-tensor itself (`torch.bernoulli(p)`), which is gathered first.
+A script may add noise to gradients or weights between two steps (`p.grad.add_(torch.randn_like(p.grad))`). torch draws
+part by part for a DTensor: on a CPU every process draws the same numbers for its own part, so the result would depend
+on the number of processes. Here every process draws for the whole tensor, from generators in the same state, and keeps
+its part. This needs the memory of one whole tensor at a time. No message is sent, except where the probabilities are in
+the tensor itself (`torch.bernoulli(p)`), which is gathered first.
 """
 
 from __future__ import annotations
