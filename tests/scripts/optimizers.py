@@ -19,8 +19,10 @@ PLAIN = (
     *("RMSprop({p}, lr=0.005{f})", "RMSprop({p}, lr=0.005, momentum=0.9, centered=True{f})", "Rprop({p}, lr=0.01{f})"),
     *("Adam({p}, lr=0.01, maximize=False{f})", "Adam({p}, lr=0.01, weight_decay=0.1{f})"),
 )
-FUSED = ("SGD({p}, lr=0.05, momentum=0.9, fused=True)", "Adam({p}, lr=0.01, fused=True)")
-FUSED += ("AdamW({p}, lr=0.01, fused=True)", "Adagrad({p}, lr=0.05, fused=True)")
+FUSED = (
+    *("SGD({p}, lr=0.05, momentum=0.9, fused=True)", "Adam({p}, lr=0.01, fused=True)"),
+    *("AdamW({p}, lr=0.01, fused=True)", "Adagrad({p}, lr=0.05, fused=True)"),
+)
 
 SIGNS = """
 class Signs(torch.optim.Optimizer):

@@ -91,7 +91,7 @@ def _within_checkpoint() -> bool:
     """Is a torch.utils.checkpoint of the script's own at work, or its second pass? The layer is computed again for it:
     a checkpoint within it would save nothing, and batch norm would count differently from a run without this setting.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # None: there are none
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
