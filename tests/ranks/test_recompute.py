@@ -25,6 +25,7 @@ from tests.ranks.agreement import come
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
+from unisono.errors import LoopError
 from unisono.parallel.compiled import apply_compile
 from unisono.parallel.recompute import LARGE, apply_recompute, what_to_keep
 from unisono.recipes.text import GPT, Model
@@ -239,6 +240,44 @@ def test_names_stay_and_a_copy_is_another_model(how: str) -> None:
     assert torch.equal(copied(TOKENS), plain(TOKENS))
     copied(TOKENS).sum().backward()
     assert all(p.grad is None for p in model.parameters())
+
+
+RECURRENT = {
+    "GRU": lambda: nn.GRU(5, 3, num_layers=2, dropout=0.2),
+    "GRUCell": lambda: nn.GRUCell(5, 3),
+    "LSTM": lambda: nn.LSTM(5, 3).double(),  # in float32 oneDNN computes it as one operator
+    "RNN": lambda: nn.RNN(5, 3),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_layers_have_the_gradients_of_a_model_that_keeps_everything(kind: str) -> None:
+    """Their kernels write over products, GRU's without a new version: selective must not keep these."""
+
+    def gradients(how: str | None) -> list[Any]:
+        torch.manual_seed(3)
+        model = RECURRENT[kind]()
+        if how is not None:
+            apply_recompute(model, how, [])
+        out = model(torch.randn(4, 5, dtype=next(model.parameters()).dtype))
+        (out if isinstance(out, torch.Tensor) else out[0]).sin().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    kept = gradients(None)
+    for how in WAYS:
+        assert all(map(torch.equal, gradients(how), kept)), how
+
+
+def test_an_unsafe_split_is_refused() -> None:
+    class Unsafe(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = torch.unsafe_split(super().forward(x), 3)
+            return first.sigmoid_() * second
+
+    model = Unsafe(4, 4)
+    apply_recompute(model, "selective", [])
+    with pytest.raises(LoopError, match=r"unsafe_split.*cannot be noticed"):
+        model(torch.randn(6, 4))
 
 
 class Codebook(nn.Linear):

@@ -176,14 +176,14 @@ class Main:
     def freezing(self) -> None:
         draft = self.draft
         if draft.may("unfrozen", 0.05):
-            self.made.insert(0, "frozen = list(model.parameters())[2:]")
+            self.made.insert(0, "frozen = list(model.parameters())[:-2]")
             self.made.insert(1, "for p in frozen:")
             self.made.insert(2, "    p.requires_grad_(False)")
             self.before += ["if step.number == 2:", "    for p in frozen:", "        p.requires_grad_(True)"]
         elif draft.chance(0.1) and "passes" not in draft.traits:
             draft.traits.add("freezes")
             when = draft.pick(["step.number >= 2", "step.number < 2", "step.number % 2 == 0"])
-            self.before += ["for p in list(model.parameters())[2:]:", f"    p.requires_grad_({when})"]
+            self.before += ["for p in list(model.parameters())[:-2]:", f"    p.requires_grad_({when})"]
 
     def watches(self) -> None:
         """What is logged and evaluated."""

@@ -5,7 +5,8 @@ Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv 1604.061
 
     layer      nothing of a layer is kept. Least memory, for another forward pass: about a third more computing.
     selective  the results of matrix products, convolutions and attention are kept, all else is computed again: it
-               takes little time and most of the memory (Korthikanti et al., 2022, arXiv 2205.05198).
+               takes little time and most of the memory (Korthikanti et al., 2022, arXiv 2205.05198). Of a layer with
+               an LSTM, a GRU or another recurrent module nothing is kept.
 
 The second time must be the first to the bit. torch sees to its own random numbers and to autocast. Here is what it does
 not know of: numpy's and Python's random numbers; tensors given by name; and buffers, which the second time works on
@@ -32,6 +33,10 @@ from unisono.parallel.layers import Around, outermost
 LARGE = 2**20
 """Elements of a buffer that is not copied for every forward pass (a causal mask, say), since it does not change."""
 
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+"""Modules whose kernels write over their own products, some of them (GRU) without a trace in the tensor's version. Of a
+layer that has one nothing is kept."""
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What the first and the second forward pass of a layer run in."""
 
@@ -48,7 +53,7 @@ class Recompute(Around):
     def __init__(self, layer: nn.Module, *, selective: bool) -> None:
         super().__init__(layer)
         self.contexts: Callable[[], Contexts] | None = None
-        if selective:
+        if selective and not any(isinstance(part, RECURRENT) for part in layer.modules()):
             self.contexts = partial(create_selective_checkpoint_contexts, what_to_keep)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,9 +186,23 @@ KEPT = {
 }
 """Operators whose results are kept."""
 
+UNSAFE = {
+    getattr(packet, overload)
+    for packet in (_aten.unsafe_split, _aten.unsafe_chunk, _aten.unsafe_split_with_sizes)
+    for overload in packet.overloads()
+}
+"""Operators that give parts of a tensor which do not share its version."""
+
 
 def what_to_keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """torch asks this about every operator, in both passes."""
+    """torch asks this about every operator, in both passes. Raises LoopError for a part that shares memory with what is
+    kept and no version: a write to it would change what is kept, unseen."""
+    if operator in UNSAFE:
+        raise LoopError(
+            "A layer was to be computed again, but for its products.",
+            f"It calls {operator}, after which a write over a product cannot be noticed.",
+            "--set parallel.recompute=layer; or call torch.split or torch.chunk instead.",
+        )
     keep = operator in KEPT and not _draws(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
