@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -78,6 +79,8 @@ def main() -> int:
     folder = (asked.keep or Path(tempfile.mkdtemp(prefix="scripts-"))).resolve()
     left_out = set() if "all" in asked.also else set(KNOWN) - set(asked.also)
     seeds = asked.seed or range(asked.first, asked.first + asked.count)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the first
+        signal.signal(number, signal.default_int_handler)
     began, verdicts = time.monotonic(), []
     try:
         for verdict in judge_all(seeds, folder, left_out, asked.processes):
