@@ -11,8 +11,10 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.env import World
-from unisono.settings import ParallelSettings
-from unisono.testing import run_ranks
+from unisono.errors import LoopError
+from unisono.settings import ParallelSettings, Settings
+from unisono.testing import build_run, run_ranks
+from unisono.world.start import group as join
 
 
 class Signs(torch.optim.Optimizer):
@@ -79,3 +81,31 @@ def test_what_does_not_go_by_element_promises_less_in_shards(tmp_path: Path) -> 
             assert told[name][1][1].startswith(f"{name} may compute with whole tensors"), name
         assert "was to step OnDTensors with parameters of which each process has a part" in told["OnDTensors"]
         assert "use AdamW or SGD" in told["OnDTensors"]
+
+
+def begun_or_resumed(world: World, folder: str, config: Settings, resume: bool) -> str:
+    """Trains with Adafactor for two steps, or goes on from there; returns what is refused."""
+    with join(world, divided=world.size > 1) as group:
+        run = build_run(config, world, group, Path(folder), resume=resume)
+        model = run.place(lambda: nn.Linear(5, 3))
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+        run.track(model=model, optimizer=optimizer)
+        data = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
+        try:
+            for step in run.steps(torch.utils.data.TensorDataset(data)):
+                step.run(model, lambda out, x: (out.square().sum(), len(x)))
+                step.update(optimizer)
+        except LoopError as error:
+            return str(error)
+        run.close()
+        return ""
+
+
+def test_a_resume_of_adafactor_in_shards_is_refused(tmp_path: Path) -> None:
+    """Found by tests/scripts, seed 921: its rows' variance is saved whole, and torch met it with an assertion."""
+    config = Settings(steps=2, batch=8, virtual_ranks=2)
+    assert run_ranks(begun_or_resumed, 1, str(tmp_path), config, False) == [""]
+    config = replace(config, steps=4, parallel=ParallelSettings(shard=2))
+    for says in run_ranks(begun_or_resumed, 2, str(tmp_path), config, True):
+        assert "step Adafactor with parameters of which each process has a part" in says
+        assert "parallel.shard=1" in says

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,15 +115,22 @@ def stepping(optimizer: Any) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # NotImplementedError is one of these
-        first = str(error).partition("\n")[0]
-        if not (met_a_part(error) or "Sharding propagation" in str(error) or "sharding strategy" in str(error)):
+    except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
+        first = str(error).partition("\n")[0] or "an assertion of torch.distributed.tensor failed."
+        signs = ("Sharding propagation", "sharding strategy")
+        if not (met_a_part(error) or any(sign in str(error) for sign in signs) or _of_dtensor(error)):
             raise
         raise LoopError(
             f"step.update was to step {type(optimizer).__name__} with parameters of which each process has a part.",
             f"It computes with whole tensors in a way that torch cannot do with parts of them: {first}",
             "use AdamW or SGD, which treat every element by itself, or --set parallel.shard=1 and parallel.tensor=1.",
         ) from error
+
+
+def _of_dtensor(error: BaseException) -> bool:
+    """Is it an assertion of torch's own code for tensors that are divided? Some have no text (Adafactor, resumed)."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, AssertionError) and last[0].f_globals["__name__"].startswith("torch.distributed.tensor")
 
 
 def check_schedule(schedule: Any) -> None:
