@@ -19,7 +19,7 @@ from unisono.env import World
 from unisono.exchange.compressed import CompressedAllReduce, CompressedTree
 from unisono.score.placement import place_evenly
 from unisono.settings import CompressSettings, Settings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
 from unisono.world.start import group as join
 
@@ -248,3 +248,36 @@ def test_other_numbers_are_refused(tmp_path: Path) -> None:
         assert "kind=int8 was given 1 of 3 parameters in int64" in whole
         assert named == told[0][2]
         assert "int64" not in named
+
+
+def freezes(world: World, folder: str, config: Settings, resume: bool, stop: int | None) -> tuple[str, list[float]]:
+    """The first layer trains in every second step only: the fingerprint, and the gradients' norms."""
+    with join(world) as group:
+        run = build_run(config, world, group, Path(folder), resume=resume)
+        model = run.place(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+        norms = []
+        for step in run.steps(torch.utils.data.TensorDataset(x)):
+            model[0].requires_grad_(step.number % 2 == 0)
+            step.run(model, lambda out, x: (out.square().sum(), len(x)))
+            norms.append(step.grad_norm)
+            step.update(optimizer)
+            if step.number == stop:
+                run.stop()
+        run.close()
+        return run._state.fingerprint(), norms
+
+
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_what_is_left_out_does_not_outlive_a_change_of_what_trains(tmp_path: Path, kind: Any) -> None:
+    """Nor by a resume, or two (found by tests/scripts, seed 1454)."""
+    config = Settings(steps=7, batch=8, virtual_ranks=4, compress=CompressSettings(kind=kind, **OF_ITS_OWN[kind]))
+    ((whole, norms),) = run_ranks(freezes, 1, str(tmp_path / "whole"), config, False, None)
+    found: list[float] = []
+    for ranks, stop in ((2, 1), (1, 3), (2, None)):
+        came = run_ranks(freezes, ranks, str(tmp_path / "parts"), config, bool(found), stop)
+        found += came[0][1]
+    assert found == norms
+    assert {fingerprint for fingerprint, _ in came} == {whole}

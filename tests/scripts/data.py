@@ -231,6 +231,8 @@ def collating(task: Task) -> str:
         return """
 def padded(samples):
     rows, y = zip(*samples)
+    if len(rows) == 1:
+        return rows[0][None], torch.stack(y)
     return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.stack(y)
 """
     if task.target == "tokens":

@@ -79,6 +79,8 @@ def draw_settings(draft: Draft, task: Task, *, by_epochs: bool) -> tuple[int, in
         if task.data is not None:
             batch = next(n for n in range(batch, 99) if task.count % n in (0, *range(2 * virtual_ranks, n)))
             batch = batch if batch <= 32 else task.count
+    if "slices" in draft.traits and draft.chance(0.7):
+        micro = 1
     virtual_ranks = min(virtual_ranks, batch)
     steps = draft.pick([4, 5, 6])
     draft.settings |= {"batch: int": str(batch), "virtual_ranks: int": str(virtual_ranks)}

@@ -21,7 +21,7 @@ from unisono.errors import UnisonoError
 from unisono.testing import run_ranks
 from unisono.testing.faults import Fault
 from unisono.train.run import Run
-from unisono.train.state import EXCHANGE, RANDOM
+from unisono.train.state import RANDOM
 from unisono.watch.watcher import Watcher
 
 SECONDS = 100.0
@@ -81,25 +81,22 @@ def play(script: Path, folder: Path, ranks: int, words: Sequence[str], stop: int
     """
     folder.mkdir(exist_ok=True)
     ends = run_ranks(_play, ranks, str(script), str(folder), list(words), stop, seconds=SECONDS)
-    return Came([Ended(*end) for end, _ in ends], ends[0][1], state_of(folder, [end for end, _ in ends], words))
+    return Came([Ended(*end) for end, _ in ends], ends[0][1], state_of(folder, [end for end, _ in ends]))
 
 
-def state_of(folder: Path, ends: Sequence[Any], words: Sequence[str]) -> str:
+def state_of(folder: Path, ends: Sequence[Any]) -> str:
     """sha256 of what the newest checkpoint holds; "": a process did not end well, or there is none.
 
     Without random numbers where steps are keyed, since every step then begins from its own: a run that leaves its loop
-    before a step has that step's, and one that stopped after the step before has not. Without the state of an exchange
-    that carries nothing from step to step: it has an empty entry for each set of parameters that was trained.
+    before a step has that step's, and one that stopped after the step before has not.
     """
     if any(end[0] != "ended" for end in ends):
         return ""
     path = newest(folder, print)
     if path is None:
         return ""
-    empty = {"--set=compress.kind=fp16", "--set=compress.kind=bf16"} & set(words)
-    passed = {EXCHANGE} if empty else set()
-    passed |= {RANDOM} if ends[0][2]["virtual_ranks"] > 1 else set()
-    return fingerprint_of({name: state for name, state in load(path).states.items() if name not in passed})
+    passed = RANDOM if ends[0][2]["virtual_ranks"] > 1 else ""
+    return fingerprint_of({name: state for name, state in load(path).states.items() if name != passed})
 
 
 def _play(world: World, script: str, folder: str, words: Sequence[str], stop: int | None) -> tuple[Any, ...]:

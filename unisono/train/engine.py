@@ -153,14 +153,14 @@ class Engine:
             )
         key = tuple(map(id, params))
         if key not in self._gradients:
-            only = optimizers is not None
-            models = self.models
+            only, models = optimizers is not None, self.models
             self._gradients[key] = Gradient(
                 params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only, own=self.own
             )
             if models.comm_hook is not None:
                 self._gradients[key].exchange.register_comm_hook(*models.comm_hook)  # type: ignore[attr-defined]
-            self.carried.know(self._gradients[key].key, self._gradients[key].exchange)
+            trained = [models.names.get(id(p), "") for p in models.trained]
+            self.carried.know(self._gradients[key].key, self._gradients[key].exchange, trained)
         if optimizers is None:
             self._whole = self._gradients[key]
         return self._gradients[key]
