@@ -209,6 +209,18 @@ def lbfgs(model: nn.Module) -> Any:
     return torch.optim.LBFGS(model.parameters())
 
 
+def fused_half(run: Run[Any]) -> Any:
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(model(x.bfloat16()).float().square().sum(), weight=len(i))
+
+    return train(
+        run,
+        body,
+        build=lambda: nn.Linear(3, 2).bfloat16(),
+        make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+    )
+
+
 def plateau(step: Step, optimizer: Any) -> None:
     step.update(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
@@ -273,6 +285,7 @@ BREACHES = {
     "nothing placed": Breach(not_placed, "No model was placed.*model = run.place"),
     "another's parameters": Breach(lambda run: train(run, make=another_s), r"1 of its .* shape \(7, 7\).*run\.place"),
     "a closure": Breach(lambda run: train(run, make=lbfgs), "LBFGS.*no closure"),
+    "16 bits in torch's fused SGD": Breach(fused_half, r"SGD\(fused=True\).*2 of its .* bfloat16.*fused=False"),
     "a plateau": Breach(ends(plateau), "ReduceLROnPlateau.*schedule.step"),
     "a sparse optimizer": Breach(lambda run: train(run, make=sparse_adam), "SparseAdam.*of 4 virtual ranks.*AdamW"),
     "a lazy model": Breach(lambda run: train(run, build=lazy), r"2 of its .* no shape yet \(the first is 0.weight"),

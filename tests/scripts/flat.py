@@ -67,13 +67,13 @@ def linear(draft: Draft, net: Net, width: int) -> int:
 
 
 def norm(draft: Draft, net: Net, width: int) -> int:
-    kind = draft.often(layer=3, rms=2, batch=1.5, group=1, l2=0.5)
+    kind = draft.often(layer=3, rms=2, batch=1.5, group=1.0 if width > 1 else 0.0, l2=0.5)
     if kind == "batch":
         draft.traits.add("batch norm")
         more = draft.pick(["", ", momentum=0.3", ", momentum=None", ", affine=False"])
         net.then(f"x = {net.add('norm', f'nn.BatchNorm1d({width}{more})')}(x)")
     elif kind == "group":
-        groups = draft.pick([n for n in range(1, width + 1) if width % n == 0])
+        groups = draft.pick([1, *(n for n in range(2, width) if width % n == 0)])  # never one value in each
         net.then(f"x = {net.add('norm', f'nn.GroupNorm({groups}, {width})')}(x)")
     elif kind == "l2":
         net.then("x = F.normalize(x, dim=-1)")
