@@ -3,7 +3,7 @@
     python -m tests.scripts --from 0 --count 2000 --processes 2
 
 A finding is kept in a folder with its script and its placements: other bits under the promise "exact", a crash, a
-refusal after the first step.
+refusal after the first step. refused.txt there has the messages of the refusals.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def judge_all(seeds: Iterable[int], folder: Path, left_out: Iterable[str], proce
                 (place / "verdict.txt").write_text(f"{verdict}\n", encoding="utf-8")
             else:
                 shutil.rmtree(place)
+            if verdict.kind == "refused":  # for reading whether the causes are right
+                with (folder / "refused.txt").open("a", encoding="utf-8") as file:
+                    file.write(f"{verdict}\n\n")
             yield verdict
 
 

@@ -81,7 +81,7 @@ def _ended_badly(name: str, runs: dict[str, Came]) -> tuple[str, str] | None:
     here = "" if name == "whole" else " (not in one process)"
     if not _has_three_parts(str(end.says)):
         return "finding", f"{name} was refused without a next step:\n{end.says}"
-    return "refused", words + here
+    return "refused", f"{words}{here}\n{end.says}"
 
 
 def _has_three_parts(says: str) -> bool:
