@@ -285,7 +285,7 @@ BREACHES = {
     "nothing placed": Breach(not_placed, "No model was placed.*model = run.place"),
     "another's parameters": Breach(lambda run: train(run, make=another_s), r"1 of its .* shape \(7, 7\).*run\.place"),
     "a closure": Breach(lambda run: train(run, make=lbfgs), "LBFGS.*no closure"),
-    "16 bits in torch's fused SGD": Breach(fused_half, r"SGD\(fused=True\).*2 of its .* bfloat16.*fused=False"),
+    "16 bits in torch's fused SGD": Breach(fused_half, r"SGD\(fused=True\).*bfloat16.*fused=False"),
     "a plateau": Breach(ends(plateau), "ReduceLROnPlateau.*schedule.step"),
     "a sparse optimizer": Breach(lambda run: train(run, make=sparse_adam), "SparseAdam.*of 4 virtual ranks.*AdamW"),
     "a lazy model": Breach(lambda run: train(run, build=lazy), r"2 of its .* no shape yet \(the first is 0.weight"),
