@@ -21,6 +21,7 @@ _door = {
     "CheckpointSettings": "unisono.settings",
     "LoaderSettings": "unisono.settings",
     "ParallelSettings": "unisono.settings",
+    "PromiseSettings": "unisono.settings",
     "Sequence": "unisono.parallel.sequence",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
@@ -37,6 +38,7 @@ _door = {
     "CheckpointError": "unisono.errors",
     "RankFailed": "unisono.errors",
     "Diverged": "unisono.errors",
+    "PromiseBroken": "unisono.errors",
 }
 
 __all__ = ["__version__", *_door]
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from unisono.errors import DataError as DataError
     from unisono.errors import Diverged as Diverged
     from unisono.errors import LoopError as LoopError
+    from unisono.errors import PromiseBroken as PromiseBroken
     from unisono.errors import RankFailed as RankFailed
     from unisono.errors import SettingsError as SettingsError
     from unisono.errors import UnisonoError as UnisonoError
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from unisono.settings import CheckpointSettings as CheckpointSettings
     from unisono.settings import LoaderSettings as LoaderSettings
     from unisono.settings import ParallelSettings as ParallelSettings
+    from unisono.settings import PromiseSettings as PromiseSettings
     from unisono.settings import Settings as Settings
     from unisono.train.run import Run as Run
     from unisono.train.step import Step as Step

@@ -77,6 +77,10 @@ class Diverged(UnisonoError):
     """Processes that must hold the same, or have computed the same, do not: a fault of a machine, or of the loop."""
 
 
+class PromiseBroken(UnisonoError):
+    """A computation that was made twice has other bits the second time, so the promise of equal bits does not hold."""
+
+
 class Stuck(WorldError):
     """Nothing in the run has gone on for longer than the settings allow."""
 

@@ -14,13 +14,19 @@ from unisono.errors import (
     LoopError,
     PeerLost,
     Problem,
+    PromiseBroken,
+    RankFailed,
     SettingsError,
     Stuck,
     UnisonoError,
+    Unreachable,
     WorldError,
 )
 
-ALL = [UnisonoError, SettingsError, WorldError, DataError, LoopError, CheckpointError, PeerLost, Diverged, Stuck]
+ALL = [
+    *(UnisonoError, SettingsError, WorldError, Unreachable, DataError, LoopError, CheckpointError, PeerLost),
+    *(Diverged, PromiseBroken, Stuck, RankFailed),
+]
 
 
 def test_a_message_has_three_parts() -> None:

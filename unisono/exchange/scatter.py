@@ -17,7 +17,7 @@ travels, it is there twice: made, and arriving.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -87,7 +87,19 @@ class Chunk:
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
         """A backward pass is done with the layer. What is put out means nothing: the sum is made when the step ends."""
         assert input_tensor.numel() == self.size * self.length
+        if self.scatter.heard is not None:
+            self.scatter.heard(self, input_tensor)
         self.scatter.send(self, input_tensor)
+
+    def wholes(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the whole gradient of each parameter, from what FSDP2 hands over: flat, [processes, length]."""
+        rows, found = flat.view(self.size, self.length), []
+        shapes = {id(p): shape for p, shape in zip(self.layer.params, self.layer.shapes, strict=True)}
+        for p, offset in zip(self.params, self.offsets, strict=True):
+            shape = shapes[id(p)]
+            each = -(-shape[0] // self.size) * prod(shape[1:])
+            found.append(rows[:, offset : offset + each].reshape(-1)[: prod(shape)].view(shape))
+        return found
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A chunk as gradients, one for each parameter."""
@@ -111,6 +123,8 @@ class Scatter(Exchange):
 
     promise = "exact"
     reason = "one fixed tree adds the gradients of the virtual ranks, chunk by chunk, wherever they were computed"
+    heard: Callable[[Chunk, torch.Tensor], None] | None = None
+    """Called with every whole gradient of a layer, in a step that is verified."""
 
     def __init__(
         self,

@@ -113,6 +113,15 @@ class DivergenceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromiseSettings:
+    """When a run checks its own promise, and what happens when it does not hold."""
+
+    check: bool = False
+    pause: float = 120.0
+    broken: Literal["auto", "stop", "tell"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StuckSettings:
     """When a run counts as stuck, and what is done then."""
 
@@ -144,6 +153,7 @@ class Settings:
     deal: DealSettings = field(default_factory=DealSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
     audit_every: int = 0
+    promise: PromiseSettings = field(default_factory=PromiseSettings)
     stuck: StuckSettings = field(default_factory=StuckSettings)
 
 
@@ -217,6 +227,9 @@ ABOUT = {
     "divergence.every": About("steps after which processes compare weights and gradients; 0: never", False),
     "divergence.heal": About("who holds other weights than most gets theirs; false: the run stops", False),
     "audit_every": About("steps after which a virtual rank is computed in two places; 0: never", False),
+    "promise.check": About("check at steps 0, 1, 2, 4, 8 and later that the promise of equal bits holds", False),
+    "promise.pause": About("seconds between two checks after step 8", False),
+    "promise.broken": About("stop; or tell, and lower the promise; auto: stop before step 10", False),
     "stuck.after": About("seconds without progress after which it is told who waits for whom; 0: never", False),
     "stuck.then": About("what happens then: the run ends; who is to blame is killed; or it waits on", False),
 }
@@ -232,5 +245,6 @@ OURS = (
     LocalSettings,
     DealSettings,
     DivergenceSettings,
+    PromiseSettings,
     StuckSettings,
 )

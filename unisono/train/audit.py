@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from unisono import phases
 from unisono.errors import Diverged
 from unisono.score.keys import mix
-from unisono.score.order import Place
 from unisono.score.votes import Verdict, vote
 from unisono.settings.words import plural
 from unisono.train.digests import apart, digests, sum_of
 from unisono.train.divergence import named
+from unisono.train.spare import computed
 from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
@@ -126,32 +125,10 @@ class Audit:
     def _compute(self, step: Step, gradient: Gradient, plan: Plan) -> Generator[Any, None, Made]:
         """The virtual rank's micro-batches, one after the other, as rounds that count for nothing; returns what came
         of them."""
-        engine, v = self.engine, plan.virtual_rank
-        buffers, params = engine.models.buffers, gradient.leaves
-        held = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        bounds = engine.order.micro_bounds(step.number, v)
-        buffers.begin(v)
-        buffers.enter(v, spare=True)
         self._now = plan
         self._listen(step, gradient)
-        for number in range(len(bounds)):
-            phases.enter("data")
-            place, batch = engine._loader.fetch(Place(step.number, v, number, spare=True))
-            step._place, step._ready = place, True
-            phases.Here.virtual_rank = v
-            phases.enter("forward")
-            yield batch
-        step._place, step._ready = None, False
-        phases.Here.virtual_rank = None
-        phases.enter("other")
-        given = self._heard()
-        buffers.leave()
-        made = Made(given, [p.grad for p in params])
-        for p, grad in zip(params, held, strict=True):
-            p.grad = grad
-        return made
+        grads = yield from computed(step, gradient, plan.virtual_rank)
+        return Made(self._heard(), grads)
 
     def _listen(self, step: Step, gradient: Gradient) -> None:
         """From now on, note what the audited virtual rank's backward passes give."""

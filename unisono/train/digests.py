@@ -47,7 +47,8 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes in the order of its elements, uint8 [n]; where it lies so, they are not copied."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     flat = dense.reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+    flat = flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)  # a single element
     found = flat.view(torch.uint8)
     return found.clone() if found.storage_offset() % WORD else found
 

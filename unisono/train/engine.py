@@ -26,11 +26,12 @@ from unisono.train.carried import Carried
 from unisono.train.dealing import Dealing
 from unisono.train.gradient import Gradient
 from unisono.train.local_step import prepare
-from unisono.train.misfits import alone, check_optimizer, check_schedule, refuse_hooks
+from unisono.train.misfits import alone, check_optimizer, check_schedule, refuse_changing_buffers, refuse_hooks
 from unisono.train.models import Models
 from unisono.train.norm import clip_, total_norm
 from unisono.train.step import Step
 from unisono.train.table import LOSS, Table
+from unisono.train.verify.off import NOT_VERIFIED, NotVerified
 from unisono.world.collectives import lies_apart
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from unisono.train.buddy import Buddy
     from unisono.train.divergence import Divergence
     from unisono.train.survivors import Survivors
+    from unisono.train.verify.verification import Verification
     from unisono.world.mesh import Mesh
 
 
@@ -50,6 +52,7 @@ class Engine:
     own: Own | None = None  # the script's own exchange
     audit: Audit | None = None
     divergence: Divergence | None = None
+    verification: Verification | NotVerified = NOT_VERIFIED
     survivors: Survivors | None = None  # who goes on when a process dies; None: nobody can
     run_dir = "RUN"
     """As one types it, in a line that a message proposes."""
@@ -277,12 +280,14 @@ class Engine:
         joins = self.group.company is not None and self.group.company.knocks
         said = {**self.asked, "unused": not all(exchange.used), "touched": exchange.touched, **buffers.flags}
         said |= {"joins": joins, "learns": bool(gradient.params)}
+        said["verified"] = self.verification.active
         if self.buddy is not None:
             self.buddy.settle()
         totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
         if self.dealing is not None and number == 0:
             self.dealing.hear(step.number, totals.said)
         self.agreed = agreed = totals.flags
+        self.verification.agree(int(agreed["verified"]), self.group.size)
         if agreed["touched"]:
             raise touched()
         if not agreed["learns"]:  # in no stage of a pipeline; otherwise `look` has said so before the step
@@ -360,18 +365,10 @@ class Engine:
 
     def _refuse_changing(self, step: Step, changing: bool) -> None:
         """A virtual rank's micro-batches may be computed by several processes, and then none knows its buffers."""
-        size, settings = step.samples, self.settings
         if changing and self.models.pipeline is not None:
             raise self.models.pipeline.changing(step.number)
-        share = -(-size // settings.virtual_ranks)
-        if changing and self.seat.turns > 1 and share > (settings.micro_batch or share):
-            raise LoopError(
-                f"The forward pass of step {step.number} changed buffers (batch norm's, say).",
-                f"With parallel.shard={self.seat.turns} and micro_batch={settings.micro_batch} a virtual rank's "
-                f"{share} samples are computed by several processes, and its buffers go from one micro-batch to the "
-                "next.",
-                "--set micro_batch=none, or --set parallel.gather=step",
-            )
+        if changing and self.seat.turns > 1:
+            refuse_changing_buffers(step.number, step.samples, self.settings)
 
     def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> bool:
         """Is the loss finite? Refuse what cannot be divided, and a loss that no smaller scale would mend."""

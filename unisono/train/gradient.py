@@ -162,7 +162,7 @@ class Gradient:
                 f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
                 f"{found} such elements.",
                 "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate; "
-                f"to see where it comes from: {step.replay}",
+                f"to see where it comes from: {step._engine.replay(step.number)}",
             )
 
     def _named(self, p: torch.nn.Parameter) -> str:

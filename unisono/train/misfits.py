@@ -13,7 +13,7 @@ import torch
 
 from unisono.errors import LoopError
 from unisono.score.order import Order
-from unisono.settings import ParallelSettings
+from unisono.settings import ParallelSettings, Settings
 from unisono.world.collectives import lies_apart, met_a_part
 
 
@@ -180,6 +180,19 @@ def parts_told(parallel: ParallelSettings) -> Iterator[None]:
             ("--set parallel.gather=step, with which it is whole for a step; or, " if by_layer else "")
             + "for a penalty on weights, the optimizer's weight_decay.",
         ).with_traceback(error.__traceback__) from None
+
+
+def refuse_changing_buffers(step: int, samples: int, settings: Settings) -> None:
+    """Raise LoopError where several processes compute the micro-batches of one virtual rank, and buffers change."""
+    share = -(-samples // settings.virtual_ranks)
+    if share > (settings.micro_batch or share):
+        raise LoopError(
+            f"The forward pass of step {step} changed buffers (batch norm's, say).",
+            f"With parallel.shard={settings.parallel.shard} and micro_batch={settings.micro_batch} a virtual rank's "
+            f"{share} samples are computed by several processes, and its buffers go from one micro-batch to the "
+            "next.",
+            "--set micro_batch=none, or --set parallel.gather=step",
+        )
 
 
 def alone(order: Order, last: int, name: str) -> LoopError:

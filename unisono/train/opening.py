@@ -22,6 +22,7 @@ from unisono.train.dealing import WORDS, build_dealing
 from unisono.train.divergence import build_divergence
 from unisono.train.engine import Engine
 from unisono.train.survivors import build_survivors
+from unisono.train.verify.verification import build_verification
 from unisono.world.taken import refuse_a_second_group
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run._table.modes = Modes(run._models.modules) if run._mesh.pipeline.size == 1 else None
     engine.audit = build_audit(engine, run)
     engine.divergence = build_divergence(engine, run)
+    engine.verification = build_verification(engine, run, promise)
     engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
     run._engine = engine
     engine.survivors = build_survivors(run)

@@ -59,6 +59,8 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
         return "tolerance", "; ".join(opaque)
     if why := order_dependent or _benchmarks(run.device):
         return "tolerance", "; ".join(why)
+    if run._engine is not None and run._engine.verification.broken:
+        return "tolerance", run._engine.verification.broken
     exchange = promise_of(run.settings, run.size)
     own = run._engine.own if run._engine is not None else None
     if own is not None:
@@ -116,6 +118,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **({"deals": deals} if (deals := _deals(run)) else {}),
         **_claimed(run),
         **({"audits": len(audit.done)} if run._engine is not None and (audit := run._engine.audit) is not None else {}),
+        **_verified(run),
         "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
     }
     logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}
@@ -140,6 +143,12 @@ def _deals(run: Run[Any]) -> list[dict[str, Any]]:
     """When virtual ranks were dealt anew because of how fast the processes are."""
     dealing = run._engine.dealing if run._engine is not None else None
     return [{"step": first, "virtual_ranks": counts} for first, counts in (dealing.deals if dealing else ())]
+
+
+def _verified(run: Run[Any]) -> dict[str, int]:
+    """Return in how many steps the run checked its promise; {} where it does not check it."""
+    steps = run._engine.verification.steps if run._engine is not None else None
+    return {} if steps is None else {"verified_steps": steps}
 
 
 def _claimed(run: Run[Any]) -> dict[str, int]:

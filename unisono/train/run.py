@@ -292,6 +292,7 @@ class Run(Generic[S]):
             self._samples_here += step.samples
             self._done = step
             self._watcher.step(step)
+            engine.verification.end(number)
             if engine.divergence is not None:
                 engine.divergence.after(number)
             met = self._sites.after(engine, step)
@@ -445,4 +446,5 @@ class Run(Generic[S]):
         self._watcher.close()
         self._models.close()
         if self._engine is not None:
+            self._engine.verification.close()
             self._engine.close()

@@ -16,6 +16,7 @@ from unisono.train.misfits import check_loss, stepping
 from unisono.train.outputs import Forward, call, parts
 from unisono.train.slices import in_slices
 from unisono.train.table import LOSS
+from unisono.train.verify.off import NOT_VERIFIED
 from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
@@ -57,11 +58,6 @@ class Step:
     @property
     def epoch(self) -> int:
         return self._engine.order.epoch(self.number)
-
-    @property
-    def replay(self) -> str:
-        """What to type to see this step again."""
-        return self._engine.replay(self.number)
 
     # -- the loop over micro-batches
 
@@ -133,12 +129,14 @@ class Step:
         phases.enter("data")
         if engine.audit is not None and not number:
             yield from engine.audit.before(self, gradient)
-        rounds = engine.micro_batches(self.number, number, gradient, self._kept)
+        verification = NOT_VERIFIED if number else engine.verification
+        yield from verification.before(self, gradient)
+        again: Iterator[tuple[Place, Any, bool]] | None
+        again = engine.micro_batches(self.number, number, gradient, self._kept)
         if engine.mesh.context.size > 1:
-            rounds = in_slices(engine, rounds, number)
-        again: Iterator[tuple[Place, Any, bool]] | None = rounds
+            again = in_slices(engine, again, number)
         while again is not None:
-            for place, batch, last in again:
+            for place, batch, last in verification.watched(self, gradient, again):
                 self._place, self._ready = place, True
                 phases.Here.virtual_rank = place.virtual_rank
                 exchange = gradient.exchange  # another one than before, if a process died or joined
@@ -153,6 +151,7 @@ class Step:
                 exchange.leave()
             self._ready = False
             again = self._meet(gradient, number)
+        yield from verification.after(self, gradient, self._sums)
 
     def _meet(self, gradient: Gradient, number: int) -> Iterator[tuple[Place, Any, bool]] | None:
         """The rounds of a pass are done: the gradient becomes whole. If a process dies meanwhile, these are the rounds
@@ -210,6 +209,7 @@ class Step:
             loss = loss * weight
         engine = self._engine
         engine.table.add(self._place, LOSS, loss, weight)
+        engine.verification.heard(self._place, loss, weight)
         if engine.scale.on:
             loss = loss * engine.scale.value
         self._ready = False
@@ -276,7 +276,8 @@ class Step:
                     "ask between the rounds and step.update(...), or clip.",
                 )
             assert self._gradient is not None
-            self._grad_norm = self._engine.clip(self._gradient.params, None)
+            with self._engine.verification.ours():
+                self._grad_norm = self._engine.clip(self._gradient.params, None)
         return self._grad_norm
 
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
@@ -295,6 +296,11 @@ class Step:
         if self._state != "whole":
             self._refuse_update()
         phases.enter("update")
+        with self._engine.verification.ours():
+            self._update(steppers, clip)
+        phases.enter("other")
+
+    def _update(self, steppers: Sequence[Any], clip: float | None) -> None:
         engine = self._engine
         limit = engine.settings.clip if clip is FROM_SETTINGS else clip
         optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
@@ -315,7 +321,6 @@ class Step:
             gradient.zero()
         self._waiting = [gradient for gradient in self._waiting if gradient not in ready]
         self._state = "whole" if self._waiting else "updated"
-        phases.enter("other")
 
     def _ready_for(self, optimizers: Sequence[Any]) -> list[Gradient]:
         """The gradients that these optimizers use."""
@@ -335,7 +340,7 @@ class Step:
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
             self._engine.know(optimizer)
-            with stepping(optimizer), on_local_shards(optimizer):
+            with stepping(optimizer), self._engine.verification.stepping(optimizer), on_local_shards(optimizer):
                 optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:

@@ -22,7 +22,10 @@ from unisono.score.tree import chain
 from unisono.train.alike import Modes
 from unisono.world.collectives import Group, peers
 
-FLAGS = ("stop", "leave", "unused", "norms", "buffers", "attributes", "touched", "learns", "unsaved", "news", "joins")
+FLAGS = (
+    *("stop", "leave", "unused", "norms", "buffers", "attributes", "touched", "learns", "unsaved", "news", "joins"),
+    "verified",
+)
 STEP = "a step"
 VERBS = (
     STEP,

@@ -2,6 +2,7 @@
 
     {"step": 12, "t": 1760000000.123, "seconds": {"data": 0.00021, "forward": 0.01042}, "loss": 2.3, "log": {"lr": 0.1}}
     {"resumed_at": 10}
+    {"promise": "tolerance", "step": 4, "cause": "state", "reason": "A second computation of ..."}
 
 `step` counts from 0, `t` is when it was over (seconds since 1970), `seconds` how long it spent in each phase. A resumed
 run goes on in the same file: the line `resumed_at` names the step that comes next, so lines before it with this step or
@@ -77,6 +78,11 @@ class Timeline:
     def resumed(self, step: int) -> None:
         """Add the line that says: this run goes on here, and `step` is the next one."""
         self._lines.append(f'{{"resumed_at": {step}}}\n')
+        self.flush()
+
+    def event(self, values: Mapping[str, Any]) -> None:
+        """Add a line of these values, and write it at once."""
+        self._lines.append(json.dumps(dict(values)) + "\n")
         self.flush()
 
     def flush(self) -> None:

@@ -92,6 +92,11 @@ class Watcher:
         """What the loop says of the step under way."""
         self._logged.update(values)
 
+    def event(self, values: dict[str, Any]) -> None:
+        """Write a line of its own into the timeline: something that happens seldom."""
+        if self._timeline is not None:
+            self._timeline.event(values)
+
     def note(self, text: str) -> None:
         """Print on rank 0, without disturbing the progress line."""
         if self._progress is not None:

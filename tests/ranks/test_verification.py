@@ -1,0 +1,417 @@
+"""A run checks its own promise: what breaks it is named in the first steps, and honest runs are left alone.
+
+What is mended elsewhere (alignment, optimizers on shards, attributes, compilers, sparse sums, unlike models) is
+switched off here, one at a time: the verification alone must then find it, with its cause.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, train, whole
+from unisono.data import alignment
+from unisono.env import World
+from unisono.exchange import buckets
+from unisono.settings import LoaderSettings, ParallelSettings, PromiseSettings, Settings
+from unisono.testing import run_ranks
+from unisono.train import local_step, models, opening, result
+from unisono.train import run as run_module
+from unisono.train.attributes import Attributes
+from unisono.train.run import Run
+from unisono.train.step import Step
+from unisono.train.verify import sharded
+from unisono.train.verify.due import is_candidate, is_early
+
+LONGER = replace(SETTINGS, steps=9, promise=PromiseSettings(check=True))
+SHARDS = replace(LONGER, parallel=ParallelSettings(shard=2))
+
+EVEN = replace(LONGER, batch=20)  # no batch norm sees a single sample
+
+Off = Callable[[pytest.MonkeyPatch], None]
+
+
+# -- what breaks a promise
+
+
+class Bags(torch.utils.data.Dataset):
+    """Bags of rows out of one array: each begins at another address."""
+
+    def __init__(self) -> None:
+        numbers = np.random.RandomState(0)
+        self.x, self.ends = numbers.randn(4000, 13).astype(np.float32), np.cumsum(numbers.randint(3, 40, 60))
+
+    def __len__(self) -> int:
+        return 53
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.from_numpy(self.x[self.ends[i] : self.ends[i + 1]]), torch.tensor([i % 3])
+
+
+def bags(run: Run[Any]) -> Any:
+    model = run.place(lambda: nn.Sequential(nn.Linear(13, 8), nn.Tanh(), nn.Linear(8, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Bags(), collate_fn=lambda samples: samples[0]):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x).mean(0, keepdim=True), y, reduction="sum"), weight=1)
+        step.update(optimizer)
+
+
+class Previous(nn.Module):
+    """Remembers what it saw last, and divides by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 2), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.last = self.last, float(x[0, 0])
+        out: torch.Tensor = self.linear(x) / (1.0 + before)
+        return out
+
+
+def swish(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.swish = nn.Linear(3, 37), nn.Linear(37, 2), torch.jit.script(swish)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.swish(self.up(x)))
+        return out
+
+
+def scripted(run: Run[Any]) -> Any:
+    torch._C._jit_set_profiling_mode(True)
+    return train(run, build=Scripted)
+
+
+def sparse(run: Run[Any]) -> Any:
+    words = torch.randint(0, 20, (160, 12), generator=torch.Generator().manual_seed(1))
+    model = run.place(lambda: nn.EmbeddingBag(20, 3, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(torch.utils.data.TensorDataset(words, words[:, 0] % 3)):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+        step.update(optimizer)
+
+
+def odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 19), nn.LayerNorm(19), nn.ReLU(), nn.Linear(19, 11))
+
+
+def half_whole(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+    step.backward((model(x.bfloat16()).float() - x.sum(1, keepdim=True)).pow(2).sum(), weight=len(i))
+
+
+fused: Loop = partial(train, build=odd, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+half: Loop = partial(
+    train,
+    body=half_whole,
+    build=lambda: odd().bfloat16(),
+    make=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+)
+
+
+def clipped(run: Run[Any]) -> Any:
+    model = run.place(odd)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, _ in step:
+            step.backward(loss_of(model, x), weight=len(x))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        step.update(optimizer)
+
+
+def norm_of_rows(run: Run[Any]) -> Any:
+    model = run.place(odd)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, _ in step:
+            step.backward(loss_of(model, x), weight=len(x))
+        for p in model.parameters():
+            rows = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            rows.mul_(1.0 / (1.0 + rows.norm()))
+        step.update(optimizer)
+
+
+class Heads(nn.Module):
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(3, 2) for name in order})
+        for name in sorted(order):
+            nn.init.zeros_(self.heads[name].weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = sum(  # type: ignore[assignment]
+            (i + 1) * self.heads[name](x) for i, name in enumerate(sorted(self.heads))
+        )
+        return out
+
+
+def unordered(run: Run[Any]) -> Any:
+    names = ["one", "two", "three"]
+    return train(run, build=lambda: Heads(names if run.rank else names[::-1]))
+
+
+def with_counter(run: Run[Any]) -> Any:
+    seen = [0]
+
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        seen[0] += 1
+        step.backward(loss_of(model, x) * (1.0 + 0.01 * seen[0]), weight=len(i))
+
+    return train(run, body)
+
+
+def with_generator(run: Run[Any]) -> Any:
+    draws = torch.Generator().manual_seed(3)
+
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(loss_of(model, x + 0.1 * torch.randn(x.shape, generator=draws)), weight=len(i))
+
+    return train(run, body)
+
+
+class Counting(Numbers):
+    fetched = 0
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        self.fetched += 1
+        x, number = super().__getitem__(i)
+        return x + 0.01 * self.fetched, number
+
+
+class AsksWorker(Numbers):
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        x, number = super().__getitem__(i)
+        return x + 0.5 * (torch.utils.data.get_worker_info() is not None), number
+
+
+# -- what is switched off
+
+
+def no_alignment(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(alignment, "align", lambda batch: batch)
+    patch.setattr(alignment, "align_", lambda tensors: None)
+
+
+def no_attributes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Attributes, "enabled", False)
+
+
+def no_compilers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(run_module, "fix_compilers", lambda: None)
+
+
+def no_unique(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(buckets, "unique", lambda grad: grad)
+
+
+def no_local_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(local_step, "steps_locally", lambda optimizer: False)
+    patch.setattr(result, "differs_in_shards", lambda *_: False)
+    patch.setattr(sharded, "differs_in_shards", lambda *_: False)
+
+
+def no_reductions(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(models, "reduce_whole", lambda shard: lambda: None)
+
+
+def no_comparison(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(models, "check_alike", lambda *_, **__: None)
+    patch.setattr(opening, "check_alike", lambda *_, **__: None)
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+BAGS = replace(LONGER, micro_batch=1)
+BROKEN: dict[str, tuple[Loop, Off, int, Settings, str]] = {
+    "alignment": (bags, no_alignment, 1, BAGS, "depends on where its data is in memory"),
+    "alignment beside a worker": (
+        bags,
+        no_alignment,
+        1,
+        replace(BAGS, loader=LoaderSettings(workers=1)),
+        "depends on where its data is in memory",
+    ),
+    "attribute on 1": (partial(train, build=Previous), no_attributes, 1, LONGER, "Python attribute.*last"),
+    "attribute on 2": (partial(train, build=Previous), no_attributes, 2, LONGER, "Python attribute.*last"),
+    "torchscript on 1": (scripted, no_compilers, 1, LONGER, "swish is compiled by torch.jit.script"),
+    "torchscript on 2": (scripted, no_compilers, 2, LONGER, "swish is compiled by torch.jit.script"),
+    "sparse on 1": (sparse, no_unique, 1, LONGER, "weight in step . is not the sum along the tree"),
+    "sparse on 2": (sparse, no_unique, 2, LONGER, "weight in step . is not the sum along the tree"),
+    "fused": (fused, no_local_steps, 2, SHARDS, r"update of 0\.weight by rows differs.*AdamW\(fused=True\)"),
+    "half": (half, no_local_steps, 2, SHARDS, r"by rows differs.*SGD\(\)"),
+    "clip by hand": (clipped, no_reductions, 2, SHARDS, "_foreach_norm at .*test_verification.py"),
+    "norm of rows": (norm_of_rows, nothing, 2, SHARDS, "reduced rows.*norm at .*test_verification.py"),
+    "order": (unordered, no_comparison, 2, LONGER, "parameters in different orders"),
+    "counter on 1": (with_counter, nothing, 1, LONGER, "another loss"),
+    "counter on 2": (with_counter, nothing, 2, LONGER, "another loss"),
+    "generator": (with_generator, nothing, 2, LONGER, "another loss"),
+    "data": (partial(train, data=Counting()), nothing, 2, LONGER, "other samples.*keeps a counter"),
+    "worker": (partial(train, data=AsksWorker()), nothing, 1, LONGER, "in a loader worker"),
+}
+
+
+def broken(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        loop, off, _, settings, _ = BROKEN[name]
+        with pytest.MonkeyPatch.context() as patch:
+            off(patch)
+            found[name] = attempt(world, folder / name.replace(" ", "-"), loop, settings)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_breaks_a_promise_is_named_in_the_first_steps(tmp_path: Path, size: int) -> None:
+    names = [name for name, case in BROKEN.items() if case[2] == size]
+    for came in run_ranks(broken, size, tmp_path, names):
+        for name in names:
+            assert isinstance(came[name], str), f"{name}: nothing was found"
+            assert "PromiseBroken" in came[name], came[name]
+            assert re.search(BROKEN[name][4], came[name], re.S), f"{name}: {came[name]}"
+            assert "--set promise.broken=tell" in came[name]
+
+
+# -- what happens then
+
+
+def lowered(world: World, folder: Path, settings: Settings) -> Any:
+    def loop(run: Run[Any]) -> Any:
+        train(run, lambda step, model, x, i: step.backward(loss_of(model, x) * (1 + draw()), weight=len(i)))
+        return run.result()
+
+    draws = torch.Generator().manual_seed(3)
+
+    def draw() -> torch.Tensor:
+        return torch.rand((), generator=draws)
+
+    told = attempt(world, folder, loop, settings)
+    events = [json.loads(line) for line in (folder / "timeline" / "rank-0.jsonl").read_text().splitlines()]
+    return told, [event for event in events if "promise" in event]
+
+
+def test_the_promise_is_lowered_where_the_settings_say_so(tmp_path: Path) -> None:
+    settings = replace(LONGER, promise=PromiseSettings(check=True, broken="tell"))
+    for told, events in run_ranks(lowered, 2, tmp_path, settings):
+        assert told["promise"] == "tolerance"
+        assert told["reason"].startswith("from step 0 on: a second computation of virtual rank")
+        assert told["steps"] == 9
+        assert [(event["promise"], event["step"]) for event in events] == [("tolerance", 0)]
+
+
+def test_nothing_is_checked_where_the_settings_say_so(tmp_path: Path) -> None:
+    settings = replace(LONGER, promise=PromiseSettings(check=False))
+    for told, events in run_ranks(lowered, 2, tmp_path, settings):
+        assert told["promise"] == "exact"
+        assert "verified_steps" not in told
+        assert events == []
+
+
+# -- honest runs
+
+
+def honest(world: World, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    cases: dict[str, tuple[Loop, Settings]] = {
+        "plain": (train, LONGER),
+        "unchecked": (train, replace(LONGER, promise=PromiseSettings(check=False))),
+        "pieces": (train, replace(LONGER, micro_batch=1)),
+        "norm": (partial(train, build=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), linear4())), EVEN),
+        "dropout": (partial(train, build=lambda: nn.Sequential(nn.Dropout(0.5), linear())), LONGER),
+        "unused": (partial(train, build=Unused), LONGER),
+        "fp16": (train, replace(LONGER, precision="fp16")),
+        "worker": (train, replace(LONGER, loader=LoaderSettings(workers=1))),
+        "claims": (train, replace(LONGER, deal=replace(LONGER.deal, claim=world.size > 1))),
+    }
+    if world.size == 2:
+        for gather in ("layer", "step"):
+            config = replace(LONGER, parallel=ParallelSettings(shard=2, gather=gather))  # type: ignore[arg-type]
+            cases[f"shards by {gather}"] = (partial(train, build=odd), config)
+            cases[f"shards in pieces by {gather}"] = (partial(train, build=odd), replace(config, micro_batch=1))
+    for name, (loop, settings) in cases.items():
+        found[name] = attempt(world, folder / name.replace(" ", "-"), partial(with_result, loop), settings)
+    return found
+
+
+def with_result(loop: Loop, run: Run[Any]) -> Any:
+    fingerprint = loop(run)[-1]
+    told = run.result()
+    return fingerprint, told["promise"], told.get("verified_steps")
+
+
+def linear4() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+class Unused(nn.Module):
+    """A layer that odd samples alone use, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some, self.none = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.all(x)
+        return out + self.some(x) if float(x.sum()) > 0 else out
+
+
+def test_honest_runs_are_left_alone(tmp_path: Path) -> None:
+    (one,) = run_ranks(honest, 1, tmp_path / "1")
+    for size in (2, 3):
+        for came in run_ranks(honest, size, tmp_path / str(size)):
+            for name, found in came.items():
+                if name in one:
+                    assert found == one[name], name
+                else:
+                    assert found[1:] == ("exact", 5), (name, found)
+    assert one.pop("unchecked") == (one["plain"][0], "exact", None)
+    assert all(found[1:] == ("exact", 5) for found in one.values()), one
+
+
+def test_which_steps_are_verified() -> None:
+    assert [n for n in range(40) if is_early(n)] == [0, 1, 2, 4, 8]
+    assert [n for n in range(1, 70) if is_candidate(n, begins_epoch=n % 30 == 0)] == [1, 2, 4, 8, 16, 30, 32, 60, 64]
+
+
+def walk(run: Run[Any]) -> Any:
+    """The rounds that the loop's body runs, by step."""
+    rounds: dict[int, int] = {}
+
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        rounds[step.number] = rounds.get(step.number, 0) + 1
+        whole(step, model, x, i)
+
+    train(run, body)
+    return rounds
+
+
+def counted(world: World, folder: Path) -> Any:
+    return attempt(world, folder, walk, replace(LONGER, steps=70, batch=4))
+
+
+def test_the_body_runs_more_often_in_verified_steps_alone(tmp_path: Path) -> None:
+    (rounds,) = run_ranks(counted, 1, tmp_path)
+    assert [n for n, count in rounds.items() if count > 4] == [0, 1, 2, 4, 8]

@@ -1,0 +1,1 @@
+"""Verification: a run checks its own promise while it trains (verification.py has the picture)."""

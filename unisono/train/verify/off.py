@@ -1,0 +1,47 @@
+"""The verification of a run that verifies nothing: its promise is less than exact, or the settings say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+NOTHING = nullcontext()
+
+
+class NotVerified:
+    """Stand where a Verification would, and do nothing."""
+
+    steps: int | None = None
+    broken = ""
+    active = False
+
+    def before(self, *_: Any) -> Iterable[Any]:
+        return ()
+
+    def watched(self, step: Any, gradient: Any, rounds: Any) -> Any:
+        return rounds
+
+    def heard(self, *_: Any) -> None:
+        return
+
+    def agree(self, count: int, size: int) -> None:
+        return
+
+    def after(self, *_: Any) -> Iterable[Any]:
+        return ()
+
+    def ours(self) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def stepping(self, optimizer: Any) -> AbstractContextManager[None]:
+        return NOTHING
+
+    def end(self, step: int) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+NOT_VERIFIED = NotVerified()

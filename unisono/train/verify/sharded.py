@@ -1,0 +1,75 @@
+"""Verify the update of a step in which processes hold rows of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.data.seeding import undisturbed
+from unisono.train.local_step import differs_in_shards
+from unisono.train.misfits import by_element
+from unisono.train.verify import causes
+from unisono.train.verify.causes import Cause
+from unisono.train.verify.parts import PartsWatch
+from unisono.train.verify.updates import WholeUpdate, differing_by_rows
+
+if TYPE_CHECKING:
+    from unisono.train.models import Models
+    from unisono.world.collectives import Group
+
+
+class ShardedUpdate:
+    """The update of one verified step, on this process.
+
+    found  (what differs, why): the same on no two processes, so they compare it later
+    """
+
+    def __init__(self, models: Models, group: Group, turn: int) -> None:
+        self.models, self.group, self.turn = models, group, turn
+        self.found: list[tuple[str, Cause]] = []
+        self._parts = PartsWatch(models)
+
+    def begin(self) -> None:
+        """The gradient is whole: from now on the script computes with rows of it."""
+        self._parts.begin()
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """Do not look at the operators of this block, which are the library's."""
+        self._parts.paused = True
+        try:
+            yield
+        finally:
+            self._parts.paused = False
+
+    @contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """Step whole parameters beside the rows, within this block. What is no torch optimizer is looked at instead."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            self._parts.paused = False
+            try:
+                yield
+            finally:
+                self._parts.paused = True
+            return
+        if not by_element(optimizer) or differs_in_shards(optimizer, self.models.layers):  # the promise says so
+            yield
+            return
+        with undisturbed(self.group.device):
+            whole = WholeUpdate(optimizer, self.group, self.turn)
+        yield
+        with undisturbed(self.group.device):
+            differing = whole.differing() or differing_by_rows(optimizer, self.group, self.turn)
+        names = [self.models.names.get(id(p), "a parameter") for p in differing]
+        if names:
+            what = f"The update of {names[0]} by rows differs from the update of the whole parameter"
+            self.found.append((what, causes.optimizer(optimizer)))
+
+    def end(self) -> None:
+        """The next step begins, or the run ends."""
+        self._parts.end()
+        if self._parts.found:
+            self.found.insert(0, ("The script reduced rows of a parameter", causes.part(self._parts.found)))

@@ -1,0 +1,183 @@
+"""The update of whole parameters, made beside the update of their parts.
+
+Under `parallel.shard` every process steps its rows of a parameter. In a verified step the processes gather a few
+parameters with their gradients and optimizer state, step them whole with a twin of the optimizer, and compare: the rows
+of this process must have the bits that the whole parameter has there.
+
+A kernel that rounds the last elements of its input in another way differs there in one update of several only. So
+twins also step random parameters of the same shapes, whole and by rows (`differing_by_rows`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from unisono.train.local_step import on_local_shards, prepare
+from unisono.world.collectives import Group, lies_apart, like, local
+
+MOST_PARAMETERS = 16
+MOST_ELEMENTS = 2**18
+"""Elements that are gathered in one verified step, unless a single parameter has more."""
+
+
+@dataclass
+class Whole:
+    """A parameter that is stepped whole, beside its part."""
+
+    part: torch.nn.Parameter
+    twin: torch.nn.Parameter
+    rows: tuple[int, int]
+    """First and last row, exclusive, of this process's part."""
+
+
+class WholeUpdate:
+    """One optimizer's step over whole parameters.
+
+    Create it before `optimizer.step()`; all processes of `group`, which share the parameters, do so together. Call
+    `differing` afterwards.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Group, turn: int) -> None:
+        self.optimizer, self.group = optimizer, group
+        self.wholes: list[Whole] = []
+        groups, state = [], defaultdict[Any, Any](dict)
+        chosen = {id(p) for p in choose([p for g in optimizer.param_groups for p in g["params"]], turn)}
+        for options in optimizer.param_groups:
+            twins = []
+            for p in options["params"]:
+                if id(p) in chosen:
+                    twins.append(self._twin(p))
+                    state[twins[-1]] = (
+                        {name: self._whole(value, p) for name, value in optimizer.state[p].items()}
+                        if (p in optimizer.state)
+                        else {}
+                    )
+            if twins:
+                groups.append({**options, "params": twins})
+        self._twins = twin_of(optimizer, groups, state) if groups else None
+
+    def differing(self) -> list[torch.nn.Parameter]:
+        """Step the twin, and return the parameters whose part on this process has other bits."""
+        if self._twins is None:
+            return []
+        self._twins.step()
+        return [whole.part for whole in self.wholes if not self._agrees(whole)]
+
+    def _twin(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
+        rows = rows_of(p, self.group)
+        twin = torch.nn.Parameter(self._gather(p.detach(), p))
+        twin.grad = None if p.grad is None else self._gather(p.grad, p)
+        self.wholes.append(Whole(p, twin, rows))
+        return twin
+
+    def _whole(self, value: Any, p: torch.nn.Parameter) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return self._gather(value, p) if lies_apart(value) else value.clone()
+
+    def _gather(self, part: Any, p: Any) -> torch.Tensor:
+        """Return the whole tensor of which every process has rows."""
+        mine = local(part.detach())
+        each = -(-len(p) // self.group.size)
+        flat = mine.new_zeros(each * p.shape[1:].numel())
+        flat[: mine.numel()] = mine.reshape(-1)
+        flat = flat.to(self.group.device)
+        out = flat.new_empty(len(flat) * self.group.size)
+        self.group.all_gather(out, flat).wait()
+        return out[: p.numel()].view(p.shape).to(mine.device).clone()
+
+    def _agrees(self, whole: Whole) -> bool:
+        return equal(local(whole.part.detach()), whole.twin.detach()[slice(*whole.rows)])
+
+
+STEPS = 4
+"""Random updates: the first ones begin from an empty state, where less is rounded."""
+
+
+def differing_by_rows(optimizer: torch.optim.Optimizer, group: Group, turn: int) -> list[torch.nn.Parameter]:
+    """Return the parameters of which a process's rows get other bits than the whole, in random updates."""
+    random = torch.Generator().manual_seed(turn)
+    wanted = {id(p) for p in choose([p for g in optimizer.param_groups for p in g["params"]], turn)}
+    trials = {id(p): Trial(p, group, random) for g in optimizer.param_groups for p in g["params"] if id(p) in wanted}
+    twins = []
+    for take in (attrgetter("whole"), attrgetter("part")):
+        chosen = [(g, [take(trials[id(p)]) for p in g["params"] if id(p) in trials]) for g in optimizer.param_groups]
+        groups = [{**options, "params": params} for options, params in chosen if params]
+        twins.append(twin_of(optimizer, groups, defaultdict(dict)))
+    prepare(twins[1])
+    for _ in range(STEPS if trials else 0):
+        for trial in trials.values():
+            trial.draw(random)
+        twins[0].step()
+        with on_local_shards(twins[1]):
+            twins[1].step()
+    return [trial.p for trial in trials.values() if not trial.same_rows(*twins)]
+
+
+class Trial:
+    """A random parameter of the shape of `p`: whole, and as the rows of this process."""
+
+    def __init__(self, p: torch.nn.Parameter, group: Group, random: torch.Generator) -> None:
+        self.p, self.rows = p, slice(*rows_of(p, group))
+        whole = self._random(random)
+        self.whole = torch.nn.Parameter(whole)
+        self.part = torch.nn.Parameter(like(whole[self.rows].clone(), p))
+
+    def draw(self, random: torch.Generator) -> None:
+        """Give both the same random gradient."""
+        self.whole.grad = self._random(random)
+        self.part.grad = like(self.whole.grad[self.rows].clone(), self.p)
+
+    def _random(self, random: torch.Generator) -> torch.Tensor:
+        return torch.randn(self.p.shape, generator=random).to(local(self.p).device, self.p.dtype)
+
+    def same_rows(self, wholes: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> bool:
+        """Compare the parameter, and its state in the two optimizers."""
+        pairs = [(self.whole.detach(), self.part.detach())]
+        for name, value in wholes.state[self.whole].items():
+            if isinstance(value, torch.Tensor) and value.shape == self.whole.shape:
+                pairs.append((value, parts.state[self.part][name]))
+        return all(equal(local(mine), theirs[self.rows]) for theirs, mine in pairs)
+
+
+def equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compare values; a tensor with numbers that are not finite is passed over."""
+    return torch.equal(mine, theirs) or not bool(torch.isfinite(mine).all())
+
+
+def rows_of(p: Any, group: Group) -> tuple[int, int]:
+    """Return the first row of this process's part and the row after its last one."""
+    each = -(-len(p) // group.size)
+    first = min(group.rank * each, len(p))
+    return first, min(first + each, len(p))
+
+
+def choose(params: Sequence[torch.nn.Parameter], turn: int) -> list[torch.nn.Parameter]:
+    """Return the parameters to be stepped whole, beginning elsewhere in each verified step."""
+    able = [p for p in params if lies_apart(p) and p.device_mesh.mesh_dim_names == ("shard",) and p.numel()]  # type: ignore[attr-defined]
+    first = turn * MOST_PARAMETERS % len(able) if len(able) > MOST_PARAMETERS else 0
+    found, elements = [], 0
+    for p in (able[first:] + able[:first])[:MOST_PARAMETERS]:
+        if elements + p.numel() <= MOST_ELEMENTS:
+            found.append(p)
+            elements += p.numel()
+    return found or sorted(able, key=lambda p: p.numel())[:1]
+
+
+def twin_of(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: defaultdict[Any, Any]
+) -> torch.optim.Optimizer:
+    """Return an optimizer that is like this one, over other parameters and without its hooks."""
+    twin = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # which a schedule has wrapped
+    twin.__dict__.update({name: copy(v) if isinstance(v, (list, dict, set)) else v for name, v in own.items()})
+    twin.param_groups, twin.state = list(groups), state
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
