@@ -54,7 +54,8 @@ class Carried:
         """All processes must call this together; the main process's is the one that is saved."""
         states = {key: exchange.state_dict() for key, exchange in (self.exchanges | self.kept).items()}
         of = {**self._ours(), **{key: state for key, state in states.items() if state}}
-        return {"kind": self.kind, "own": self.own, "trained": self._trained or self._saved_trained, "of": of}
+        trained = (self._trained or self._saved_trained) if of else ""  # stages of a pipeline train unlike parameters
+        return {"kind": self.kind, "own": self.own, "trained": trained, "of": of}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._waiting = dict(state["of"]) if state["kind"] == self.kind else {}
