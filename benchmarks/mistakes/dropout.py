@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 STEPS, SAVED = 4, 2
 
 
+class Masks:
+    """The masks that this process drew. A list in the module itself would be state that Unisono keeps the same on all
+    processes."""
+
+    def __init__(self) -> None:
+        self.drawn: list[str] = []
+
+
 class Net(nn.Module):
     """Keeps the masks that it drew."""
 
@@ -28,11 +36,11 @@ class Net(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(64))
         self.dropout = nn.Dropout(0.5)
-        self.masks: list[str] = []
+        self.masks = Masks()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.dropout(self.weight * x)
-        self.masks.append("".join(str(int(value != 0)) for row in out.tolist() for value in row))
+        self.masks.drawn.append("".join(str(int(value != 0)) for row in out.tolist() for value in row))
         return out
 
 
@@ -73,7 +81,7 @@ def train(run: Run[Any]) -> list[str]:
         for (x,) in step:
             step.backward(model(x).sum(), weight=len(x))
         step.update(optimizer)
-    return model.masks
+    return model.masks.drawn
 
 
 def ours(run: Run[Any], place: Place) -> int:
@@ -102,7 +110,7 @@ def accelerate(place: Place) -> int:
     model, batches = accelerator.prepare(plain, loader(place.size))
     for (x,) in batches:
         accelerator.backward(model(x).mean())
-    return different(plain.masks)
+    return different(plain.masks.drawn)
 
 
 def accelerate_resumed(place: Place) -> int:
@@ -120,7 +128,7 @@ def accelerate_resumed(place: Place) -> int:
         accelerator.backward(model(x).mean())
         if place.launch == 0 and i + 1 == SAVED:
             accelerator.save_state(state)
-    return again(place, plain.masks)
+    return again(place, plain.masks.drawn)
 
 
 def fabric(place: Place) -> int:
@@ -133,7 +141,7 @@ def fabric(place: Place) -> int:
     model = fabric.setup(plain)
     for (x,) in fabric.setup_dataloaders(loader(place.size)):
         fabric.backward(model(x).mean())
-    return different(plain.masks)
+    return different(plain.masks.drawn)
 
 
 def trainer(place: Place, resumed: bool = False) -> int:
@@ -150,19 +158,19 @@ def trainer(place: Place, resumed: bool = False) -> int:
     net, folder = Wrapped(Net()), place.folder / "states"
     if not resumed:
         fit(place, net, loader(place.size), max_epochs=1)
-        return different(net.model.masks)
+        return different(net.model.masks.drawn)
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     state = folder / f"step={SAVED}.ckpt" if place.launch == 1 else None
     whole = build_trainer(place, max_steps=STEPS, enable_checkpointing=True, callbacks=[keep])
     whole.fit(net, loader(place.size), ckpt_path=state)
-    return again(place, net.model.masks)
+    return again(place, net.model.masks.drawn)
 
 
 def ddp(place: Place) -> int:
     torch.manual_seed(0)
     plain = Net()
     nn.parallel.DistributedDataParallel(plain)(torch.ones(1, 64)).mean().backward()
-    return different(plain.masks)
+    return different(plain.masks.drawn)
 
 
 CASES = {
