@@ -103,7 +103,7 @@ def by_element(optimizer: Any) -> bool:
     if said is not None:
         return bool(said)
     step = inspect.unwrap(getattr(type(optimizer), "step", by_element))  # torch wraps it
-    return step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in BY_ELEMENT
+    return str(step.__module__).startswith("torch.optim.") and step.__qualname__.partition(".")[0] in BY_ELEMENT
 
 
 @contextmanager
