@@ -58,6 +58,8 @@ class Models:
         """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
         self.buffers.attributes.grew = lambda: self._grew
+        if mesh.pipeline.size > 1:  # each stage has shadows of the others' modules
+            self.buffers.attributes.enabled = False
         self.context = Context(mesh.context)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from unisono.parallel.shadow import Shadow
+
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 """There is no such attribute, or no such value."""
 
@@ -271,7 +273,7 @@ _Inner = _Items | _Content | _Dice
 def _inner_of(value: Any, of: Remembered, depth: int) -> list[_Inner]:
     """What can change in a value while it stays the same object."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad or of.is_weight(value):
+        if value.requires_grad or of.is_weight(value) or isinstance(value, Shadow):
             return []
         return [_Content(value, copied=of.copies and value.numel() <= COPIED)]
     if isinstance(value, (torch.Generator, random.Random, np.random.Generator)):
