@@ -33,6 +33,7 @@ from unisono.train.run import Run
 from unisono.train.step import Step
 from unisono.train.verify import sharded
 from unisono.train.verify.due import is_candidate, is_early
+from unisono.world.collectives import local
 
 LONGER = replace(SETTINGS, steps=9, promise=PromiseSettings(check=True))
 SHARDS = replace(LONGER, parallel=ParallelSettings(shard=2))
@@ -148,7 +149,7 @@ def norm_of_rows(run: Run[Any]) -> Any:
         for x, _ in step:
             step.backward(loss_of(model, x), weight=len(x))
         for p in model.parameters():
-            rows = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            rows: Any = local(p.grad)
             rows.mul_(1.0 / (1.0 + rows.norm()))
         step.update(optimizer)
 
@@ -158,12 +159,10 @@ class Heads(nn.Module):
         super().__init__()
         self.heads = nn.ModuleDict({name: nn.Linear(3, 2) for name in order})
         for name in sorted(order):
-            nn.init.zeros_(self.heads[name].weight)
+            nn.init.zeros_(self.heads.get_parameter(f"{name}.weight"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = sum(  # type: ignore[assignment]
-            (i + 1) * self.heads[name](x) for i, name in enumerate(sorted(self.heads))
-        )
+        out: torch.Tensor = sum((i + 1) * self.heads[name](x) for i, name in enumerate(sorted(self.heads)))
         return out
 
 
@@ -348,7 +347,7 @@ def honest(world: World, folder: Path) -> dict[str, Any]:
     }
     if world.size == 2:
         for gather in ("layer", "step"):
-            config = replace(LONGER, parallel=ParallelSettings(shard=2, gather=gather))  # type: ignore[arg-type]
+            config = replace(LONGER, parallel=ParallelSettings(shard=2, gather=gather))
             cases[f"shards by {gather}"] = (partial(train, build=odd), config)
             cases[f"shards in pieces by {gather}"] = (partial(train, build=odd), replace(config, micro_batch=1))
     for name, (loop, settings) in cases.items():

@@ -353,6 +353,7 @@ def build_verification(engine: Engine, run: Run[Any], promise: str) -> Verificat
     from unisono.train.engine import Engine as Plain
 
     several = engine.order.virtual_ranks > 1 or engine.mesh.shard.size > 1
-    if not run.settings.promise.check or promise != "exact" or run._kind is not Plain or not several:
+    apt = promise == "exact" and run._kind is Plain and several and not run.settings.parallel.buddy
+    if not (run.settings.promise.check and apt):
         return NOT_VERIFIED
     return Verification(engine, run)
