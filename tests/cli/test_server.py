@@ -98,8 +98,9 @@ def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Comman
     assert ended.status == 1
     assert "No worker is left (died: rank 1 and 2" in ended.err
     assert ended.last == "  Next: look at their logs; then start the same command with --resume."
-    done = len(updates(command))
-    assert (command.folder / "out" / "checkpoints" / f"step-{done:08d}").is_dir()
+    done = len(updates(command))  # the death may come between an update and the line that reports it
+    saved = [int(path.name.removeprefix("step-")) for path in (command.folder / "out" / "checkpoints").glob("step-*")]
+    assert max(saved) in (done - 1, done, done + 1)
 
 
 def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command) -> None:
