@@ -90,7 +90,7 @@ def compiled(name: str) -> Cause:
     """A compiled module is called."""
     return Cause(
         "compile",
-        f"{name} is compiled by torch.compile, which may compile anew for shapes that a process sees first.",
+        f"{name} is compiled by torch.compile, which may compile again for shapes that a process sees first.",
         "use torch.compile(..., dynamic=False), or leave it out",
     )
 

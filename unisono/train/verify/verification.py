@@ -306,8 +306,8 @@ class Verification:
         if update is None:
             return
         update.end()
-        everybody = self._meet(lambda: self.engine.mesh.world.gather(update.found))
-        for what, cause in (found for of in everybody for found in of):
+        found_by_rank = self._meet(lambda: self.engine.mesh.world.gather(update.found))
+        for what, cause in (found for of in found_by_rank for found in of):
             self._report(step, f"{what}, in step {step}", "", Cause(*cause))
 
     def close(self) -> None:
