@@ -54,7 +54,10 @@ MISTAKES = {
     "no weight": ({"body": "step.backward(loss, 0)"}, "total weight"),
     "break": ({"body": "break"}, "was left with break"),
     "no update": ({"after": "pass"}, "ended without an update"),
-    "a worker that dies": ({"fetch": "os._exit(3)"}, "It died without a word"),
+    "a worker that dies": (
+        {"fetch": "os._exit(3) if torch.utils.data.get_worker_info() else None"},
+        "It died without a word",
+    ),
 }
 
 

@@ -97,7 +97,7 @@ def come(
 ) -> Came:
     """Train on this rank."""
     with join(world) as group:
-        run = build_run(config, world, group, Path(folder), resume=resume)
+        run = build_run(config, world, group, Path(folder), resume=resume, verified=True)
         model = run.place(build, **({"plan": plan()} if plan else {}))
         # not Adam: a gradient that is zero but for rounding (of the keys' bias) would move weights by its sign
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -85,7 +85,15 @@ def train(
     return [*told, run._state.fingerprint()]
 
 
-def attempt(world: World, folder: Path, loop: Loop, settings: Settings = SETTINGS, *, resume: bool = False) -> Any:
+def attempt(
+    world: World,
+    folder: Path,
+    loop: Loop,
+    settings: Settings = SETTINGS,
+    *,
+    resume: bool = False,
+    verified: bool = False,
+) -> Any:
     """What `loop(run)` returns here, or the error that ends it, in words, as Python tells it last.
 
     Each attempt has a group and a run directory of its own, so one process can make many of them, one after the other.
@@ -93,7 +101,7 @@ def attempt(world: World, folder: Path, loop: Loop, settings: Settings = SETTING
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with join(replace(world, store=f"file://{folder}/store{'-resumed' * resume}")) as group:
-            run = build_run(settings, world, group, folder, resume=resume)
+            run = build_run(settings, world, group, folder, resume=resume, verified=verified)
             try:
                 return loop(run)
             finally:

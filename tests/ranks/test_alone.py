@@ -44,7 +44,7 @@ class Fails(Numbers):
 
 def fetch(world: World, folder: str, how: str, workers: int) -> Any:
     config = replace(SETTINGS, loader=LoaderSettings(workers=workers))
-    return attempt(world, Path(folder), lambda run: train(run, data=Fails(how)), config)
+    return attempt(world, Path(folder), lambda run: train(run, data=Fails(how)), config, verified=True)
 
 
 PLACE = r"step [012], virtual rank \d"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tests.pairs import every_pair
-from tests.ranks.loops import attempt
+from tests.ranks import loops
 from tests.ranks.training import Points, Sentences, TinyGPT, padded, settings
 from unisono.settings import ParallelSettings
 from unisono.settings.axes import Axes
@@ -26,6 +26,8 @@ from unisono.train.buddy import Buddy, step_of, survival
 from unisono.train.run import Run
 from unisono.train.whole import whole
 from unisono.world.collectives import local
+
+attempt = partial(loops.attempt, verified=True)
 
 CONFIG = settings(steps=6, batch=16, virtual_ranks=4)
 LOST_AT = 3

@@ -165,7 +165,7 @@ LOOPS: dict[str, Callable[[Run[Any]], Any]] = {
 
 def all_loops(world: World, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: attempt(world, Path(folder) / name, loop, replace(CONFIG, virtual_ranks=3, **changes))
+        name: attempt(world, Path(folder) / name, loop, replace(CONFIG, virtual_ranks=3, **changes), verified=True)
         for name, loop in LOOPS.items()
     }
 

@@ -28,7 +28,7 @@ def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[s
         assert world.number is not None
         if world.number in deaths:
             die_at(*deaths[world.number])
-        run = build_run(config, world, group, folder)
+        run = build_run(config, world, group, folder, verified=True)
         out = loop(run, kind, 101, {}, None, config.parallel.shard == 1)  # noise on shards is each process's own
         run.finish()
         run.close()
@@ -105,7 +105,7 @@ def evaluated(world: World, config: Settings, folder: Path, deaths: dict[int, tu
     with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
-        run = build_run(config, world, group, folder)
+        run = build_run(config, world, group, folder, verified=True)
         model = run.place(MLP)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
@@ -157,7 +157,7 @@ def large(world: World, config: Settings, folder: Path, deaths: dict[int, int]) 
                 os.kill(os.getpid(), signal.SIGKILL)
 
         phases.observe(observe)
-        run = build_run(config, world, group, folder)
+        run = build_run(config, world, group, folder, verified=True)
         model = run.place(MLP)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ballast = torch.nn.Module()
@@ -182,7 +182,7 @@ def long_work(
     with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
-        run = build_run(config, world, group, folder, resume=resume)
+        run = build_run(config, world, group, folder, resume=resume, verified=True)
         model = run.place(MLP)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
@@ -284,7 +284,7 @@ def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, t
     with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
-        run = build_run(config, world, group, folder)
+        run = build_run(config, world, group, folder, verified=True)
         one, other = run.place(MLP), run.place(MLP)
         first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
         run.track(one=one, other=other, first=first, second=second)
@@ -312,7 +312,7 @@ def evaluates_between(world: World, config: Settings, folder: Path, deaths: dict
     with join(world) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
-        run = build_run(config, world, group, folder)
+        run = build_run(config, world, group, folder, verified=True)
         one, other, found = run.place(MLP), run.place(MLP), []
         first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other))
         run.track(one=one, other=other, first=first, second=second)

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, train, whole
+from tests.ranks import loops
+from tests.ranks.loops import SETTINGS, Loop, Numbers, linear, loss_of, train, whole
 from unisono.data import alignment
 from unisono.env import World
 from unisono.exchange import buckets
@@ -35,7 +36,8 @@ from unisono.train.verify import sharded
 from unisono.train.verify.due import is_candidate, is_early
 from unisono.world.collectives import local
 
-LONGER = replace(SETTINGS, steps=9, promise=PromiseSettings(check=True))
+LONGER = replace(SETTINGS, steps=9)
+attempt = partial(loops.attempt, verified=True)
 SHARDS = replace(LONGER, parallel=ParallelSettings(shard=2))
 
 EVEN = replace(LONGER, batch=20)  # no batch norm sees a single sample
@@ -313,7 +315,7 @@ def lowered(world: World, folder: Path, settings: Settings) -> Any:
 
 
 def test_the_promise_is_lowered_where_the_settings_say_so(tmp_path: Path) -> None:
-    settings = replace(LONGER, promise=PromiseSettings(check=True, broken="tell"))
+    settings = replace(LONGER, promise=PromiseSettings(broken="tell"))
     for told, events in run_ranks(lowered, 2, tmp_path, settings):
         assert told["promise"] == "tolerance"
         assert told["reason"].startswith("from step 0 on: a second computation of virtual rank")
@@ -396,11 +398,11 @@ def test_which_steps_are_verified() -> None:
 
 
 def walk(run: Run[Any]) -> Any:
-    """The rounds that the loop's body runs, by step."""
-    rounds: dict[int, int] = {}
+    """The rounds that the loop's body runs and those that count, by step."""
+    rounds: dict[int, list[bool]] = {}
 
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
-        rounds[step.number] = rounds.get(step.number, 0) + 1
+        rounds.setdefault(step.number, []).append(step.counts)
         whole(step, model, x, i)
 
     train(run, body)
@@ -413,4 +415,5 @@ def counted(world: World, folder: Path) -> Any:
 
 def test_the_body_runs_more_often_in_verified_steps_alone(tmp_path: Path) -> None:
     (rounds,) = run_ranks(counted, 1, tmp_path)
-    assert [n for n, count in rounds.items() if count > 4] == [0, 1, 2, 4, 8]
+    assert [n for n, counts in rounds.items() if len(counts) > 4] == [0, 1, 2, 4, 8]
+    assert {sum(counts) for counts in rounds.values()} == {4}

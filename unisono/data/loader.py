@@ -235,7 +235,11 @@ class Loader:
     def fetch(self, place: Place) -> tuple[Place, Any]:
         """One micro-batch out of turn: somebody else's, which was to compute it."""
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
-        batch = self.fetcher.fetch(Task(place, mix(self.order.seed, ROUND), list(samples)))
+        try:
+            batch = self.fetcher.fetch(Task(place, mix(self.order.seed, ROUND), list(samples)))
+        except Exception as error:
+            error.add_note(_while_fetching(place, samples))
+            raise
         return place, batch if self.device.type == "cpu" else to_device(batch, self.device)
 
     def skip(self, count: int, batches: Iterator[tuple[Place, Any]]) -> None:
@@ -273,7 +277,7 @@ class Loader:
                 "if memory ran out, use fewer workers (--set loader.workers=1); to see its error, "
                 "fetch in the process itself (--set loader.workers=0).",
             )
-        error.add_note(f"while fetching the samples {_some(samples)} of {where}")
+        error.add_note(_while_fetching(self._dealt[0].place, samples))
         return error
 
 
@@ -296,6 +300,10 @@ class _Tasks:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _while_fetching(place: Place, samples: Sequence[int]) -> str:
+    return f"while fetching the samples {_some(samples)} of step {place.step}, virtual rank {place.virtual_rank}"
 
 
 def _some(samples: Sequence[int]) -> str:

@@ -116,7 +116,7 @@ class DivergenceSettings:
 class PromiseSettings:
     """When a run checks its own promise, and what happens when it does not hold."""
 
-    check: bool = False
+    check: bool = True
     pause: float = 120.0
     broken: Literal["auto", "stop", "tell"] = "auto"
 

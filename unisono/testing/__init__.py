@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -117,12 +118,17 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
         return [results[rank] for rank in range(size)]
 
 
-def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: bool = False) -> Run[S]:
-    """The run that a script's main is given, with a progress line that nobody sees. `close` it in the end. Raises
-    SettingsError where `unisono run` would.
+def build_run(
+    settings: S, world: World, group: Group, folder: Path, *, resume: bool = False, verified: bool = False
+) -> Run[S]:
+    """Build the run that a script's main is given, with a progress line that is not shown. `close` it in the end.
 
-    folder  the run directory: checkpoints and timeline go there
-    resume  from the newest checkpoint there, if there is one; who asks answers for it that the settings go with it
+    folder    the run directory: checkpoints and timeline go there
+    resume    from the newest checkpoint there, if there is one; the caller answers for it that the settings go with it
+    verified  the promise is checked as in `unisono run`, if the setting `promise.check` says so. False: each round is
+              one that counts, so a test may count rounds, samples and random draws
+
+    Raises SettingsError where `unisono run` would.
     """
     from unisono.checkpoint.load import newest, opened
     from unisono.checkpoint.place import settle_in
@@ -131,6 +137,8 @@ def build_run(settings: S, world: World, group: Group, folder: Path, *, resume: 
 
     if problems := check(settings, world.size, Line()):
         raise SettingsError.of(problems)
+    if not verified:
+        settings = replace(settings, promise=replace(settings.promise, check=False))
     settle_in(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
     found = newest(folder, print) if resume else None
     resumed = opened(found) if found is not None else None

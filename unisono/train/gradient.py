@@ -82,12 +82,17 @@ class Gradient:
         names = "\n".join(self.names.get(id(p), "") for p in self.params)
         return hashlib.sha256(names.encode()).hexdigest()[:16]
 
-    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+    def prepare(self) -> None:
+        """Get ready for rounds: with an exchange among the processes of now, and with whole parameters. All processes
+        that share a model call it together; twice is as good as once."""
         if self.stale:
             self.renew().close()
-        self.is_whole = False
         if self.gathered:
             self._gather()
+
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        self.prepare()
+        self.is_whole = False
         self.exchange.begin(spans, pieces, weights)
 
     def renew(self) -> Exchange:

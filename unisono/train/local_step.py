@@ -88,35 +88,59 @@ def prepare(optimizer: Any) -> None:
     """Decide how the optimizer is stepped, whenever parameters are added to it.
 
     torch takes no list of DTensors of several meshes. Where a group has those, and is not stepped on local shards, its
-    foreach and fused kernels are switched off.
+    foreach and fused kernels are off while it steps.
     """
+    groups = optimizer.param_groups
     if steps_locally(optimizer):
         _known[optimizer] = _Shards()
-        return
-    for group in optimizer.param_groups:
-        if len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1:
-            group |= {way: False for way in ("foreach", "fused") if way in group}
+    elif isinstance(optimizer, torch.optim.Optimizer) and any(map(_of_several_meshes, groups)):
+        _known[optimizer] = _OneByOne()
+
+
+def _of_several_meshes(group: dict[str, Any]) -> bool:
+    return len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1
 
 
 @contextmanager
 def on_local_shards(optimizer: Any) -> Iterator[None]:
-    """Within this block, `optimizer.step()` computes on local shards, if `prepare` has found that it can.
+    """Within this block, `optimizer.step()` computes on local shards, if `prepare` has found that it can; or one
+    parameter after the other, if it has found that it must.
 
     The optimizer's own hooks, and what comes after the block, see its parameters and its state as DTensors.
     """
-    shards = _known.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-    if shards is None:
+    way = _known.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    if way is None:
         yield
         return
-    before = optimizer.register_step_pre_hook(lambda *_: shards.enter(optimizer))
-    after = optimizer.register_step_post_hook(lambda *_: shards.leave(optimizer))
+    before = optimizer.register_step_pre_hook(lambda *_: way.enter(optimizer))
+    after = optimizer.register_step_post_hook(lambda *_: way.leave(optimizer))
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
     try:
         yield
     finally:
-        shards.leave(optimizer)
+        way.leave(optimizer)
         before.remove()
         after.remove()
+
+
+class _OneByOne:
+    """The options of an optimizer that steps one parameter after the other, for the time of the step."""
+
+    def __init__(self) -> None:
+        self.held: list[dict[str, Any]] | None = None
+
+    def enter(self, optimizer: Any) -> None:
+        groups = optimizer.param_groups
+        self.held = [{way: group[way] for way in ("foreach", "fused") if way in group} for group in groups]
+        for group, held in zip(groups, self.held, strict=True):
+            if _of_several_meshes(group):
+                group |= dict.fromkeys(held, False)
+
+    def leave(self, optimizer: Any) -> None:
+        if self.held is not None:
+            for group, held in zip(optimizer.param_groups, self.held, strict=True):
+                group |= held
+            self.held = None
 
 
 class _Shards:
@@ -172,7 +196,7 @@ class _Shards:
         return known
 
 
-_known: WeakKeyDictionary[Any, _Shards] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, _Shards | _OneByOne] = WeakKeyDictionary()
 
 
 class _Shard:

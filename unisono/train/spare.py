@@ -39,18 +39,21 @@ def spare_rounds(step: Step, gradient: Gradient, virtual_rank: int, fetch: Fetch
     state, step._state, models.busy = step._state, "walking", True
     buffers.begin(virtual_rank)
     buffers.enter(virtual_rank, spare=True)
-    for number in range(len(bounds)):
-        phases.enter("data")
-        place = Place(step.number, virtual_rank, number, spare=True)
-        batch = fetch(place)
-        step._place, step._ready = place, True
-        phases.Here.virtual_rank = virtual_rank
-        phases.enter("forward")
-        yield batch
-    step._place, step._ready, step._state, models.busy = None, False, state, busy
-    phases.Here.virtual_rank = None
-    phases.enter("other")
-    buffers.leave()
+    try:
+        for number in range(len(bounds)):
+            phases.enter("data")
+            place = Place(step.number, virtual_rank, number, spare=True)
+            batch = fetch(place)
+            step._place, step._ready = place, True
+            phases.Here.virtual_rank = virtual_rank
+            phases.enter("forward")
+            with models.around_loss():
+                yield batch
+    finally:
+        step._place, step._ready, step._state, models.busy = None, False, state, busy
+        phases.Here.virtual_rank = None
+        phases.enter("other")
+        buffers.leave()
 
 
 @contextmanager

@@ -59,6 +59,11 @@ class Step:
     def epoch(self) -> int:
         return self._engine.order.epoch(self.number)
 
+    @property
+    def counts(self) -> bool:
+        """Return whether this round counts: False in one that is computed a second time, to check the promise."""
+        return self._place is None or not self._place.spare
+
     # -- the loop over micro-batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -125,6 +130,13 @@ class Step:
         return self._rounds(gradient)
 
     def _rounds(self, gradient: Gradient) -> Iterator[Any]:
+        try:
+            yield from self._walk(gradient)
+        except GeneratorExit:
+            self._state = "broken"
+            raise
+
+    def _walk(self, gradient: Gradient) -> Iterator[Any]:
         engine, number = self._engine, self._passes
         phases.enter("data")
         if engine.audit is not None and not number:
@@ -142,11 +154,7 @@ class Step:
                 exchange = gradient.exchange  # another one than before, if a process died or joined
                 exchange.enter(place.virtual_rank, last=last)
                 phases.enter("forward")
-                try:
-                    yield batch
-                except GeneratorExit:
-                    self._state = "broken"
-                    raise
+                yield batch
                 phases.enter("exchange" if last else "data")
                 exchange.leave()
             self._ready = False
@@ -184,9 +192,7 @@ class Step:
 
     def __length_hint__(self) -> int:
         # list(step) and tuple(step) ask for this first; a plain `for` does not
-        raise self._breach(
-            "was turned into a list", "Its rounds are where micro-batches are computed, one after the other."
-        )
+        raise self._breach("was turned into a list", "Its rounds compute micro-batches, one after the other.")
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
         """Add a micro-batch's gradient to the step's.
@@ -227,9 +233,7 @@ class Step:
         if self._state != "walking" or self._place is None:
             raise self._breach(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
         if name == LOSS:
-            raise self._breach(
-                "was asked to add 'loss'", "That name is taken by backward's own sum.", "choose another."
-            )
+            raise self._breach("was asked to add 'loss'", "That is backward's own sum.", "choose another.")
         self._engine.table.add(self._place, name, total, weight)
 
     # -- after the rounds
@@ -276,8 +280,7 @@ class Step:
                     "ask between the rounds and step.update(...), or clip.",
                 )
             assert self._gradient is not None
-            with self._engine.verification.ours():
-                self._grad_norm = self._engine.clip(self._gradient.params, None)
+            self._grad_norm = self._engine.clip(self._gradient.params, None)
         return self._grad_norm
 
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
@@ -296,8 +299,7 @@ class Step:
         if self._state != "whole":
             self._refuse_update()
         phases.enter("update")
-        with self._engine.verification.ours():
-            self._update(steppers, clip)
+        self._update(steppers, clip)
         phases.enter("other")
 
     def _update(self, steppers: Sequence[Any], clip: float | None) -> None:

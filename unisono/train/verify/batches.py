@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
+class Unfetched(Exception):
+    """A batch could not be fetched once more."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Batches:
     """Fetch micro-batches of a step once more.
 
@@ -41,7 +49,16 @@ class Batches:
 
     def fetch_otherwise(self, place: Place) -> Any:
         """Fetch a batch as the step's own rounds do not: without a worker if they have workers. If they have none,
-        the data set is read as in a worker too, and tensors are at addresses as a worker's are."""
+        the data set is read as in a worker too, and tensors are at addresses as a worker's are.
+
+        Raises Unfetched if the data set raises an error.
+        """
+        try:
+            return self._fetch_otherwise(place)
+        except Exception as error:
+            raise Unfetched(error) from error
+
+    def _fetch_otherwise(self, place: Place) -> Any:
         if self.engine.settings.loader.workers:
             return self.fetch(place)
         fetcher = self.engine._loader.fetcher

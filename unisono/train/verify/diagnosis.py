@@ -15,7 +15,7 @@ from unisono.train.content import content_digest
 from unisono.train.verify import causes
 from unisono.train.verify.attributes import first_change
 from unisono.train.verify.causes import Cause
-from unisono.train.verify.noted import Facts, Noted
+from unisono.train.verify.noted import Facts
 from unisono.world.collectives import peers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _try(verification: Verification, step: Step, gradient: Gradient) -> Generato
     batches, found = verification.batches, list[str]()
 
     def compute(fetch: Callable[[Place], Any]) -> Generator[Any, None, Facts]:
-        noted = Noted(len(gradient.leaves))
+        noted = verification.noted(gradient)
         yield from verification.rounds(step, gradient, noted, fetch)
         return noted.facts()
 

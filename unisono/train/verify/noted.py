@@ -11,22 +11,24 @@ from unisono.train.digests import sum_of
 from unisono.world.collectives import local
 
 Facts = dict[str, tuple[str, str, int]]
-"""By the micro-batch's number: a digest of its samples; its loss and weight, as text that keeps every bit; and one
-number for all its gradients. JSON carries it."""
+"""By the part of the model and the micro-batch's number: a digest of its samples; its loss and weight, as text that
+keeps every bit; and one number for all its gradients. JSON carries it."""
 
 
 class Noted:
     """Collect facts while micro-batches of one virtual rank are computed.
 
-    gradients  by micro-batch, a number for each parameter; known once `facts` was called
+    parameters  how many there are
+    part        of the model, on this process: its rank on the axis `tensor`
+    gradients   by micro-batch, a number for each parameter; known once `facts` was called
     """
 
-    def __init__(self, parameters: int) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: int, part: int) -> None:
+        self._parameters, self._part = parameters, part
         self._samples: dict[int, str] = {}
         self._losses: dict[int, tuple[Any, Any]] = {}
         self._sums: dict[int, list[list[torch.Tensor]]] = {}
-        self.gradients: dict[int, list[int]] = {}
+        self.gradients: dict[str, list[int]] = {}
 
     def begin(self, number: int, samples: str) -> None:
         """Micro-batch `number` begins, with samples of this digest."""
@@ -43,8 +45,9 @@ class Noted:
 
     def facts(self) -> Facts:
         """Return what was noted. Waits for the accelerator, if there is one."""
-        self.gradients = {n: [mix(*map(int, sums)) for sums in of_all] for n, of_all in self._sums.items()}
-        losses = {n: f"{float(loss).hex()}, weight {float(weight).hex()}" for n, (loss, weight) in self._losses.items()}
+        key, losses = {n: f"{self._part}.{n}" for n in self._samples}, self._losses
+        self.gradients = {key[n]: [mix(*map(int, sums)) for sums in of_all] for n, of_all in self._sums.items()}
+        said = {n: f"{float(losses[n][0]).hex()}, weight {float(losses[n][1]).hex()}" for n in losses}
         return {
-            str(n): (samples, losses.get(n, "none"), mix(*self.gradients[n])) for n, samples in self._samples.items()
+            key[n]: (samples, said.get(n, "none"), mix(*self.gradients[key[n]])) for n, samples in self._samples.items()
         }

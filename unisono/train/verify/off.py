@@ -31,9 +31,6 @@ class NotVerified:
     def after(self, *_: Any) -> Iterable[Any]:
         return ()
 
-    def ours(self) -> AbstractContextManager[None]:
-        return NOTHING
-
     def stepping(self, optimizer: Any) -> AbstractContextManager[None]:
         return NOTHING
 

@@ -8,22 +8,25 @@ operators that the script calls are looked at, between the rounds and the next s
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unisono
+from unisono.train.verify.sums import is_partial
 from unisono.world.collectives import lies_apart, local
 
 if TYPE_CHECKING:
     from unisono.train.models import Models
 
-HERE = (str(Path(unisono.__file__).parent), str(Path(torch.__file__).parent))
+UNISONO, TORCH = (str(Path(module.__file__ or "").parent) + os.sep for module in (unisono, torch))
 
 
 class PartsWatch(TorchDispatchMode):
@@ -35,7 +38,6 @@ class PartsWatch(TorchDispatchMode):
     def __init__(self, models: Models) -> None:
         super().__init__()
         self.found = ""
-        self.paused = False
         self._models = models
         self._on = False
 
@@ -46,7 +48,8 @@ class PartsWatch(TorchDispatchMode):
             held = [
                 local(t.detach()) for p in self._models.params for t in (p, p.grad) if t is not None and lies_apart(t)
             ]
-            self._memory = {t.untyped_storage().data_ptr() for t in held if t.numel()}
+            storages = [t.untyped_storage() for t in held if t.numel()]
+            self._memory = {storage.data_ptr(): StorageWeakRef(storage) for storage in storages}
             self.__enter__()
 
     def end(self) -> None:
@@ -63,8 +66,8 @@ class PartsWatch(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not (self.found or self.paused or self._models.busy) and self._reduces(func, args, out):
-            self.found = f"{func.__name__.partition('.')[0]} at {caller()}"
+        if not (self.found or self._models.busy) and self._reduces(func, args, out) and (where := caller()):
+            self.found = f"{func.__name__.partition('.')[0]} at {where}"
         return out
 
     def _reduces(self, func: Any, args: Any, out: Any) -> bool:
@@ -73,14 +76,17 @@ class PartsWatch(TorchDispatchMode):
             return False
         made: list[Any] = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
         if any(lies_apart(t) for t in given):
-            return any(lies_apart(t) and any(at.is_partial() for at in t.placements) for t in made)
+            return any(map(is_partial, made))
         smallest = min(t.numel() for t in given)
         return any(t.numel() < smallest for t in made)
 
     def _is_part(self, tensor: torch.Tensor) -> bool:
         if lies_apart(tensor):
             return _is_cut(tensor)
-        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._memory
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        known = self._memory.get(tensor.untyped_storage().data_ptr())
+        return known is not None and not known.expired()  # a gradient may be gone, and its memory another tensor's
 
 
 def _is_cut(tensor: Any) -> bool:
@@ -89,8 +95,13 @@ def _is_cut(tensor: Any) -> bool:
 
 
 def caller() -> str:
-    """Return file:line of the script's own frame that is nearest."""
+    """Return file:line of the nearest frame outside of torch; "" if it is one of the library's own."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*HERE, "<")):
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _is_torch(frame.f_code.co_filename)):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    name = frame.f_code.co_filename
+    return "" if name.startswith(UNISONO) else f"{name}:{frame.f_lineno}"
+
+
+def _is_torch(name: str) -> bool:
+    return name.startswith((TORCH, "<"))

@@ -37,25 +37,10 @@ class ShardedUpdate:
         self._parts.begin()
 
     @contextmanager
-    def ours(self) -> Iterator[None]:
-        """Do not look at the operators of this block, which are the library's."""
-        self._parts.paused = True
-        try:
-            yield
-        finally:
-            self._parts.paused = False
-
-    @contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Step whole parameters beside the rows, within this block. What is no torch optimizer is looked at instead."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            self._parts.paused = False
-            try:
-                yield
-            finally:
-                self._parts.paused = True
-            return
-        if not by_element(optimizer) or differs_in_shards(optimizer, self.models.layers):  # the promise says so
+        """Step whole parameters beside the rows, within this block, if it is an optimizer of torch's kind."""
+        known = isinstance(optimizer, torch.optim.Optimizer) and by_element(optimizer)
+        if not known or differs_in_shards(optimizer, self.models.layers):  # then the promise says so already
             yield
             return
         with undisturbed(self.group.device):

@@ -8,7 +8,7 @@ and compared with `p.grad`, bit for bit. So an exchange that adds in another ord
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -42,9 +42,9 @@ class Sums:
 
     def __init__(self, order: Order, step: int, gradient: Gradient, turn: int) -> None:
         self.order, self.step, self.gradient = order, step, gradient
-        self.windows = {window.number: window for window in windows(gradient.leaves, turn)}
+        self.windows = {window.number: window for window in windows(gradient.leaves, gradient.params, turn)}
         self._rows: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by virtual rank and micro-batch
-        self._unsure: set[int] = set()  # parameters with several gradients in one micro-batch
+        self._unsure: set[int] = set()  # parameters whose sum is not known from these
 
     def begin(self, place: Place) -> None:
         """A micro-batch that counts begins on this process."""
@@ -58,6 +58,11 @@ class Sums:
         row = self._rows[place.virtual_rank, place.number]
         if number in row:  # reentrant recompute: autograd adds each to the sum, in an order of its own
             self._unsure.add(number)
+        if lies_apart(grad):
+            found = as_cut(grad, self.gradient.leaves[number])
+            if found is None:
+                self._unsure.add(number)
+            grad = grad if found is None else found
         dense = local(grad.detach())
         dense = dense if dense.layout is torch.strided else buckets.unique(dense).to_dense()
         row[number] = dense.reshape(-1)[window.start : window.stop].clone()
@@ -79,7 +84,7 @@ class Sums:
             length = window.stop - window.start
             columns, used = table[:, at : at + length], (table[:, column] == 1.0).tolist()
             at += length
-            if bool((table[:, column] > 1.0).any()):  # somewhere several gradients in one micro-batch
+            if bool((table[:, column] > 1.0).any()):  # somewhere unsure
                 continue
             total = self._fold(places, columns, used, window)
             if total is not None and not self._agrees(total, weight, window):
@@ -136,21 +141,26 @@ class Sums:
         return bool(torch.eq(mine, theirs).all()) or not bool(torch.isfinite(mine).all())
 
 
-def windows(params: Sequence[torch.Tensor], turn: int) -> list[Window]:
-    """Return the windows of a verified step. `turn` counts verified steps: parameters and windows go around."""
-    able = [i for i, p in enumerate(params) if p.is_floating_point() and p.requires_grad and _size(p)]
+def windows(leaves: Sequence[torch.Tensor], params: Sequence[torch.Tensor], turn: int) -> list[Window]:
+    """Return the windows of a verified step. `turn` counts verified steps: parameters and windows go around.
+
+    leaves  what backward gives a gradient; the same as `params`, unless shards are gathered for a step
+    """
+    able = [i for i, (leaf, p) in enumerate(zip(leaves, params, strict=True)) if leaf.requires_grad and _size(p)]
     first = turn * MOST_PARAMETERS % len(able) if len(able) > MOST_PARAMETERS else 0
     found = []
     for number in (able[first:] + able[:first])[:MOST_PARAMETERS]:
-        size = _size(params[number])
+        size = _size(leaves[number])
         start = turn * WINDOW % size if size > WINDOW else 0
         found.append(Window(number, start, min(start + WINDOW, size)))
     return found
 
 
 def _size(p: torch.Tensor) -> int:
-    """Return how many elements a micro-batch's gradient has on a process that computes it; 0 for a parameter that
-    several axes cut."""
+    """Return how many elements a micro-batch's gradient has on a process that computes it; 0 for whole numbers, and
+    for a parameter that several axes cut."""
+    if not p.is_floating_point():
+        return 0
     axes = p.device_mesh.mesh_dim_names if lies_apart(p) else ()  # type: ignore[attr-defined]
     if axes == ("shard",):  # backward makes the whole gradient, and each process keeps its rows
         return p.numel()
@@ -165,6 +175,18 @@ def _first_element(p: torch.nn.Parameter) -> int:
     assert box is not None
     rows = p.shape[1:].numel()
     return box[1][0] * rows
+
+
+def as_cut(grad: Any, p: Any) -> Any:
+    """Return a DTensor's gradient, cut as the parameter is; None if processes would have to exchange something."""
+    if not lies_apart(p) or grad.placements == p.placements:
+        return grad
+    return grad.redistribute(placements=p.placements) if all(at.is_replicate() for at in grad.placements) else None
+
+
+def is_partial(tensor: Any) -> bool:
+    """Is it a DTensor whose value is the sum over processes that has not been made yet?"""
+    return lies_apart(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def _add(left: Sum, right: Sum) -> Sum:

@@ -47,18 +47,20 @@ class WholeUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group, turn: int) -> None:
         self.optimizer, self.group = optimizer, group
         self.wholes: list[Whole] = []
+        self._twins: torch.optim.Optimizer | None = None
+        group.attempt(lambda: self._prepare(turn))  # if a process dies in it, nothing is compared
+
+    def _prepare(self, turn: int) -> None:
         groups, state = [], defaultdict[Any, Any](dict)
+        optimizer = self.optimizer
         chosen = {id(p) for p in choose([p for g in optimizer.param_groups for p in g["params"]], turn)}
         for options in optimizer.param_groups:
             twins = []
             for p in options["params"]:
                 if id(p) in chosen:
                     twins.append(self._twin(p))
-                    state[twins[-1]] = (
-                        {name: self._whole(value, p) for name, value in optimizer.state[p].items()}
-                        if (p in optimizer.state)
-                        else {}
-                    )
+                    known = optimizer.state.get(p, {})
+                    state[twins[-1]] = {name: self._whole(value, p) for name, value in known.items()}
             if twins:
                 groups.append({**options, "params": twins})
         self._twins = twin_of(optimizer, groups, state) if groups else None

@@ -30,7 +30,7 @@ from unisono.train.spare import gradients_aside, spare_rounds
 from unisono.train.table import LOSS
 from unisono.train.verify import causes
 from unisono.train.verify.attributes import attributes_of
-from unisono.train.verify.batches import Batches
+from unisono.train.verify.batches import Batches, Unfetched
 from unisono.train.verify.causes import Cause
 from unisono.train.verify.diagnosis import diagnose
 from unisono.train.verify.due import is_candidate, is_early
@@ -149,14 +149,18 @@ class Verification:
         self._last_at = time.monotonic()
         if not self._recomputes:
             return
-        if gradient.gathered:
-            gradient._gather()
+        gradient.prepare()
         if helps:
             if self._now.first is not None:
                 with gradients_aside(gradient), listening(gradient, ignore, spare=True):
                     yield from spare_rounds(step, gradient, self._now.first)
-            self._now.before = Noted(len(gradient.leaves))
-            yield from self.rounds(step, gradient, self._now.before, self.batches.fetch_otherwise)
+            self._now.before = self.noted(gradient)
+            try:
+                yield from self.rounds(step, gradient, self._now.before, self.batches.fetch_otherwise)
+            except Unfetched as unfetched:
+                if not self.alone:  # others wait in the same rounds
+                    raise unfetched.error from None
+                self._now.before = self._spare = None  # the step's own fetch reports the error, if it has it too
 
     def rounds(self, step: Step, gradient: Gradient, noted: Noted, fetch: Callable[[Place], Any]) -> Iterator[Any]:
         """Yield the verified virtual rank's micro-batches as spare rounds, and note what comes of them."""
@@ -175,6 +179,10 @@ class Verification:
                 noted.begin(number, content_digest(batch))
                 yield batch
         self._spare = None
+
+    def noted(self, gradient: Gradient) -> Noted:
+        """Return an empty record of one virtual rank, on this process."""
+        return Noted(len(gradient.leaves), self.engine.mesh.tensor.rank)
 
     def watched(self, step: Step, gradient: Gradient, rounds: Rounds) -> Rounds:
         """Return the step's own rounds; if the step is verified, what comes of them is noted."""
@@ -197,7 +205,7 @@ class Verification:
                 if sums is not None and not place.spare:
                     sums.begin(place)
                 if place.virtual_rank == checked.virtual_rank and not place.spare:
-                    checked.inside = checked.inside or Noted(len(gradient.leaves))
+                    checked.inside = checked.inside or self.noted(gradient)
                     checked.inside.begin(place.number, content_digest(batch))
                     self._look(checked, place.number)
                 yield place, batch, last
@@ -292,10 +300,6 @@ class Verification:
 
     # -- the update
 
-    def ours(self) -> AbstractContextManager[None]:
-        """Return a block of the library's own work in an update."""
-        return nullcontext() if self._update is None else self._update.ours()
-
     def stepping(self, optimizer: Any) -> AbstractContextManager[None]:
         """Return a block in which an optimizer steps."""
         return nullcontext() if self._update is None else self._update.stepping(optimizer)
@@ -320,7 +324,7 @@ class Verification:
 
     def _report(self, step: int, what: str, facts: str, cause: Cause) -> None:
         """Stop the run, or lower its promise."""
-        if self.broken:
+        if self.broken or self._run.promise()[0] != "exact":
             return
         self.broken = f"from step {step} on: {what[0].lower()}{what[1:]} ({cause.name})"
         self._watcher.event({"promise": "tolerance", "step": step, "cause": cause.name, "reason": what})
@@ -353,7 +357,8 @@ def build_verification(engine: Engine, run: Run[Any], promise: str) -> Verificat
     from unisono.train.engine import Engine as Plain
 
     several = engine.order.virtual_ranks > 1 or engine.mesh.shard.size > 1
-    apt = promise == "exact" and run._kind is Plain and several and not run.settings.parallel.buddy
+    alike = not run.differences and not engine.mesh.world.mixed
+    apt = promise == run.promise()[0] == "exact" and run._kind is Plain and several and alike
     if not (run.settings.promise.check and apt):
         return NOT_VERIFIED
     return Verification(engine, run)

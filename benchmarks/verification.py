@@ -1,0 +1,103 @@
+"""What it costs that a run checks its own promise (docs/verification.md), as a share of a run of 1,000 steps.
+
+    python -m benchmarks.verification            about four minutes
+    python -m benchmarks.verification --quick    a smoke test
+
+A small GPT is trained with and without the check, in runs that take turns. The first ten steps are timed: steps 0, 1,
+2, 4 and 8 are checked, and none of the next 990 of a run of 30 seconds, since 120 seconds have to pass. What a checked
+run takes longer in them, over 1,000 of its steps without a check, is the share. A step takes about 30 ms here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.machine import parser, show, spread
+from benchmarks.tasks import loss_of, text
+from unisono.env import World
+from unisono.settings import ParallelSettings, PromiseSettings, Settings
+from unisono.testing import build_run, run_ranks
+from unisono.world.start import group as join
+
+STEPS = 10
+RUN = 1000
+"""Steps of the run of which the cost is a share."""
+
+SCENES: dict[str, tuple[int, ParallelSettings]] = {
+    "one process": (1, ParallelSettings()),
+    "two processes": (2, ParallelSettings()),
+    "two shards, gathered by layer": (2, ParallelSettings(shard=2)),
+    "two shards, gathered once a step": (2, ParallelSettings(shard=2, gather="step")),
+}
+
+
+def train(world: World, settings: Settings, folder: str) -> list[float]:
+    """Seconds of each step."""
+    from unisono.recipes.text import GPT, Model
+
+    torch.manual_seed(1)
+    seconds: list[float] = []
+    with join(world) as group:
+        run = build_run(settings, world, group, Path(folder), verified=True)
+        model = run.place(lambda: GPT(Model(width=96, depth=3, heads=4, context=128)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        run.track(model=model, optimizer=optimizer)
+        began = time.perf_counter()
+        for step in run.steps(text(256)):
+            for x, y in step:
+                step.backward(loss_of(model(x), y), weight=y.numel())
+            step.update(optimizer)
+            if group.size > 1:
+                group.barrier()
+            seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+        run.close()
+    return seconds
+
+
+def measure(pairs: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"pairs": pairs}
+    for name, (size, parallel) in SCENES.items():
+        seconds: dict[bool, list[list[float]]] = {False: [], True: []}
+        for pair in range(pairs):
+            for check in (False, True) if pair % 2 else (True, False):
+                settings = Settings(steps=STEPS, batch=8, virtual_ranks=8, parallel=parallel)
+                settings = replace(settings, promise=PromiseSettings(check=check))
+                with tempfile.TemporaryDirectory() as folder:
+                    ranks = run_ranks(train, size, settings, folder, seconds=550)
+                seconds[check].append([max(step) for step in zip(*ranks, strict=True)])
+        step = median(s for of in seconds[False] for s in of[1:])
+        more = [sum(a) - sum(b) for a, b in zip(seconds[True], seconds[False], strict=True)]
+        found[name] = {
+            "step_ms": 1e3 * step,
+            "more_ms": spread([1e3 * each for each in more]),
+            "share_percent": spread([100 * each / (RUN * step) for each in more]),
+        }
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [f"{'':34} {'a step':>8}  {'ten steps take longer by':26} of {RUN} steps, in %"]
+    for name in SCENES:
+        step_ms, more, share = (found[name][key] for key in ("step_ms", "more_ms", "share_percent"))
+        lines.append(f"{name:34} {step_ms:5.1f} ms  {f'{more:.1f} ms':26} {share:.2f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--pairs", type=int, default=15, help="pairs of runs in each scene (15)")
+    asked = flags.parse_args()
+    found = measure(2 if asked.quick else asked.pairs)
+    show("verification", found, lambda: table(found), as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()
