@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +206,7 @@ class Engine:
             if gradient.seen and not self.models.divided_loss:
                 yield place, batch, last
             else:
-                with nullcontext() if gradient.seen else self._watched(place), self.models.around_loss():
+                with self.around(place, gradient):
                     yield place, batch, last
             if dealing is not None and number == 0:
                 dealing.done(self.order.micro_bounds(place.step, place.virtual_rank)[place.number])
@@ -432,16 +432,18 @@ class Engine:
                 )
 
     @contextmanager
-    def _watched(self, place: Place) -> Iterator[None]:
-        """In the first step it is seen whether a batch norm normalises over samples, and whether it always can."""
-        bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
+    def around(self, place: Place, gradient: Gradient) -> Iterator[None]:
+        """What the loop's body runs in. In the first step it is seen whether a batch norm normalises over samples, and
+        whether it always can."""
         hooks = []
-        if self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
+        if not gradient.seen and self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
+            bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
             hooks = watch_samples(
                 self.models.batch_norms(), bounds[1] - bounds[0], partial(alone, self.order, self.last)
             )
         try:
-            yield
+            with self.models.around_loss():
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

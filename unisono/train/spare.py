@@ -47,7 +47,7 @@ def spare_rounds(step: Step, gradient: Gradient, virtual_rank: int, fetch: Fetch
             step._place, step._ready = place, True
             phases.Here.virtual_rank = virtual_rank
             phases.enter("forward")
-            with models.around_loss():
+            with engine.around(place, gradient):
                 yield batch
     finally:
         step._place, step._ready, step._state, models.busy = None, False, state, busy

@@ -139,10 +139,10 @@ class Step:
     def _walk(self, gradient: Gradient) -> Iterator[Any]:
         engine, number = self._engine, self._passes
         phases.enter("data")
-        if engine.audit is not None and not number:
-            yield from engine.audit.before(self, gradient)
         verification = NOT_VERIFIED if number else engine.verification
         yield from verification.before(self, gradient)
+        if engine.audit is not None and not number:
+            yield from engine.audit.before(self, gradient)  # from here on it listens
         again: Iterator[tuple[Place, Any, bool]] | None
         again = engine.micro_batches(self.number, number, gradient, self._kept)
         if engine.mesh.context.size > 1:
