@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono.env import World
+from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 from unisono.train.attributes import Attributes
 from unisono.train.run import Run
@@ -259,3 +260,26 @@ def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
             assert promise[0] == "tolerance"
             assert "the model (Dice) changes its attribute dice, a Random" in promise[1]
             assert "the model (Swaps) replaced its module linear" in error
+
+
+class Recurrent(nn.Module):
+    """torch notices that fully_shard has marked an RNN later than that it has marked other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.RNN(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.rnn(x[:, None])[0][:, 0])
+        return out
+
+
+def saved_attributes(run: Run[Any]) -> Any:
+    train(run, build=Recurrent)
+    return run._models.buffers.attributes.state_dict()["attributes"]
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_marks_of_fully_shard_are_not_saved(tmp_path: Path, gather: Any) -> None:
+    config = replace(SETTINGS, parallel=ParallelSettings(shard=2, gather=gather))
+    assert run_ranks(attempt, 2, tmp_path, saved_attributes, config) == [{}, {}]

@@ -115,7 +115,9 @@ def trained(world: World, folder: Path, cases: dict[str, tuple[str, Settings]]) 
         done = len({(v, ranks) for _, v, ranks in audit.done}) if audit else 0
         return {"losses": out["losses"], "norms": out["norms"], "done": done, "sha": run._state.fingerprint()}
 
-    return [attempt(world, folder / name, lambda run, k=k: loop(run, k), s) for name, (k, s) in cases.items()]  # type: ignore[misc]
+    return [
+        attempt(world, folder / name, lambda run, k=k: loop(run, k), s, verified=True) for name, (k, s) in cases.items()
+    ]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unisono.train import local_step
 from unisono.train.local_step import GRAIN, on_local_shards, prepare, spans
+from unisono.world.collectives import local
 
 Case = tuple[str, dict[str, Any]]
 
@@ -154,6 +155,33 @@ def test_without_blocks_of_the_whole_other_bits_are_found(monkeypatch: pytest.Mo
     found = differing(3, [torch.float32, torch.bfloat16], names=["SGD", "Adadelta"])
     assert {dtype for _, case, dtype in found if "fused" in case[1]} == {torch.float32}
     assert {dtype for _, case, dtype in found if "fused" not in case[1]} == {torch.bfloat16}
+
+
+class Mixed(torch.optim.SGD):
+    """Steps DTensors of one mesh beside plain tensors, and not on local shards."""
+
+    by_element = True
+
+
+def test_an_optimizer_of_several_meshes_keeps_its_options() -> None:
+    """They are part of a checkpoint, and the same on any placement."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+        params = [torch.nn.Parameter(_placed(mesh, 0, 2)(torch.ones(4, 3))), torch.nn.Parameter(torch.ones(3))]
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer = Mixed(params, lr=0.5, foreach=True)
+        seen: list[bool] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.param_groups[0]["foreach"]))
+        prepare(optimizer)
+        with on_local_shards(optimizer):
+            optimizer.step()
+            seen.append(optimizer.param_groups[0]["foreach"])
+        assert seen == [True, True]
+        assert [float(local(p.detach()).view(-1)[0]) for p in params] == [0.5, 0.5]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -368,7 +368,8 @@ class Engine:
         if changing and self.models.pipeline is not None:
             raise self.models.pipeline.changing(step.number)
         if changing and self.seat.turns > 1:
-            refuse_changing_buffers(step.number, step.samples, self.settings)
+            following = range(step.number, min(step.number + 2, self.last))  # an epoch's last batch may be a short one
+            refuse_changing_buffers(step.number, max(map(self.order.batch_size, following)), self.settings)
 
     def _check_totals(self, step: Step, loss: float, weight: float, losses: list[float]) -> bool:
         """Is the loss finite? Refuse what cannot be divided, and a loss that no smaller scale would mend."""

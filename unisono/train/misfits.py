@@ -183,7 +183,10 @@ def parts_told(parallel: ParallelSettings) -> Iterator[None]:
 
 
 def refuse_changing_buffers(step: int, samples: int, settings: Settings) -> None:
-    """Raise LoopError where several processes compute the micro-batches of one virtual rank, and buffers change."""
+    """Raise LoopError where several processes compute the micro-batches of one virtual rank, and buffers change.
+
+    samples  of the batch, in this step or the next one
+    """
     share = -(-samples // settings.virtual_ranks)
     if share > (settings.micro_batch or share):
         raise LoopError(

@@ -125,9 +125,13 @@ class _Holder:
             key: _mark(t) for key in module._non_persistent_buffers_set if (t := module._buffers.get(key)) is not None
         }
         for key in [*self.holder]:
-            if key not in of.without and not key.startswith(("__", "_fsdp")):
+            if self._belongs_to_the_script(key):
                 self._remember(key)
         self._lay_out()
+
+    def _belongs_to_the_script(self, key: str) -> bool:
+        """Return whether the attribute is none of torch's: fully_shard marks modules, an RNN later than others."""
+        return key not in self.of.without and not key.startswith(("__", "_fsdp"))
 
     def _lay_out(self) -> None:
         """What is compared at a time: all values that are known and not free."""
@@ -154,7 +158,7 @@ class _Holder:
         found = [key for key in self.saved if not _same(self.holder.get(key, ABSENT), self.saved[key])]
         found += [k for k, inner in self.inner.items() if k not in found and any(each.differs() for each in inner)]
         known = self.saved.keys() | self.free
-        found += [k for k in self.holder if k not in known and k not in self.of.without and not k.startswith("__")]
+        found += [key for key in self.holder if key not in known and self._belongs_to_the_script(key)]
         if not found:
             self._lay_out()  # equal, but another object or one attribute more that may change
         return found

@@ -11,7 +11,7 @@ twins also step random parameters of the same shapes, whole and by rows (`differ
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -51,16 +51,14 @@ class WholeUpdate:
         group.attempt(lambda: self._prepare(turn))  # if a process dies in it, nothing is compared
 
     def _prepare(self, turn: int) -> None:
-        groups, state = [], defaultdict[Any, Any](dict)
         optimizer = self.optimizer
         chosen = {id(p) for p in choose([p for g in optimizer.param_groups for p in g["params"]], turn)}
+        params = [p for g in optimizer.param_groups for p in g["params"] if id(p) in chosen]
+        parts = [(part, p) for p in params for part in self._parts(p)]
+        wholes = iter(gathered(parts, self.group))
+        groups, state = [], defaultdict[Any, Any](dict)
         for options in optimizer.param_groups:
-            twins = []
-            for p in options["params"]:
-                if id(p) in chosen:
-                    twins.append(self._twin(p))
-                    known = optimizer.state.get(p, {})
-                    state[twins[-1]] = {name: self._whole(value, p) for name, value in known.items()}
+            twins = [self._twin(p, wholes, state) for p in options["params"] if id(p) in chosen]
             if twins:
                 groups.append({**options, "params": twins})
         self._twins = twin_of(optimizer, groups, state) if groups else None
@@ -72,31 +70,48 @@ class WholeUpdate:
         self._twins.step()
         return [whole.part for whole in self.wholes if not self._agrees(whole)]
 
-    def _twin(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
-        rows = rows_of(p, self.group)
-        twin = torch.nn.Parameter(self._gather(p.detach(), p))
-        twin.grad = None if p.grad is None else self._gather(p.grad, p)
-        self.wholes.append(Whole(p, twin, rows))
+    def _parts(self, p: torch.nn.Parameter) -> list[torch.Tensor]:
+        """Return what is divided of a parameter: itself, its gradient, and its state."""
+        state = self.optimizer.state.get(p, {}).values()
+        return [p, *([] if p.grad is None else [p.grad]), *(value for value in state if lies_apart(value))]
+
+    def _twin(self, p: torch.nn.Parameter, wholes: Iterator[torch.Tensor], state: dict[Any, Any]) -> torch.nn.Parameter:
+        twin = torch.nn.Parameter(next(wholes))
+        twin.grad = None if p.grad is None else next(wholes)
+        for name, value in self.optimizer.state.get(p, {}).items():
+            state[twin][name] = (
+                next(wholes) if lies_apart(value) else value.clone() if isinstance(value, torch.Tensor) else value
+            )
+        self.wholes.append(Whole(p, twin, rows_of(p, self.group)))
         return twin
-
-    def _whole(self, value: Any, p: torch.nn.Parameter) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return self._gather(value, p) if lies_apart(value) else value.clone()
-
-    def _gather(self, part: Any, p: Any) -> torch.Tensor:
-        """Return the whole tensor of which every process has rows."""
-        mine = local(part.detach())
-        each = -(-len(p) // self.group.size)
-        flat = mine.new_zeros(each * p.shape[1:].numel())
-        flat[: mine.numel()] = mine.reshape(-1)
-        flat = flat.to(self.group.device)
-        out = flat.new_empty(len(flat) * self.group.size)
-        self.group.all_gather(out, flat).wait()
-        return out[: p.numel()].view(p.shape).to(mine.device).clone()
 
     def _agrees(self, whole: Whole) -> bool:
         return equal(local(whole.part.detach()), whole.twin.detach()[slice(*whole.rows)])
+
+
+def gathered(parts: Sequence[tuple[Any, Any]], group: Group) -> list[torch.Tensor]:
+    """Return the whole of every tensor that is divided as a parameter is, by one exchange of bytes.
+
+    parts  (tensor, parameter); all processes of `group` pass the same ones
+    """
+    flats = []
+    for part, p in parts:
+        mine = local(part.detach())
+        flat = mine.new_zeros(-(-len(p) // group.size) * p.shape[1:].numel())
+        flat[: mine.numel()] = mine.reshape(-1)
+        flats.append(flat)
+    if not flats:
+        return []
+    sent = torch.cat([flat.view(torch.uint8).to(group.device) for flat in flats])
+    out = sent.new_empty(group.size * len(sent))
+    group.all_gather(out, sent).wait()
+    found, first = [], 0
+    for flat, (_, p) in zip(flats, parts, strict=True):
+        last = first + flat.nbytes
+        whole = out.view(group.size, -1)[:, first:last].reshape(-1).clone().view(flat.dtype)
+        found.append(whole[: p.numel()].view(p.shape).to(flat.device))
+        first = last
+    return found
 
 
 STEPS = 4
