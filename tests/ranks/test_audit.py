@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,9 @@ def trained(world: World, folder: Path, cases: dict[str, tuple[str, Settings]]) 
         return {"losses": out["losses"], "norms": out["norms"], "done": done, "sha": run._state.fingerprint()}
 
     return [
-        attempt(world, folder / name, lambda run, k=k: loop(run, k), s, verified=True) for name, (k, s) in cases.items()
-    ]  # type: ignore[misc]
+        attempt(world, folder / name, partial(loop, kind=kind), settings, verified=True)
+        for name, (kind, settings) in cases.items()
+    ]
 
 
 @pytest.mark.parametrize("kind", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])

@@ -9,11 +9,10 @@ these here.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from unisono.data.seeding import undisturbed
 from unisono.errors import Stopped
 from unisono.score.keys import ROUND, mix
 from unisono.score.order import Place
+from unisono.train.content import content_digest
 from unisono.train.engine import Engine
 from unisono.train.gradient import Gradient
 from unisono.train.run import Run
@@ -41,33 +41,6 @@ COLLECTIVES = (
     *("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
 )
 ASKING = ("get_rank", "get_world_size")
-
-
-def digest(value: Any) -> str:
-    """Of the bits of tensors and arrays, and of what anything else is called, at any depth."""
-    found = hashlib.blake2b(digest_size=12)
-    _feed(found, value)
-    return found.hexdigest()
-
-
-def _feed(found: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-        found.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
-        if dense.numel():
-            found.update(dense.contiguous().cpu().view(-1).view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            found.update(repr(key).encode())
-            _feed(found, item)
-    elif isinstance(value, (list, tuple)):
-        found.update(f"{len(value)} of".encode())
-        for item in value:
-            _feed(found, item)
-    elif hasattr(value, "__array__"):
-        _feed(found, torch.as_tensor(value))
-    else:
-        found.update(repr(value).encode())
 
 
 class Trace:
@@ -126,7 +99,7 @@ class TracedStep(Step):
         for model in engine.models.modules:
             for name, value in model.state_dict(keep_vars=True).items():
                 if isinstance(value, torch.Tensor):
-                    engine.trace.line("update", f"{name} of {type(model).__name__}", digest(value))
+                    engine.trace.line("update", f"{name} of {type(model).__name__}", content_digest(value))
 
 
 class TracedEngine(Engine):
@@ -151,7 +124,7 @@ class TracedEngine(Engine):
         try:
             for place, batch, last in super().micro_batches(step, number, gradient, kept):
                 trace.place = [number, place.virtual_rank, place.number]
-                trace.line("samples", "samples", digest(batch))
+                trace.line("samples", "samples", content_digest(batch))
                 self._fetch_again(place, batch)
                 trace.line("threads", "threads", str(torch.get_num_threads()))
                 yield place, batch, last
@@ -162,7 +135,7 @@ class TracedEngine(Engine):
 
     def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(grad: torch.Tensor) -> None:
-            self._found.setdefault(name, []).append(digest(grad))
+            self._found.setdefault(name, []).append(content_digest(grad))
 
         return note
 
@@ -182,7 +155,9 @@ class TracedEngine(Engine):
         with undisturbed(CPU):
             again = fetcher.fetch(Task(place, mix(self.order.seed, ROUND), samples))
         torch.set_num_threads(threads)
-        self.trace.line("again", "samples", "same" if digest(again) == digest(to_device(batch, CPU)) else "other")
+        self.trace.line(
+            "again", "samples", "same" if content_digest(again) == content_digest(to_device(batch, CPU)) else "other"
+        )
 
     def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
         sums = super().meet(step, number, gradient)
@@ -193,7 +168,7 @@ class TracedEngine(Engine):
     def tell_whole(self, kind: str, gradient: Gradient) -> None:
         for p in gradient.params:
             name = self.models.names.get(id(p), "a parameter")
-            self.trace.line(kind, name, "none" if p.grad is None else digest(p.grad))
+            self.trace.line(kind, name, "none" if p.grad is None else content_digest(p.grad))
 
 
 def watch(trace: Trace) -> None:
