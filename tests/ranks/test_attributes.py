@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono.env import World
-from unisono.settings import ParallelSettings
+from unisono.settings import ParallelSettings, Settings
 from unisono.testing import run_ranks
 from unisono.train.attributes import Attributes
 from unisono.train.run import Run
@@ -283,3 +283,54 @@ def saved_attributes(run: Run[Any]) -> Any:
 def test_marks_of_fully_shard_are_not_saved(tmp_path: Path, gather: Any) -> None:
     config = replace(SETTINGS, parallel=ParallelSettings(shard=2, gather=gather))
     assert run_ranks(attempt, 2, tmp_path, saved_attributes, config) == [{}, {}]
+
+
+class Initialized(nn.Linear):
+    """Divides by what it has seen first (data-dependent initialization)."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.first: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.first = float(x.abs().max())
+        return super().forward(x / (1 + self.first))
+
+
+class Noted(nn.Linear):
+    """Leaves something to look at."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = float(x.abs().max())
+        return super().forward(x)
+
+
+def in_turns(world: World, folder: Path, config: Settings) -> Any:
+    """Three micro-batches for each virtual rank, and what is promised."""
+
+    def loop(run: Run[Any], build: Any) -> Any:
+        return train(run, build=build)[-1], run.promise()
+
+    return [attempt(world, folder / b.__name__, partial(loop, build=b), config) for b in (Largest, Initialized, Noted)]
+
+
+def test_processes_in_turn_promise_nothing_of_what_micro_batches_carry(tmp_path: Path) -> None:
+    """Each of them has seen only some of the micro-batches of a virtual rank."""
+    config = replace(SETTINGS, batch=18, virtual_ranks=3, micro_batch=2, steps=4)
+    (alone,) = run_ranks(in_turns, 1, tmp_path / "alone", config)
+    assert [promise[0] for _, promise in alone] == ["exact"] * 3
+    by_step = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    for found in run_ranks(in_turns, 2, tmp_path / "step", by_step):
+        assert [(sha, promise[0]) for sha, promise in found] == [(sha, "exact") for sha, _ in alone]
+    by_layer = replace(config, parallel=ParallelSettings(shard=2))
+    for largest, initialized, noted in run_ranks(in_turns, 2, tmp_path / "layer", by_layer):
+        for name, promise in (("largest", largest[1]), ("first", initialized[1])):
+            assert promise[0] == "tolerance"
+            assert f"changes its attribute {name}" in promise[1]
+            assert "parallel.gather=step" in promise[1]
+        assert noted == (alone[2][0], ("exact", noted[1][1]))

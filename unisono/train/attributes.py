@@ -56,9 +56,11 @@ class Attributes:
     enabled  False: nothing is set back, sent, or saved
     say      prints a line on the main process
     opaque   attributes that change and cannot be sent, in words: no bits are promised for them
+    divided  several processes compute the micro-batches of one virtual rank, so none has all that an attribute carries
     """
 
     enabled = True
+    divided = False
 
     def __init__(self, device: torch.device, virtual_ranks: int) -> None:
         self.device, self.virtual_ranks = device, virtual_ranks
@@ -75,6 +77,7 @@ class Attributes:
         self._moved: set[Key] = set()  # since the loop began
         self._made: dict[Key, Value] = {}  # by the first virtual rank
         self._left: list[str] = []  # what changed and cannot be sent, in words
+        self._unclear: dict[Key, str] = {}  # changed while divided, and whether it is read first is not known yet
         self._swapped: str = ""  # a module that a forward pass has replaced
         self._waiting: Mapping[str, Any] = {}  # was saved, and its modules are not known yet
         self._passes = 0
@@ -136,6 +139,8 @@ class Attributes:
                 continue
             self._observe({key} - self._state)
             now = self._now.value(key)
+            if self.divided:
+                self._unclear[key] = f"{self._words(key, now)}, {DIVIDED}"
             if not (is_portable(now) and self._now.can_put_back(key)):
                 if key in self._state and self._now.before(key) is not None:  # else it was made when it was needed
                     self._left.append(self._words(key, now))
@@ -144,6 +149,7 @@ class Attributes:
             if first and now is not ABSENT:
                 self._made[key] = Value(copied(now), now is self._now.before(key))
             self._now.put_back(key)
+        self._left += [self._unclear.pop(key) for key in [*self._unclear] if key in self._state]
 
     def keep(self, first: bool) -> None:
         """A pass is made again in part. `first`: does what the first virtual rank made still count?"""
@@ -207,6 +213,8 @@ class Attributes:
         for key, read in self._reads.end().items():
             (self._state if read else self._outputs).add(key)
             (self._outputs if read else self._state).discard(key)
+            if not read:
+                self._unclear.pop(key, None)
 
     def _undo_swaps(self) -> None:
         """A module that was replaced is put back: the next virtual rank begins as this one did."""
@@ -270,6 +278,10 @@ def modules_of(models: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     return {name: m for name, m in reversed(first.values()) if not isinstance(m, torch.jit.ScriptModule)}
 
 
+DIVIDED = (
+    "and several processes compute the micro-batches of one virtual rank (not so with micro_batch=none or "
+    "parallel.gather=step)"
+)
 CURE = "Keep it in a buffer (register_buffer), compute it from the input, or draw from torch's default generator."
 
 

@@ -100,6 +100,7 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
     seat, schedule = kind.seated(settings, mesh)
     if seat.turns > 1 and settings.micro_batch is not None:
         run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
+    run._models.buffers.attributes.divided = run._table.pieces > 1 or mesh.context.size > 1
 
     def open_loader(schedule: Schedule, seat: Seat, first: int) -> Loader:
         return Loader(
