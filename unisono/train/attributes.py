@@ -199,7 +199,7 @@ class Attributes:
     def _words(self, key: Key, value: Any) -> str:
         module, attribute = key
         layer = module.partition("/")[2] or "the model"
-        kind = type(self._modules[module]).__name__
+        kind = type(self._modules[module]).__name__.removeprefix("FSDP")  # fully_shard derives a class of that name
         return f"forward of {layer} ({kind}) changes its attribute {attribute}, a {type(value).__name__}, and reads it"
 
     # -- how an attribute is used
