@@ -30,15 +30,16 @@ STEPS = 10
 RUN = 1000
 """Steps of the run of which the cost is a share."""
 
-SCENES: dict[str, tuple[int, ParallelSettings]] = {
-    "one process": (1, ParallelSettings()),
-    "two processes": (2, ParallelSettings()),
-    "two shards, gathered by layer": (2, ParallelSettings(shard=2)),
-    "two shards, gathered once a step": (2, ParallelSettings(shard=2, gather="step")),
+SCENES: dict[str, tuple[int, int, ParallelSettings]] = {
+    "one process": (1, 64, ParallelSettings()),
+    "two processes": (2, 96, ParallelSettings()),
+    "two shards, gathered by layer": (2, 32, ParallelSettings(shard=2)),
+    "two shards, gathered once a step": (2, 64, ParallelSettings(shard=2, gather="step")),
 }
+"""Processes, the width of the model (so that a step takes about 30 ms), and how they share it."""
 
 
-def train(world: World, settings: Settings, folder: str) -> list[float]:
+def train(world: World, settings: Settings, width: int, folder: str) -> list[float]:
     """Seconds of each step."""
     from unisono.recipes.text import GPT, Model
 
@@ -46,7 +47,7 @@ def train(world: World, settings: Settings, folder: str) -> list[float]:
     seconds: list[float] = []
     with join(world) as group:
         run = build_run(settings, world, group, Path(folder), verified=True)
-        model = run.place(lambda: GPT(Model(width=96, depth=3, heads=4, context=128)))
+        model = run.place(lambda: GPT(Model(width=width, depth=2, heads=4, context=128)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         run.track(model=model, optimizer=optimizer)
         began = time.perf_counter()
@@ -64,14 +65,14 @@ def train(world: World, settings: Settings, folder: str) -> list[float]:
 
 def measure(pairs: int) -> dict[str, Any]:
     found: dict[str, Any] = {"pairs": pairs}
-    for name, (size, parallel) in SCENES.items():
+    for name, (size, width, parallel) in SCENES.items():
         seconds: dict[bool, list[list[float]]] = {False: [], True: []}
         for pair in range(pairs):
             for check in (False, True) if pair % 2 else (True, False):
                 settings = Settings(steps=STEPS, batch=8, virtual_ranks=8, parallel=parallel)
                 settings = replace(settings, promise=PromiseSettings(check=check))
                 with tempfile.TemporaryDirectory() as folder:
-                    ranks = run_ranks(train, size, settings, folder, seconds=550)
+                    ranks = run_ranks(train, size, settings, width, folder, seconds=550)
                 seconds[check].append([max(step) for step in zip(*ranks, strict=True)])
         step = median(s for of in seconds[False] for s in of[1:])
         more = [sum(a) - sum(b) for a, b in zip(seconds[True], seconds[False], strict=True)]

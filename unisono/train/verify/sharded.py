@@ -22,18 +22,15 @@ if TYPE_CHECKING:
     from unisono.world.collectives import Group
 
 
-LAST_RANDOM = 2
-"""Turns 0, 1 and 2, the first three verified steps, have random updates as well."""
-
-
 class ShardedUpdate:
     """The update of one verified step, on this process.
 
-    found  (what differs, why): the same on no two processes, so they compare it later
+    random  let random parameters be updated as well, which takes longer
+    found   (what differs, why): the same on no two processes, so they compare it later
     """
 
-    def __init__(self, models: Models, group: Group, turn: int) -> None:
-        self.models, self.group, self.turn = models, group, turn
+    def __init__(self, models: Models, group: Group, turn: int, *, random: bool) -> None:
+        self.models, self.group, self.turn, self.random = models, group, turn, random
         self.found: list[tuple[str, Cause]] = []
         self._parts = PartsWatch(models)
 
@@ -53,7 +50,7 @@ class ShardedUpdate:
         yield
         with self._unseen():
             differing = whole.differing()
-            if not differing and self.turn <= LAST_RANDOM:
+            if not differing and self.random:
                 differing = differing_by_rows(optimizer, self.group, self.turn)
         names = [self.models.names.get(id(p), "a parameter") for p in differing]
         if names:

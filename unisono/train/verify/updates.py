@@ -22,8 +22,8 @@ import torch
 from unisono.train.local_step import on_local_shards, prepare
 from unisono.world.collectives import Group, lies_apart, like, local
 
-MOST_PARAMETERS = 16
-MOST_ELEMENTS = 2**18
+MOST_PARAMETERS = 8
+MOST_ELEMENTS = 2**17
 """Elements that are gathered in one verified step, unless a single parameter has more."""
 
 
@@ -179,7 +179,7 @@ def rows_of(p: Any, group: Group) -> tuple[int, int]:
 def choose(params: Sequence[torch.nn.Parameter], turn: int) -> list[torch.nn.Parameter]:
     """Return the parameters to be stepped whole, beginning elsewhere in each verified step."""
     able = [p for p in params if lies_apart(p) and p.device_mesh.mesh_dim_names == ("shard",) and p.numel()]  # type: ignore[attr-defined]
-    first = turn * MOST_PARAMETERS % len(able) if len(able) > MOST_PARAMETERS else 0
+    first = turn * MOST_PARAMETERS % max(len(able), 1)
     found, elements = [], 0
     for p in (able[first:] + able[:first])[:MOST_PARAMETERS]:
         if elements + p.numel() <= MOST_ELEMENTS:

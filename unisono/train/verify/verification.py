@@ -250,7 +250,8 @@ class Verification:
             weight = sums[LOSS][1] * self.engine.scale.value
             yield from self._compare(step, gradient, checked, self._meet(lambda: self._gather(checked, weight)))
         if self._shards and not self.broken and self.engine.mesh.tensor.size == 1:
-            self._update = ShardedUpdate(self.engine.models, self.engine.mesh.shard, checked.turn)
+            first = self.steps == 1
+            self._update = ShardedUpdate(self.engine.models, self.engine.mesh.shard, checked.turn, random=first)
             self._update.begin()
 
     def _gather(self, checked: Checked, weight: float) -> tuple[list[Facts], list[int], str]:
