@@ -311,7 +311,7 @@ class Engine:
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:
-            self.models.buffers.settle(gathered)
+            self.models.settle(gathered)
             # what comes now (noise on p.grad, say) must not depend on who computed what
             key = mix(self._update_key, step.number, *([number] if number else []))
             seed_everything(key, self._accelerator)

@@ -22,7 +22,7 @@ from unisono.parallel.marks import apply_marks, marks_of
 from unisono.parallel.recipe import parallelize
 from unisono.parallel.reductions import reduce_whole
 from unisono.train.alike import check_alike
-from unisono.train.buffers import Buffers
+from unisono.train.buffers import Buffers, Gathered
 from unisono.train.whole import whole_here
 from unisono.world.mesh import Mesh
 
@@ -57,7 +57,7 @@ class Models:
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
         self.buffers = Buffers(mesh.data, virtual_ranks)
-        self.buffers.attributes.grew = lambda: self._grew
+        self.buffers.attributes.grew = lambda: self._grew or self._grew_within
         if mesh.pipeline.size > 1:  # each stage has shadows of the others' modules
             self.buffers.attributes.enabled = False
         self.context = Context(mesh.context)
@@ -76,6 +76,7 @@ class Models:
         self._undo: Callable[[], None] | None = None  # ends reductions over whole tensors
         self._signature: list[bool] | None = None
         self._grew = True  # some module somewhere was given a parameter or another module since we looked
+        self._grew_within = False  # the same, in a forward pass of this process
         self._notices: list[Any] = []
         self._buffers: dict[int, torch.Tensor] = {}
 
@@ -166,9 +167,9 @@ class Models:
     def look(self) -> bool:
         """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
         new = False
-        if self._grew:
-            self._grew = False
-            new = self._look_again()
+        if self._grew or self._grew_within:
+            new = self._look_again(share=self._grew)
+            self._grew = self._grew_within = False
         signature = [p.requires_grad for p in self.params]
         if signature == self._signature and not new:
             return False
@@ -189,8 +190,9 @@ class Models:
             "place the model that trains: model = run.place(lambda: Net()).",
         )
 
-    def _look_again(self) -> bool:
-        """The modules may have grown between two steps: what is new is the main process's, as with run.place."""
+    def _look_again(self, *, share: bool) -> bool:
+        """The modules may have grown. With `share`, between two steps, on every process: what is new is the main
+        process's then, as with run.place."""
         known = {id(p) for p in self.params}
         self.params = list({id(p): p for model in self.modules for p in model.parameters()}.values())
         new = [p for p in self.params if id(p) not in known]
@@ -200,7 +202,8 @@ class Models:
             self.group.share_(new)
         buffers = [b for model in self.modules for b in model.buffers()]
         alignment.align_([*self.params, *buffers])
-        self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])
+        if share:
+            self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])
         self._buffers = {id(b): b for b in buffers}
         self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
         self.buffers.look_at([*self.modules, *self.tracked])
@@ -208,7 +211,17 @@ class Models:
 
     def _notice(self, *_: Any) -> None:
         """torch calls this whenever a module, any module, is given a parameter or a module."""
-        self._grew = True
+        if self.busy:
+            self._grew_within = True
+        else:
+            self._grew = True
+
+    def settle(self, gathered: Gathered) -> None:
+        """What was gathered of a pass becomes what buffers and attributes are, everywhere. Buffers that forward passes
+        have replaced, in some process or other, are not new to the next step."""
+        self.buffers.settle(gathered)
+        if gathered[1] is not None:
+            self._buffers = {id(b): b for model in self.modules for b in model.buffers()}
 
     @property
     def abreast(self) -> bool:

@@ -33,6 +33,10 @@ ITEMS = 1000
 
 DEPTH = 3
 
+MARKS = ("__", "_fsdp", "_output_capturing_hooks_installed")
+"""How attributes begin that are none of the script's: fully_shard marks modules, an RNN later than others. In its first
+forward pass transformers installs hooks and marks the model. Without the mark it would install them again."""
+
 Key = tuple[str, str]
 
 
@@ -130,8 +134,8 @@ class _Holder:
         self._lay_out()
 
     def _belongs_to_the_script(self, key: str) -> bool:
-        """Return whether the attribute is none of torch's: fully_shard marks modules, an RNN later than others."""
-        return key not in self.of.without and not key.startswith(("__", "_fsdp"))
+        """Return whether the attribute is no mark of a library's."""
+        return key not in self.of.without and not key.startswith(MARKS)
 
     def _lay_out(self) -> None:
         """What is compared at a time: all values that are known and not free."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from unisono.train.models import Models
 
 UNISONO, TORCH = (str(Path(module.__file__ or "").parent) + os.sep for module in (unisono, torch))
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class PartsWatch(TorchDispatchMode):
@@ -48,8 +51,8 @@ class PartsWatch(TorchDispatchMode):
             held = [
                 local(t.detach()) for p in self._models.params for t in (p, p.grad) if t is not None and lies_apart(t)
             ]
-            storages = [t.untyped_storage() for t in held if t.numel()]
-            self._memory = {storage.data_ptr(): StorageWeakRef(storage) for storage in storages}
+            self._memory: dict[int, StorageWeakRef] = {}
+            self._remember(held)
             self.__enter__()
 
     def end(self) -> None:
@@ -66,27 +69,38 @@ class PartsWatch(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not (self.found or self._models.busy) and self._reduces(func, args, out) and (where := caller()):
-            self.found = f"{func.__name__.partition('.')[0]} at {where}"
+        if self.found or self._models.busy or func.namespace != "aten" or func.is_view:
+            return out
+        given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and self._is_part(t)]
+        if given and (where := caller()):
+            made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            if reduces(given, made):
+                self.found = f"{func.__name__.partition('.')[0]} at {where}"
+            self._remember(made)
         return out
 
-    def _reduces(self, func: Any, args: Any, out: Any) -> bool:
-        given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and self._is_part(t)]
-        if not given or func.namespace != "aten" or func.is_view:
-            return False
-        made: list[Any] = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        if any(lies_apart(t) for t in given):
-            return any(map(is_partial, made))
-        smallest = min(t.numel() for t in given)
-        return any(t.numel() < smallest for t in made)
+    def _remember(self, parts: Iterable[torch.Tensor]) -> None:
+        """What was computed of parts, element by element, is a part as well."""
+        for t in parts:
+            if type(t) in PLAIN and t.layout is torch.strided and t.numel():
+                storage = t.untyped_storage()
+                self._memory[storage.data_ptr()] = StorageWeakRef(storage)
 
     def _is_part(self, tensor: torch.Tensor) -> bool:
         if lies_apart(tensor):
             return _is_cut(tensor)
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
         known = self._memory.get(tensor.untyped_storage().data_ptr())
         return known is not None and not known.expired()  # a gradient may be gone, and its memory another tensor's
+
+
+def reduces(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
+    """Return whether what was made of these parts is smaller than they are, or a sum that processes have yet to add."""
+    if any(map(lies_apart, given)):
+        return any(map(is_partial, made))
+    smallest = min(t.numel() for t in given)
+    return any(t.numel() < smallest for t in made)
 
 
 def _is_cut(tensor: Any) -> bool:

@@ -40,8 +40,12 @@ class ShardedUpdate:
 
     @contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Step whole parameters beside the rows, within this block, if it is an optimizer of torch's kind."""
+        """Step whole parameters beside the rows, within this block, if it is an optimizer of torch's.
+
+        One of the script's own may keep anything anywhere, so it is not stepped twice: its `by_element` is believed.
+        """
         known = isinstance(optimizer, torch.optim.Optimizer) and by_element(optimizer)
+        known &= not hasattr(optimizer, "by_element")
         if not known or differs_in_shards(optimizer, self.models.layers):  # then the promise says so already
             yield
             return

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from unisono import phases
 from unisono.errors import PromiseBroken
 from unisono.score.order import Place
 from unisono.settings.words import plural
@@ -193,7 +194,7 @@ class Verification:
 
         def note(parameter: int, grad: torch.Tensor) -> None:
             place = step._place
-            if place is None or place.spare:
+            if place is None or place.spare or phases.now() != "backward":  # torch.autograd.grad calls hooks, too
                 return
             if place.virtual_rank == checked.virtual_rank and checked.inside is not None:
                 checked.inside.gradient(place.number, parameter, grad)
