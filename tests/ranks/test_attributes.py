@@ -334,3 +334,34 @@ def test_processes_in_turn_promise_nothing_of_what_micro_batches_carry(tmp_path:
             assert f"changes its attribute {name}" in promise[1]
             assert "parallel.gather=step" in promise[1]
         assert noted == (alone[2][0], ("exact", noted[1][1]))
+
+
+class ReadsLate(nn.Linear):
+    """Writes what looks like an output, and reads it from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.last: Any = None
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 1 + float(self.last) if float(self.steps) > 2 else 1.0
+        self.last = float(x.abs().max())
+        self.steps += 1
+        return super().forward(x / scale)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_output_that_is_read_later_lowers_the_promise(tmp_path: Path, size: int) -> None:
+    for promise, reason in run_ranks(reads_late, size, tmp_path):
+        assert promise == "tolerance"
+        assert "changes its attribute last" in reason
+
+
+def reads_late(world: World, folder: Path) -> Any:
+    def loop(run: Run[Any]) -> Any:
+        train(run, build=ReadsLate)
+        return run.promise()
+
+    return attempt(world, folder, loop, replace(SETTINGS, steps=5))

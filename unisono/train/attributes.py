@@ -10,7 +10,8 @@ buffers. After the pass every process has the values of the first virtual rank w
 
 An attribute that a forward pass writes before it reads it is an output (an auxiliary loss, attention weights for a
 plot). It carries nothing from one micro-batch to the next, so it is neither set back nor sent. How an attribute is
-used is observed in one virtual rank after its first change, and again in passes 2, 4, 8, ...
+used is observed in one virtual rank after its first change, and of an output in all that follow: one that is read after
+all lowers the promise.
 
 With one virtual rank attributes are the forward pass's own, as in plain torch; a checkpoint has what changed.
 """
@@ -80,7 +81,6 @@ class Attributes:
         self._unclear: dict[Key, str] = {}  # changed while divided, and whether it is read first is not known yet
         self._swapped: str = ""  # a module that a forward pass has replaced
         self._waiting: Mapping[str, Any] = {}  # was saved, and its modules are not known yet
-        self._passes = 0
 
     @property
     def _watches(self) -> bool:
@@ -113,9 +113,6 @@ class Attributes:
         if not self._watches:
             return
         assert self._now is not None
-        self._passes += 1
-        if self._passes & (self._passes - 1) == 0:
-            self._observe(self._outputs)
         for key in self._now.changed():
             self._now.remember(key)
             self._moved |= {key} - self._outputs
@@ -123,6 +120,7 @@ class Attributes:
     def enter(self) -> None:
         """A micro-batch of another virtual rank begins."""
         if self._watches:
+            self._observe(self._outputs)
             self._reads.begin(self._modules)
 
     def leave(self, *, first: bool) -> None:
@@ -211,6 +209,10 @@ class Attributes:
 
     def _learn(self) -> None:
         for key, read in self._reads.end().items():
+            if read and key in self._outputs:  # what it read was of another virtual rank of this process
+                self._left.append(
+                    f"{self._words(key, vars(self._modules[key[0]]).get(key[1]))}, later than it wrote it"
+                )
             (self._state if read else self._outputs).add(key)
             (self._outputs if read else self._state).discard(key)
             if not read:
