@@ -84,6 +84,7 @@ def test_every_process_has_its_own_order_of_a_set(command: Command) -> None:
     assert not (command.folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_what_fails_on_two_processes_is_told_in_its_own_words(command: Command) -> None:
     (command.folder / "fails.py").write_text(text_of({"before": "assert run.size == 1, 'I am alone'"}))
     ended = command.run("check", "fails.py", "--set", "steps=9", "--json")

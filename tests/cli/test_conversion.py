@@ -71,6 +71,7 @@ def test_so_does_one_that_trains_alone_where_no_launcher_says_otherwise(
     assert "docs/from-ddp.md" in ended.last
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_trains_and_says_so_once(command: Command) -> None:
     (command.folder / "ddp.py").write_text(before("from-ddp.md"))
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]

@@ -84,6 +84,7 @@ def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: st
     assert found["loss"] == pytest.approx(result(command, "whole")["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: str) -> None:
     """One of them does not see the accelerator: the one that HIDE names."""
     command.open_pipe()
@@ -210,6 +211,7 @@ def test_another_model_on_each_kind_of_device_is_refused(command: Command, kind:
     assert "EnforceNotMet" not in ended.err
 
 
+@pytest.mark.slow
 def test_the_same_model_on_each_kind_of_device_is_not(command: Command, kind: str) -> None:
     command.script(UNLIKE)
     for count in ("1", "2"):

@@ -164,6 +164,7 @@ def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> 
     assert "unisono check" in proof._advice(Placement({"replicate": "2"}), first, truth)
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_in_its_own_words(command: Command) -> None:
     (command.folder / "fails.py").write_text(text_of({"before": "assert run.size == 1, 'I am alone'"}))
     ended = command.run("prove", "fails.py", "--parallel", "replicate=2", "--set", "steps=9")

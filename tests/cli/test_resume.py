@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cli.command import Command
 from tests.cli.test_training import SCRIPT, result
 
 
+@pytest.mark.slow
 def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_the_promise(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", "--set=steps=4")

@@ -103,6 +103,7 @@ def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Comman
     assert max(saved) in (done - 1, done, done + 1)
 
 
+@pytest.mark.slow
 def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command) -> None:
     running = start(command, 3, "--set", "steps=60", "--set", "checkpoint.every=10")
     wait_for_update(command, 25)

@@ -60,6 +60,7 @@ FAILING = DYING.replace(
         step.update(""",
 )
 """Process 1 dies, in step 2; when another one has joined, processes of these numbers fail by themselves."""
+SLOW = pytest.mark.slow
 KNOCKS = "run._group.company.knocks"
 
 
@@ -67,8 +68,17 @@ KNOCKS = "run._group.company.knocks"
     ("numbers", "error", "status", "last"),
     [
         pytest.param("0, 1, 2", "ValueError('no ninth step')", 1, "ValueError: no ninth step", id="all"),
-        pytest.param("2,", "unisono.errors.LoopError('Ask.', 'True.', 'Do.')", 1, "  Next: Do.", id="who joined"),
-        pytest.param("0, 1, 2", "SystemExit(3)", 3, "the script left with exit status 3", id="by exit"),
+        pytest.param(
+            "2,",
+            "unisono.errors.LoopError('Ask.', 'True.', 'Do.')",
+            1,
+            "  Next: Do.",
+            id="who joined",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "0, 1, 2", "SystemExit(3)", 3, "the script left with exit status 3", id="by exit", marks=pytest.mark.slow
+        ),
         pytest.param("2,", "SystemExit(os._exit(3))", 3, "Its log is empty: out/log/rank-2.log", id="without a word"),
     ],
 )

@@ -233,7 +233,7 @@ class Step:
         if self._state != "walking" or self._place is None:
             raise self._breach(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
         if name == LOSS:
-            raise self._breach("was asked to add 'loss'", "That is backward's own sum.", "choose another.")
+            raise self._breach("was asked to add 'loss'", "That name is taken by backward.", "choose another.")
         self._engine.table.add(self._place, name, total, weight)
 
     # -- after the rounds
