@@ -49,6 +49,7 @@ class Elements(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_everything_is_measured_and_written(command: Command) -> None:
     ended = command.run("bench", "--ranks", "3", "--sizes", "64kB,1 kB", "--json", "--run-dir", "out")
     assert ended.status == 0, ended.err

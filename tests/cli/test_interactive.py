@@ -145,6 +145,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_is_raised(command: Command) -> None:
     (command.folder / "launching.py").write_text(CELL + STOPPED)
     running = command.start_python("launching.py")

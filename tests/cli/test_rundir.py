@@ -230,7 +230,8 @@ MOVES = """
     """
 
 
-@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), *STARTERS[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["python", "unisono", "torchrun"])
 def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(command: Command, starter: str) -> None:
     command.script(MOVES)
     (command.folder / "some.toml").write_text("batch = 5\nloader.workers = 1\n")

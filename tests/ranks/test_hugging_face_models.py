@@ -154,7 +154,8 @@ def same_bits(came: Any, true: Any) -> None:
     assert all(np.array_equal(came[1][name], true[1][name]) for name in came[1])
 
 
-@pytest.mark.parametrize("loop", [pytest.param(llama_untied, marks=pytest.mark.slow), gpt2_untied])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [llama_untied, gpt2_untied])
 def test_a_pipeline_has_the_bits_of_one_process(tmp_path: Path, alone: Alone, loop: Any) -> None:
     ways = [{"schedule": "1F1B"}, {"schedule": "Interleaved1F1B"}, *([{"recompute": "layer"}] * (loop is llama_untied))]
     for came in come_of(2, tmp_path, *((loop, {"pipeline": 2, **axes}, {}) for axes in ways)):

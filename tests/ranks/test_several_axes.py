@@ -41,6 +41,7 @@ def bits(came: Came) -> Any:
     return came.losses, came.norms, came.fingerprint
 
 
+@pytest.mark.slow
 def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: Path) -> None:
     one = beside(1, tmp_path)
     assert bits(beside(2, tmp_path)) == bits(one)
