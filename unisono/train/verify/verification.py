@@ -354,8 +354,11 @@ def first_difference(facts: Sequence[Facts]) -> str | None:
 
 
 def build_verification(engine: Engine, run: Run[Any], promise: str) -> Verification | NotVerified:
-    """Return the verification of a run; None where there is nothing to verify: the promise is less than exact, or the
-    run is one of those that look at a script (`unisono check`, `prove`, `audit`, `replay`)."""
+    """Return the verification of a run.
+
+    Return NOT_VERIFIED where the setting is off, where the promise is less than exact, where machines differ, and for a
+    run that inspects a script (`unisono check`, `prove`, `audit`, `replay`).
+    """
     from unisono.train.engine import Engine as Plain
 
     several = engine.order.virtual_ranks > 1 or engine.mesh.shard.size > 1
