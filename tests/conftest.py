@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from multiprocessing.forkserver import ensure_running
 
 import hypothesis
 import pytest
@@ -30,10 +31,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def accelerator(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The library of an accelerator that there is not (tests/standin); "" on a machine that has one."""
+    """The library of an accelerator that there is not (tests/standin); "" on a machine that has one.
+
+    The fork server of this worker starts here at the latest: one that starts while a test has set the variables of the
+    stand-in would give the stand-in to the processes of all later tests.
+    """
     import torch
 
+    import unisono.testing  # noqa: F401  names the modules that the fork server imports
     from tests.standin import standin
+
+    ensure_running()
 
     if torch.accelerator.is_available():
         return ""
