@@ -48,7 +48,7 @@ types: setup  ## mypy
 	$(BIN)/mypy
 
 slow: setup  ## the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --durations 20
 
 bench: setup $(PEERS)/.ready  ## measure, beside the peers too: writes benchmarks/RESULTS.md (about an hour)
 	for bench in door overhead exchange shards buddy memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done

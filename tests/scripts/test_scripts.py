@@ -17,6 +17,8 @@ QUICK = 30
 SLOW = 2000
 TOGETHER = 50
 """Scripts of one slow test."""
+MOST_INVALID = 5
+"""Of these, scripts that fail by themselves on one process: an operator that torch lacks for a type, say."""
 
 
 @pytest.mark.parametrize("seed", range(QUICK))
@@ -31,8 +33,10 @@ def test_what_says_exact_is(seed: int, tmp_path: Path) -> None:
 def test_what_says_exact_is_for_many(first: int, tmp_path: Path) -> None:
     verdicts = list(judge_all(range(first, min(first + TOGETHER, SLOW)), tmp_path, KNOWN, processes=2))
     print(table(verdicts))
-    found = [verdict for verdict in verdicts if verdict.kind in ("finding", "invalid")]
+    found = [verdict for verdict in verdicts if verdict.kind == "finding"]
     assert not found, "\n\n".join(f"{verdict}\n\n{verdict.script.text}" for verdict in found)
+    invalid = [verdict for verdict in verdicts if verdict.kind == "invalid"]
+    assert len(invalid) <= MOST_INVALID, "\n\n".join(map(str, invalid))
 
 
 def test_a_seed_is_a_script() -> None:
