@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from tests.pairs import every_pair
 from tests.ranks.company import Company
 from tests.ranks.test_survivors import evaluated, long_work, two_passes, undisturbed, work
-from tests.ranks.training import settings
+from tests.ranks.training import MLP, settings, tensors
 from unisono import phases
 from unisono.env import World
 from unisono.settings import CheckpointSettings, ParallelSettings, Settings
-from unisono.testing import run_ranks
+from unisono.testing import build_run, run_ranks
 from unisono.train.gradient import Gradient
+from unisono.world.start import group as join
 
 Gather = Literal["layer", "step"]
 
@@ -39,6 +42,45 @@ def test_the_other_replica_finishes_the_step(tmp_path: Path, gather: Gather, dea
     for value in found.values():
         assert value[:2] == (losses, state)
         assert [each["process"] for each in value[2]["deaths"]] == [1, 0]
+
+
+def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead: int) -> Any:
+    """Process `dead` is killed in step 2, while the replica that verifies the step is in a spare round."""
+    with join(world, divided=True) as group:
+        run = build_run(config, world, group, folder, verified=True)
+        model = run.place(MLP)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        spare, losses = 0, []
+        for step in run.steps(tensors(101)):
+            for x, y in step:
+                if step.number == 2 and world.rank == dead:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                loss = F.cross_entropy(model(x), y, reduction="sum")
+                if step.number == 2 and not step.counts and config.parallel.shard > 1:
+                    spare += 1
+                    assert group.company is not None
+                    while not group.company.bad_news(0.2):
+                        time.sleep(0.01)
+                step.backward(loss, weight=len(y))
+            step.update(optimizer)
+            losses.append(step.loss)
+        run.finish()
+        run.close()
+        return losses, run._state.fingerprint(), spare, run.result()
+
+
+def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:
+    """What a replica computes with layers that it could not gather is not compared."""
+    (alone,) = run_ranks(dies_beside_spare_rounds, 1, settings(), tmp_path / "alone", -1)
+    config = settings(parallel=ParallelSettings(shard=2, gather="layer"))
+    with Company(dies_beside_spare_rounds, 4, config, tmp_path, 1) as company:
+        company.killed = {1}
+        found = company.results()
+    assert sorted(found) == [2, 3]
+    for losses, state, spare, result in found.values():
+        assert (losses, state, result["promise"]) == (alone[0], alone[1], "exact")
+        assert spare > 0
 
 
 @pytest.mark.parametrize("gather", STEP_IS_SLOW)

@@ -119,6 +119,8 @@ class Survivors:
         """Pass `number` of `step` met a death. The rounds that are missing; None: the gradient is whole everywhere."""
         engine, torn = step._engine, self.company.torn  # then shards were not gathered, and nothing here is good
         whole = gradient.is_whole and not torn
+        if torn:
+            engine.verification.discard()
         old, held = gradient.exchange, dict[Node, Any]()
 
         def still_held() -> list[int]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from unisono.train.remembered import MARKS
+
 OF_TORCH = frozenset(vars(torch.nn.Module())) | {"training"}
 """Attributes that every module has."""
 
@@ -19,7 +21,7 @@ def attributes_of(models: Iterable[torch.nn.Module]) -> dict[str, str]:
     for model in models:
         for prefix, part in model.named_modules():
             for name, value in vars(part).items():
-                if name not in OF_TORCH and (shown := _shown(value)) is not None:
+                if name not in OF_TORCH and not name.startswith(MARKS) and (shown := _shown(value)) is not None:
                     found[f"{prefix or type(model).__name__}.{name}"] = shown
     return found
 

@@ -34,6 +34,9 @@ class NotVerified:
     def stepping(self, optimizer: Any) -> AbstractContextManager[None]:
         return NOTHING
 
+    def discard(self) -> None:
+        return
+
     def end(self, step: int) -> None:
         return
 

@@ -231,6 +231,11 @@ class Verification:
         elif self._now is not None and self._now.inside is not None and place.virtual_rank == self._now.virtual_rank:
             self._now.inside.loss(place.number, loss, weight)
 
+    def discard(self) -> None:
+        """Forget what this process noted in the step under way: a peer died, and layers were no longer gathered."""
+        if self._now is not None:
+            self._now.before = self._now.inside = None
+
     # -- after the exchange
 
     def agree(self, count: int, size: int) -> None:
