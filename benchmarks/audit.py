@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.machine import parser, ratio, show
 from benchmarks.tasks import TASKS, loss_of
-from unisono.env import World
-from unisono.settings import DivergenceSettings, Settings
+from unisono.config import DivergenceSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.testing import build_run, run_ranks
-from unisono.world.start import group as join
 
 WARM_UP = 2
 EVERY = 2

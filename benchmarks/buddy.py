@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.turns import Course, Race, Turn, main, ours
-from unisono.settings import ParallelSettings
+from unisono.config import ParallelSettings
 
 BESIDE = {"layer, buddy": "layer", "step, buddy": "step"}
 

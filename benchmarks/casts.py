@@ -19,12 +19,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
-from unisono.env import World
-from unisono.parallel.notes import Gather
+from unisono.config import ParallelSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.parallel.fsdp.gather_order import Gather
 from unisono.recipes.text import GPT, Model, surprise
-from unisono.settings import ParallelSettings, Settings
 from unisono.testing import build_run, run_ranks
-from unisono.world.start import group as join
 
 KINDS = {"float32": ("fp32", "fp32"), "autocast": ("bf16", "fp32"), "param_dtype": ("fp32", "bf16")}
 """By name: the settings precision and parallel.param_dtype."""

@@ -26,11 +26,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from benchmarks.machine import Spread, parser, ratio, show, spread
-from unisono.env import World
-from unisono.settings import CheckpointSettings, Settings
+from unisono.config import CheckpointSettings, Settings
+from unisono.distributed.init import group
+from unisono.environment import World
 from unisono.testing import build_run
 from unisono.train.run import Run
-from unisono.world.start import group
 
 WIDTH = 1582
 """Eight layers of it have 20 million parameters: 80 MB, and twice that in AdamW's state."""

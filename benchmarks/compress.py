@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import parser, show
-from unisono.env import inherited
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 

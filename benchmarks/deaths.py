@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.machine import line
-from unisono.env import inherited
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.machine import line
-from unisono.env import inherited
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
@@ -147,7 +147,7 @@ class Running:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.py").write_text(SCRIPT)
         self.folder, self.torchrun, self.kills = folder, torchrun, 0
-        self.of_child = "train.py" if torchrun else "unisono.launch.child"
+        self.of_child = "train.py" if torchrun else "unisono.launcher.worker_main"
         sets = [word for each in case.sets for word in ("--set", each)]
         if torchrun:
             words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "--max-restarts=3"]

@@ -9,7 +9,7 @@ how far the resident memory of one of them rises during the steps (Linux's VmHWM
 alone, over the size of the gradient. What processes share is counted once: each has its part (PSS) of the memory that
 several have open. The loop by hand holds one copy; so does DistributedDataParallel, whose buckets are the gradients.
 The exact exchange holds a copy for each of the r maximal subtrees of a process's span and what the computing of a
-larger subtree needs beside it (score/tree.py); "messages", as between hosts, also what arrives of two buckets.
+larger subtree needs beside it (plan/reduction_tree.py); "messages", as between hosts, also what arrives of two buckets.
 
 glibc gives large blocks that were freed back to the system only below a limit that grows by itself; what it keeps is
 half a copy here, and another half in every run. The limit is set (MALLOC_MMAP_THRESHOLD_), for all rows alike.
@@ -30,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
-from unisono.env import World
-from unisono.score.placement import place_evenly
-from unisono.score.tree import copies, subtrees
-from unisono.settings import Settings
+from unisono.config import Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.plan.assignment import place_evenly
+from unisono.plan.reduction_tree import copies, subtrees
 from unisono.testing import build_run, run_ranks
-from unisono.world.start import group as join
 
 STEPS = 4
 ROWS = (

@@ -30,11 +30,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.machine import parser, ratio, show, spread
 from benchmarks.tasks import Points, mlp
-from unisono.env import World
-from unisono.settings import Settings
+from unisono.config import Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.testing import build_run
 from unisono.train.run import Run
-from unisono.world.start import group as join
 
 BATCH, WIDTH, BLOCK = 8, 32, 500
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import line
-from unisono.cli.prove import KINDS, Row, size
-from unisono.env import inherited
+from unisono.cli.commands.prove import KINDS, Row, size
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "agreement.md"

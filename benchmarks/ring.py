@@ -3,12 +3,12 @@
     python -m benchmarks.ring            about a minute
     python -m benchmarks.ring --quick    a smoke test
 
-Three calls take turns in the same processes: gloo's all_reduce, ours (world/ring.py), and "bound": every process sends
-to its right and receives from its left 2 (n - 1) / n of the tensor's bytes, in one message, and adds nothing. Before a
-call all meet, and it lasts until the last one is done. The figures are medians over turns, with quartiles: gloo's time,
-and how much of gloo's and of the bound's bandwidth the ring has (1 is as much). "work" is its processor time over
-gloo's, of all processes and their threads: it counts nothing that others did on the machine. "apart" is how far the two
-sums are from each other, in parts of the largest number.
+Three calls take turns in the same processes: gloo's all_reduce, ours (distributed/ring_allreduce.py), and "bound":
+every process sends to its right and receives from its left 2 (n - 1) / n of the tensor's bytes, in one message, and
+adds nothing. Before a call all meet, and it lasts until the last one is done. The figures are medians over turns, with
+quartiles: gloo's time, and how much of gloo's and of the bound's bandwidth the ring has (1 is as much). "work" is its
+processor time over gloo's, of all processes and their threads: it counts nothing that others did on the machine.
+"apart" is how far the two sums are from each other, in parts of the largest number.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.machine import parser, ratio, show, spread
-from unisono.env import World
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Message, wait_for
+from unisono.distributed.ring_allreduce import ring_
+from unisono.environment import World
 from unisono.testing import run_ranks
-from unisono.world.collectives import Message, wait_for
-from unisono.world.ring import ring_
-from unisono.world.start import group as join
 
 MEGABYTE = 2**20
 WARM_UP = 2

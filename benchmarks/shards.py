@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.tasks import loss_of
 from benchmarks.turns import Course, Race, Turn, main, ours
-from unisono.settings import ParallelSettings
+from unisono.config import ParallelSettings
 
 BESIDE = {"layer": "layer by hand", "step": "step by hand", "float64": "step by hand"}
 
@@ -29,7 +29,7 @@ def by_hand(course: Course, *, by_layer: bool, dtype: torch.dtype | None = None)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    from unisono.parallel.shard import layers_of
+    from unisono.parallel.fsdp.fsdp import layers_of
 
     policy, size = MixedPrecisionPolicy(reduce_dtype=dtype), course.group.size
     mesh = init_device_mesh("cpu", (size,))

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.machine import parser, show
 from benchmarks.thin_line import INTERFACE, ThinLine, address, missing
-from unisono.env import inherited
+from unisono.environment import inherited
 
 SCRIPT = Path(__file__).with_name("sites_script.py")
 DELAY_SECONDS, BITS_PER_SECOND = 0.02, 100e6

@@ -13,7 +13,7 @@ import torch
 
 import unisono
 from unisono.recipes import text
-from unisono.recipes.corpora.python_source import ByteWindows, python_source
+from unisono.recipes.datasets.python_source import ByteWindows, python_source
 
 COUNTER = Path("/sys/class/net/wan0/statistics/tx_bytes")
 

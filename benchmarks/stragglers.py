@@ -33,7 +33,7 @@ from benchmarks.machine import parser, show
 from benchmarks.tasks import Task, loss_of, mlp, text
 from benchmarks.turns import Course, Race, Turn, measure, ours, table
 from unisono import phases
-from unisono.settings import DealSettings
+from unisono.config import DealSettings
 
 TIMES = 3.0
 DEVICE_SECONDS = 0.004

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.machine import parser, show, spread
-from unisono.env import inherited
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4

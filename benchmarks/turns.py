@@ -31,13 +31,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.machine import parser, ratio, show, spread
 from benchmarks.tasks import TASKS, Task, loss_of
-from unisono.env import World
-from unisono.score.order import Order
-from unisono.score.placement import place_evenly
-from unisono.settings import Settings
+from unisono.config import Settings
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Group
+from unisono.environment import World
+from unisono.plan.assignment import place_evenly
+from unisono.plan.batch_order import Order
 from unisono.testing import SlowAt, build_run, run_ranks
-from unisono.world.collectives import Group
-from unisono.world.start import group as join
 
 PROCESSES = 2
 WARM_UP = 2

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.machine import parser, show, spread
 from benchmarks.tasks import loss_of, text
-from unisono.env import World
-from unisono.settings import ParallelSettings, PromiseSettings, Settings
+from unisono.config import ParallelSettings, PromiseSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.testing import build_run, run_ranks
-from unisono.world.start import group as join
 
 STEPS = 10
 RUN = 1000

@@ -6,11 +6,11 @@
 Two processes with a meeting place train a model whose step takes some 30 ms, in turns of 100 steps: with everything
 that looks after a run, and with nothing of it. On is what a run under `unisono run` has by default:
 
-    in every process      thread "company", a sign of life a second to the meeting place     world/members.py
-                          thread "watch", where the main thread stands, a second             watch/stuck.py
-                          a count of what has gone on; a look at the loss, for spikes        phases.py, watch/spikes.py
-                          a comparison of weights and gradients, now and then                train/divergence.py
-    beside them           the meeting place; the launcher's lookout, twice a second          launch/
+    in every process      thread "company", a heartbeat a second to the rendezvous server   distributed/membership
+                          thread "watch", the status of the main thread, each second         monitor/status_thread.py
+                          a count of progress; the loss is observed, for spikes              monitor/loss_spikes.py
+                          a comparison of weights and gradients, now and then                train/diagnostics
+    beside them           the rendezvous server; the launcher's hang watcher, twice a second  launcher
 
 First the ratio of whole turns, with / without, in seconds of the slower process, and in processor time of both with all
 their threads, which counts nothing that others do on the machine. In a turn there is one comparison, ten times as many
@@ -42,16 +42,16 @@ from torch import nn
 from benchmarks.machine import parser, ratio, show
 from benchmarks.tasks import TASKS, loss_of
 from unisono import phases
-from unisono.env import World
-from unisono.launch import record
-from unisono.launch.lookout import Lookout
-from unisono.launch.survival import Survival
-from unisono.settings import DivergenceSettings, Settings, StuckSettings
+from unisono.config import DivergenceSettings, Settings, StuckSettings
+from unisono.distributed.init import group as join
+from unisono.distributed.membership.membership import SCHEME, Company
+from unisono.environment import World
+from unisono.launcher import failure_record
+from unisono.launcher.elastic_policy import Survival
+from unisono.launcher.hang_watcher import Lookout
+from unisono.monitor.loss_spikes import Spikes
+from unisono.monitor.status_thread import Watch
 from unisono.testing import build_run, run_ranks
-from unisono.watch.spikes import Spikes
-from unisono.watch.stuck import Watch
-from unisono.world.members import SCHEME, Company
-from unisono.world.start import group as join
 
 EVERY = DivergenceSettings.every
 STEP_SECONDS = 0.03
@@ -101,7 +101,7 @@ def turns(
 ) -> dict[str, Any]:
     """Of each turn its seconds and its processor time; and what our threads, and those `beside` us, used when on."""
     told = Path(folder) / f"rank-{world.rank}.json"
-    record.write_to(told)
+    failure_record.write_to(told)
     world = replace(world, store=f"{SCHEME}{door}")
     watched = DivergenceSettings(every=steps)
     config = Settings(steps=(2 * pairs + 1) * steps, batch=64, virtual_ranks=2, divergence=watched)

@@ -6,30 +6,28 @@ The names below are all there is to learn. They are resolved when first used, so
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
-from unisono import env as env  # at once, because it notes where we are before the script goes elsewhere
+from unisono import environment as environment  # at once: it notes the working directory before a script changes it
 
 __version__ = "0.1.0"
 
 _door = {
-    "main": "unisono.cli.script",
-    "launch": "unisono.cli.interactive",
-    "Settings": "unisono.settings",
-    "CheckpointSettings": "unisono.settings",
-    "LoaderSettings": "unisono.settings",
-    "ParallelSettings": "unisono.settings",
-    "PromiseSettings": "unisono.settings",
-    "Sequence": "unisono.parallel.sequence",
+    "main": "unisono.entrypoint",
+    "launch": "unisono.notebook",
+    "Settings": "unisono.config",
+    "CheckpointSettings": "unisono.config",
+    "LoaderSettings": "unisono.config",
+    "ParallelSettings": "unisono.config",
+    "PromiseSettings": "unisono.config",
+    "Sequence": "unisono.parallel.context_parallel.sequence_split",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
-    "Stream": "unisono.data.streams",
-    "Placement": "unisono.parallel.placement",
+    "Stream": "unisono.data.streaming.stream",
+    "Placement": "unisono.parallel.parallel_plan",
     "Exchange": "unisono.exchange",
-    "Collectives": "unisono.world.verbs",
-    "World": "unisono.env",
+    "Collectives": "unisono.distributed.collectives",
+    "World": "unisono.environment",
     "UnisonoError": "unisono.errors",
     "SettingsError": "unisono.errors",
     "WorldError": "unisono.errors",
@@ -44,10 +42,15 @@ _door = {
 __all__ = ["__version__", *_door]
 
 if TYPE_CHECKING:
-    from unisono.cli.interactive import launch as launch
-    from unisono.cli.script import main as main
-    from unisono.data.streams import Stream as Stream
-    from unisono.env import World as World
+    from unisono.config import CheckpointSettings as CheckpointSettings
+    from unisono.config import LoaderSettings as LoaderSettings
+    from unisono.config import ParallelSettings as ParallelSettings
+    from unisono.config import PromiseSettings as PromiseSettings
+    from unisono.config import Settings as Settings
+    from unisono.data.streaming.stream import Stream as Stream
+    from unisono.distributed.collectives import Collectives as Collectives
+    from unisono.entrypoint import main as main
+    from unisono.environment import World as World
     from unisono.errors import CheckpointError as CheckpointError
     from unisono.errors import DataError as DataError
     from unisono.errors import Diverged as Diverged
@@ -58,16 +61,11 @@ if TYPE_CHECKING:
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
     from unisono.exchange import Exchange as Exchange
-    from unisono.parallel.placement import Placement as Placement
-    from unisono.parallel.sequence import Sequence as Sequence
-    from unisono.settings import CheckpointSettings as CheckpointSettings
-    from unisono.settings import LoaderSettings as LoaderSettings
-    from unisono.settings import ParallelSettings as ParallelSettings
-    from unisono.settings import PromiseSettings as PromiseSettings
-    from unisono.settings import Settings as Settings
+    from unisono.notebook import launch as launch
+    from unisono.parallel.context_parallel.sequence_split import Sequence as Sequence
+    from unisono.parallel.parallel_plan import Placement as Placement
     from unisono.train.run import Run as Run
     from unisono.train.step import Step as Step
-    from unisono.world.verbs import Collectives as Collectives
 
 
 def __dir__() -> list[str]:
@@ -80,18 +78,3 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_door[name]), name)
     globals()[name] = value
     return value
-
-
-class _Door(types.ModuleType):
-    """`unisono.launch` is the function, also once the package of that name is imported, which sets the attribute."""
-
-    @property
-    def launch(self) -> Any:
-        return importlib.import_module(_door["launch"]).launch
-
-    @launch.setter
-    def launch(self, package: types.ModuleType) -> None:
-        pass
-
-
-sys.modules[__name__].__class__ = _Door

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.env import inherited
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("fingerprints.json")

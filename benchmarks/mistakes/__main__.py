@@ -20,7 +20,7 @@ import torch
 import unisono
 from benchmarks.mistakes.play import ROOT, play_ddp, play_ours, play_peer
 from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, MODULES, TRAINER, Case, case
-from unisono.env import inherited
+from unisono.environment import inherited
 
 PAGE = ROOT / "docs" / "correctness.md"
 PACKAGES = {ACCELERATE: "accelerate", TRAINER: "lightning", FABRIC: "lightning"}

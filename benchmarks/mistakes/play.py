@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.mistakes.stage import DDP, Place, case
-from unisono.env import World, inherited
-from unisono.settings import CheckpointSettings, Settings
+from unisono.config import CheckpointSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World, inherited
 from unisono.testing import build_run, run_ranks
-from unisono.world.start import group as join
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.machine import parser, ratio, spread
 from benchmarks.race.arms import MODULES
-from unisono.env import inherited
+from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"

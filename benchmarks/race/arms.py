@@ -175,10 +175,10 @@ def ignite(course: Course) -> Laps:
 
 def ours(course: Course) -> Laps:
     """The public loop, in a run without the command around it."""
-    from unisono.env import World
-    from unisono.settings import Settings
+    from unisono.config import Settings
+    from unisono.distributed.init import build_group
+    from unisono.environment import World
     from unisono.testing import build_run
-    from unisono.world.start import build_group
 
     virtual_ranks = course.size * course.accumulate
     settings = Settings(epochs=10**6, batch=course.micro * virtual_ranks, virtual_ranks=virtual_ranks)

@@ -29,9 +29,9 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.race.arms import ARMS, MODULES, Course, Laps
 from benchmarks.tasks import TASKS, Points, loss_of, mlp
-from unisono.env import World
-from unisono.world.collectives import Group
-from unisono.world.start import group as join
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Group
+from unisono.environment import World
 
 WARM_UP = 2
 """Turns that are not counted: the first allocates, DistributedDataParallel rebuilds its buckets after it."""

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono import env
-from unisono.env import World
-from unisono.launch.supervise import Outcome
+from unisono import environment
+from unisono.environment import World
+from unisono.launcher.supervisor import Outcome
 from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +59,10 @@ def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_
 
 
 def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:
-    """As launch/child.py does."""
+    """As launcher/worker_main.py does."""
     gc.freeze()  # or collecting garbage at a run's end walks through all of torch, and copies it
     os.chdir(Path(script).parent)
-    env.assign(replace(world, launcher="unisono", folder=os.getcwd()))
+    environment.assign(replace(world, launcher="unisono", folder=os.getcwd()))
     sys.argv = [script, *arguments]
     sys.stdout = sys.stderr
     runpy.run_path(script, run_name="__main__")
@@ -121,11 +121,11 @@ class Command:
 
     def start_python(self, *arguments: str) -> subprocess.Popen[str]:
         self.open_pipe()
-        path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
+        path = os.pathsep.join([str(ROOT), *environment.variables(["PYTHONPATH"]).values()])
         running = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.folder,
-            env=env.inherited({"PYTHONPATH": path, "TMPDIR": str(self.temporary)}),
+            env=environment.inherited({"PYTHONPATH": path, "TMPDIR": str(self.temporary)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

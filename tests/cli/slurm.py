@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from tests.cli.command import ROOT
-from unisono import env
+from unisono import environment
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 SBIN = "/usr/sbin:/sbin"  # where Debian keeps daemons, which is not on everybody's path
@@ -64,7 +64,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscri
 
 def missing() -> str:
     """What this machine lacks for it, "" if nothing."""
-    path = os.pathsep.join([*env.variables(["PATH"]).values(), SBIN])
+    path = os.pathsep.join([*environment.variables(["PATH"]).values(), SBIN])
     lacking = [name for name in NEEDED if shutil.which(name, path=path) is None]
     return f"Slurm is not here ({', '.join(lacking)}): Debian's slurm-wlm and munge have it" if lacking else ""
 
@@ -78,8 +78,10 @@ class Slurm:
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
-        path = os.pathsep.join([*env.variables(["PATH"]).values(), SBIN])
-        return env.inherited({"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PATH": path})
+        path = os.pathsep.join([*environment.variables(["PATH"]).values(), SBIN])
+        return environment.inherited(
+            {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(ROOT), "PATH": path}
+        )
 
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         ended = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.asking import SCRIPT as PLAIN
 from tests.cli.asking import Ask
 from tests.cli.command import Command
-from unisono.cli.target import problems_of_train
+from unisono.cli.request.target import problems_of_train
 from unisono.errors import Problem
 
 SCRIPT = """
@@ -62,7 +62,7 @@ MISTAKES = {
 
 
 SHARP = ("not a number", "break", "a worker that dies")
-"""Told by the loop, by its end, and of another process. tests/ranks/test_contract.py has them all."""
+"""Told by the loop, by its end, and of another process. tests/ranks/test_loop_contract.py has them all."""
 
 
 @pytest.mark.parametrize("mistake", [m if m in SHARP else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])
@@ -178,9 +178,9 @@ def test_who_waits_for_processes_that_nobody_starts_says_so(command: Command, mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     command.script("""
-        import unisono.world.start
+        import unisono.distributed.init
 
-        unisono.world.start.LATE_SECONDS = 0.5
+        unisono.distributed.init.LATE_SECONDS = 0.5
         unisono.main(lambda run: None)
         """)
     waiting = command.start_python("script.py", "--set", "steps=1")

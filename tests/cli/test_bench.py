@@ -15,11 +15,11 @@ import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import Command
-from unisono import env
-from unisono.cli.bench import KINDS, collected
-from unisono.cli.links import Link, findings
-from unisono.cli.measure import rounds
-from unisono.cli.page import page
+from unisono import environment
+from unisono.cli.benchmark.html_report import page
+from unisono.cli.benchmark.measure import rounds
+from unisono.cli.benchmark.slow_links import Link, findings
+from unisono.cli.commands.bench import KINDS, collected
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -158,7 +158,7 @@ def test_the_help_loads_no_torch() -> None:
     code = "import sys\nfrom unisono.cli.main import main\ntry: main(['bench', '--help'])\nexcept SystemExit: pass\n"
     code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env.inherited({})
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment.inherited({})
     )
     assert "--sizes" in done.stdout
     assert done.stdout.endswith("False False\n")

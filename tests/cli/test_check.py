@@ -10,9 +10,9 @@ import pytest
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json, start
 from tests.cli.wrong_scripts import WRONG, text_of
-from unisono.cli.check import Check
-from unisono.cli.request import Request
-from unisono.settings import Line
+from unisono.cli.commands.check import Check
+from unisono.cli.request.run_options import Request
+from unisono.config import Line
 
 
 def check(folder: Path, script: str, capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[int, dict[str, Any]]:

@@ -17,10 +17,10 @@ import torch
 
 from tests.cli.asking import Ask
 from tests.cli.command import PRELUDE, ROOT, Command
-from tests.cli.test_survive import DYING
+from tests.cli.test_deaths import DYING
 from tests.cli.test_training import SCRIPT, result
 from tests.standin import standin
-from unisono import env
+from unisono.environment import variables
 
 TELLING = "    say(f'on {run.device.type}')\n    x = torch.randn("
 
@@ -94,7 +94,7 @@ def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: st
 
     def torchrun(*words: str, hide: str = "1") -> subprocess.CompletedProcess[str]:
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-        path = os.pathsep.join([str(ROOT), *env.variables(["PYTHONPATH"]).values()])
+        path = os.pathsep.join([str(ROOT), *variables(["PYTHONPATH"]).values()])
         environment = {**os.environ, "PYTHONPATH": path, "HIDE": hide}
         return subprocess.run(
             [*start, *words], cwd=command.folder, env=environment, capture_output=True, text=True, timeout=120

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.cli.doctor import Finding, in_a_process, print_finding
+from unisono.cli.commands.doctor import Finding, in_a_process, print_finding
 
 
 def test_a_broken_torchvision_is_found_and_the_rest_is_measured(

@@ -14,10 +14,10 @@ import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import Command
-from unisono import env
-from unisono.env import World
+from unisono import environment
+from unisono.environment import World
 from unisono.errors import SettingsError
-from unisono.launch import local
+from unisono.launcher import local_launch
 from unisono.testing import run_ranks
 
 MODEL = """
@@ -160,7 +160,7 @@ def test_a_stop_before_the_start_starts_nothing(command: Command) -> None:
 def test_a_script_that_takes_long_to_come_to_its_model_is_not_waited_for(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent("import time\ntime.sleep(60)"))
-    outcome = local.dry_run(script, ["--run-dir=out"], ranks=2, seconds=1)
+    outcome = local_launch.dry_run(script, ["--run-dir=out"], ranks=2, seconds=1)
     assert outcome.failure is not None
     assert outcome.failure.signal == signal.SIGALRM
 
@@ -169,7 +169,9 @@ def _go_through(_: World, folder: str, words: list[str], size: int) -> str:
     """What a dry run of the script there refuses, without the command around it; '': nothing."""
     sys.argv = [f"{folder}/gpt.py", "--run-dir=out", *words]
     with tempfile.TemporaryDirectory() as place:
-        env.assign(World(rank=size - 1, size=size, local_size=size, launcher="unisono", folder=folder, dry=place))
+        environment.assign(
+            World(rank=size - 1, size=size, local_size=size, launcher="unisono", folder=folder, dry=place)
+        )
         try:
             with suppress(SystemExit):
                 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -54,7 +54,7 @@ def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_lo
     command.script("""
         import json, subprocess
 
-        record = Path(json.loads(sys.orig_argv[sys.orig_argv.index("unisono.launch.child") + 1])["record"])
+        record = Path(json.loads(sys.orig_argv[sys.orig_argv.index("unisono.launcher.worker_main") + 1])["record"])
         here = Path(__file__).parent
         if (here / "late").exists():
             sys.exit()
@@ -126,7 +126,8 @@ def test_a_script_that_closes_the_pipe_to_its_launcher_trains_on(command: Comman
     command.script("""
         import json, subprocess
 
-        folder = Path(json.loads(sys.orig_argv[sys.orig_argv.index("unisono.launch.child") + 1])["record"]).parent
+        place = sys.orig_argv.index("unisono.launcher.worker_main") + 1
+        folder = Path(json.loads(sys.orig_argv[place])["record"]).parent
         os.closerange(3, 100)
         others = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
         look = f"grep -L '^State:.T' /proc/{os.getpid()}/task/*/status"

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, load_model, save_file
 from tests.cli.asking import Ask
 from tests.cli.command import last_json
 from tests.ranks.training import MLP, TinyGPT, settings, train
-from unisono.checkpoint.export import once
+from unisono.checkpoint.export_weights import once
 from unisono.checkpoint.load import load, newest
 from unisono.checkpoint.save import save
 from unisono.cli.main import main
-from unisono.settings import ParallelSettings
+from unisono.config import ParallelSettings
 from unisono.testing import run_ranks
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.env import World
+from unisono.distributed.rendezvous.host_names import find_meeting_host, interface, require_own_name, unresolved
+from unisono.environment import World
 from unisono.errors import Unreachable
-from unisono.world.names import find_meeting_host, interface, require_own_name, unresolved
 
 NOWHERE = "nobody.invalid"
 """RFC 2606: no name under .invalid ever resolves."""

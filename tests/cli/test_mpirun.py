@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.command import PATIENCE_SECONDS, ROOT, Command
-from unisono.env import inherited
+from unisono.environment import inherited
 
 SCRIPT = """
 import torch

@@ -13,12 +13,12 @@ import torch
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json, start
 from tests.cli.wrong_scripts import text_of
-from unisono.cli.agreement import CANCELLED, Error, Limits, Written, compare, distance
-from unisono.cli.placement import PlacedLine, Placement, fitting, placement_of
-from unisono.cli.prove import Proof, Row
-from unisono.cli.request import Request
+from unisono.cli.commands.prove import Proof, Row
+from unisono.cli.compare.layout_spec import PlacedLine, Placement, fitting, placement_of
+from unisono.cli.compare.tensor_diff import CANCELLED, Error, Limits, Written, compare, distance
+from unisono.cli.request.run_options import Request
+from unisono.config import Line
 from unisono.errors import SettingsError
-from unisono.settings import Line
 
 LINE = Line(("unisono", "prove", "script.py"))
 
@@ -196,7 +196,7 @@ def test_distances() -> None:
 
 
 def written(folder: Path, **parts: dict[str, torch.Tensor]) -> Written:
-    """As train/evidence.py leaves it."""
+    """As train/diagnostics/dump.py leaves it."""
     from safetensors.torch import save_file
 
     names = {}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.cli.rehearse import COURSE, SCENES, Rehearsal, Scene
-from unisono.cli.request import Request
-from unisono.settings import Line
+from unisono.cli.commands.rehearse import COURSE, SCENES, Rehearsal, Scene
+from unisono.cli.request.run_options import Request
+from unisono.config import Line
 
 SCRIPT = """
 import torch

@@ -13,11 +13,11 @@ import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import ROOT, Command, last_json, start
-from unisono import env
-from unisono.cli.again import earlier
-from unisono.cli.audit import Audit
-from unisono.cli.replay import Replay
-from unisono.settings import Line
+from unisono import environment
+from unisono.cli.commands.audit import Audit
+from unisono.cli.commands.replay import Replay
+from unisono.cli.compare.rerun import earlier
+from unisono.config import Line
 
 SCRIPT = """
 import json
@@ -158,7 +158,7 @@ def test_a_debugger_stops_where_the_loop_gets_its_batch(command: Command) -> Non
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "unisono.cli.main", *asked],
         cwd=command.folder,
-        env=env.inherited({"PYTHONPATH": str(ROOT)}),
+        env=environment.inherited({"PYTHONPATH": str(ROOT)}),
         input="p step.number, x.shape, run.rank\nn\np loss.shape\nq\n",
         capture_output=True,
         text=True,

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import PATIENCE_SECONDS, ROOT
-from unisono import env
+from unisono.environment import inherited
 
 
 def seen(folder: Path, *command: str, columns: int) -> str:
     """All that the command writes to a terminal of this width."""
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = env.inherited({"PYTHONPATH": str(ROOT), "TERM": "xterm"})
+    environment = inherited({"PYTHONPATH": str(ROOT), "TERM": "xterm"})
     running = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdout=writer, stderr=writer)
     os.close(writer)
     raw = b""

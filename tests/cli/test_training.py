@@ -173,7 +173,7 @@ def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
     import sys
 
     from tests.cli.command import ROOT
-    from unisono import env
+    from unisono import environment
 
     command.script(SCRIPT)
     command.train("whole", "--set=steps=6")
@@ -184,7 +184,7 @@ def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
         done = subprocess.run(
             [*words, "--set", "steps=6", "--run-dir", name],
             cwd=command.folder,
-            env=env.inherited({"PYTHONPATH": str(ROOT)}),
+            env=environment.inherited({"PYTHONPATH": str(ROOT)}),
             capture_output=True,
             text=True,
             timeout=120,
@@ -200,14 +200,14 @@ def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command:
     import sys
 
     from tests.cli.command import ROOT
-    from unisono import env
+    from unisono import environment
 
     command.script(SCRIPT)
     command.open_pipe()
     done = subprocess.run(
         [sys.executable, "script.py", "--set", "batchh=3", "--set", "seed=x"],
         cwd=command.folder,
-        env=env.inherited({"PYTHONPATH": str(ROOT)}),
+        env=environment.inherited({"PYTHONPATH": str(ROOT)}),
         capture_output=True,
         text=True,
         timeout=60,

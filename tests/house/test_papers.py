@@ -23,7 +23,7 @@ import pytest
 
 from tests.cli.command import start
 from tests.house.sources import ROOT
-from unisono.env import inherited
+from unisono.environment import inherited
 
 PAPERS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PEERS = ("accelerate", "lightning")

@@ -17,31 +17,33 @@ from unisono import _door
 
 STEPS = {
     "errors": 0,
-    "settings": 1,
-    "env": 1,
-    "score": 1,
+    "config": 1,
+    "environment": 1,
+    "plan": 1,
     "phases": 1,
-    "secure": 2,
-    "launch": 3,
-    "world": 3,
+    "launcher": 3,
+    "distributed": 3,
     "data": 4,
     "parallel": 4,
     "exchange": 4,
     "checkpoint": 4,
-    "watch": 4,
+    "monitor": 4,
     "train": 5,
-    "plan": 6,
-    "recipes": 6,
-    "testing": 6,
-    "cli": 7,
-    "__main__": 8,
+    "local_sgd": 6,
+    "param_server": 6,
+    "recipes": 7,
+    "testing": 7,
+    "cli": 8,
+    "entrypoint": 9,
+    "notebook": 10,
+    "__main__": 11,
 }
-WITHOUT_TORCH = ("errors", "settings", "env", "score", "phases", "secure", "launch")
-WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "score")
+WITHOUT_TORCH = ("errors", "config", "environment", "plan", "phases", "launcher")
+WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "plan")
 
 
 def room_of(module: str) -> str:
-    """unisono.score.order -> score; the door itself is ''."""
+    """unisono.plan.batch_order -> plan; the door itself is ''."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -123,15 +125,15 @@ def test_imports_go_down(path: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "text"),
     [
-        ("score", "from unisono.world.start import group"),
+        ("plan", "from unisono.distributed.init import group"),
         ("data", "def f():\n    from unisono.exchange import tree"),
         ("exchange", "if TYPE_CHECKING:\n    from unisono.train.run import Run"),
-        ("settings", "from unisono import env"),
-        ("watch", "from unisono import Run"),
-        ("launch", "import unisono\nunisono.Step"),
-        ("launch", "import torch.distributed"),
-        ("env", "import numpy as np"),
-        ("world", "importlib.import_module(f'unisono.exchange.{name}')"),
+        ("config", "from unisono import environment"),
+        ("monitor", "from unisono import Run"),
+        ("launcher", "import unisono\nunisono.Step"),
+        ("launcher", "import torch.distributed"),
+        ("environment", "import numpy as np"),
+        ("distributed", "importlib.import_module(f'unisono.exchange.{name}')"),
     ],
 )
 def test_a_step_up_is_seen(room: str, text: str) -> None:
@@ -139,8 +141,10 @@ def test_a_step_up_is_seen(room: str, text: str) -> None:
 
 
 def test_a_step_down_is_allowed() -> None:
-    text = "import unisono\nfrom unisono import phases\nfrom unisono.launch.log import x\nprint(unisono.__file__)"
-    assert not breaches("launch", ast.parse(text))
+    text = (
+        "import unisono\nfrom unisono import phases\nfrom unisono.launcher.rank_log import x\nprint(unisono.__file__)"
+    )
+    assert not breaches("launcher", ast.parse(text))
     assert not around_the_door(ast.parse("import unisono\nfrom unisono import DataError\nimport unisono.recipes.text"))
     assert around_the_door(ast.parse("from unisono.train.run import Run"))
     assert around_the_door(ast.parse("from unisono import phases"))

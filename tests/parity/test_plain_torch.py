@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks.training import Points, Sentences, TinyGPT, padded, tensors
-from unisono.data.seeding import seed_everything
-from unisono.env import World
-from unisono.score.keys import INIT, ROUND, STEP, mix, place_key
-from unisono.score.order import Order
-from unisono.settings import Settings
+from unisono.config import Settings
+from unisono.data.rng import seed_everything
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.plan.batch_order import Order
+from unisono.plan.rng_keys import INIT, ROUND, STEP, mix, place_key
 from unisono.testing import build_run, run_ranks
-from unisono.world.start import group as join
 
 STEPS = 20
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from tests.ranks import late as late_
 from unisono import phases
-from unisono.env import World
+from unisono.environment import World
 from unisono.errors import Stopped
-from unisono.launch.meeting import Meeting
+from unisono.launcher.rendezvous_server import Meeting
 from unisono.testing import run_ranks
 
 context = mp.get_context("forkserver")

@@ -17,14 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ranks import training
-from unisono.env import World
-from unisono.launch import record
-from unisono.launch.lookout import Lookout
-from unisono.settings import LoaderSettings, Settings, StuckSettings
+from unisono.config import LoaderSettings, Settings, StuckSettings
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.launcher import failure_record
+from unisono.launcher.hang_watcher import Lookout
+from unisono.monitor.status_thread import Watch
 from unisono.testing import HangAt, LostPackets, build_run, run_ranks
 from unisono.testing.faults import Fault, sleep
-from unisono.watch.stuck import Watch
-from unisono.world.start import group as join
 
 LIMIT_SECONDS = 1.0
 STEP = 2
@@ -81,7 +81,7 @@ def all_elsewhere(run: Any, step: Any) -> None:
 
 def train(world: World, folder: str, name: str, size: int) -> None:
     """Ends with the process, one way or the other."""
-    record.write_to(Path(folder) / f"rank-{world.rank}.json")
+    failure_record.write_to(Path(folder) / f"rank-{world.rank}.json")
     threading.Thread(target=_leave_with_the_run, args=(Path(folder),), daemon=True).start()
     train_here(world, folder, name, size)
 
@@ -177,7 +177,7 @@ def play(folder: Path, name: str, size: int = 3) -> tuple[str, int]:
     with Lookout(folder, say=False), contextlib.suppress(AssertionError, TimeoutError):
         run_ranks(train, size, str(folder), name, size, seconds=40)
     (path,) = folder.glob("rank-*.json")
-    found = record.read(path)
+    found = failure_record.read(path)
     assert found is not None
     assert found.kind == "Stuck"
     return found.message, int(path.stem.removeprefix("rank-"))

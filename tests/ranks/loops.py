@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unisono.env import World
-from unisono.settings import Settings
+from unisono.config import Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.testing import build_run
 from unisono.train.run import Run
 from unisono.train.step import Step
-from unisono.world.start import group as join
 
 Loop = Callable[[Run[Any]], Any]
 

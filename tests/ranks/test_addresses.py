@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.ranks.loops import SETTINGS, attempt
+from unisono.config import ParallelSettings
 from unisono.data import alignment
-from unisono.env import World
-from unisono.settings import ParallelSettings
+from unisono.distributed.process_group import local
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
-from unisono.world.collectives import local
 
 
 def in_one_piece() -> nn.Module:

@@ -16,15 +16,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.pairs import every_pair
-from tests.ranks.test_passes import CONFIG, alternating
 from tests.ranks.test_same_bits import results
+from tests.ranks.test_several_passes import CONFIG, alternating
 from tests.ranks.training import MLP, Points, settings
-from unisono.env import World
+from unisono.config import DdpSettings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.settings import DdpSettings
 from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
-from unisono.world.start import group as join
 
 
 @pytest.mark.parametrize(("kind", "static"), every_pair(["mlp", "gpt"], [False, True]))

@@ -11,8 +11,8 @@ import pytest
 
 from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.checkpoint import manifest
-from unisono.env import World
-from unisono.settings import CheckpointSettings, DivergenceSettings, ParallelSettings, Settings
+from unisono.config import CheckpointSettings, DivergenceSettings, ParallelSettings, Settings
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.testing.faults import BitFlip
 from unisono.train.run import Run

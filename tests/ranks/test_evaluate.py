@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, linear
-from unisono.env import World
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unisono.env import World
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Group, Message
+from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.exchange.buckets import Copy, Layout, Readiness
-from unisono.exchange.tree import Tree
-from unisono.score.placement import place_evenly
-from unisono.score.tree import Node, fold
+from unisono.exchange.tree.tree_fold import Tree
+from unisono.plan.assignment import place_evenly
+from unisono.plan.reduction_tree import Node, fold
 from unisono.testing import run_ranks
-from unisono.world.collectives import Group, Message
-from unisono.world.start import group as join
 
 
 def parameters() -> list[nn.Parameter]:

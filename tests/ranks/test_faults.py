@@ -14,7 +14,7 @@ import torch
 
 from tests.ranks import training
 from unisono import phases
-from unisono.env import World
+from unisono.environment import World
 from unisono.testing import (
     BitFlip,
     FailAt,
@@ -27,8 +27,8 @@ from unisono.testing import (
     flip_bit,
     run_ranks,
 )
+from unisono.testing.fault_spec import fault_of, planted
 from unisono.testing.faults import Fault
-from unisono.testing.plan import fault_of, planted
 
 ONE = training.settings(steps=3, virtual_ranks=2, batch=8)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.ranks.loops import Loop, linear, loss_of, train
 from tests.ranks.test_verification import LONGER, attempt, odd
-from unisono.env import World
-from unisono.settings import LoaderSettings, ParallelSettings, PromiseSettings, Settings
+from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step

@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks.loops import attempt, linear, loss_of, sgd
 from tests.shards import write_lines
-from unisono.data.streams import Stream
+from unisono.data.streaming.stream import Stream
 from unisono.errors import DataError
 from unisono.testing import run_ranks
 from unisono.train.run import Run

@@ -17,14 +17,14 @@ from torch import nn
 from tests.ranks.agreement import VOCABULARY, agree
 from tests.ranks.loops import attempt
 from tests.ranks.test_outputs import Sentences, counted, padded
-from tests.ranks.test_tensor import trained
+from tests.ranks.test_tensor_parallel import trained
 from tests.ranks.training import settings
-from tests.unit.test_replay import pieces
-from unisono.env import World
-from unisono.settings import ParallelSettings
+from tests.unit.test_shadow_partition import pieces
+from unisono.config import ParallelSettings
+from unisono.distributed.process_group import local
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
-from unisono.world.collectives import local
 
 transformers = pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
-from unisono.env import World
-from unisono.settings import LoaderSettings, Settings
+from unisono.config import LoaderSettings, Settings
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step
@@ -361,7 +361,9 @@ def test_the_facts_of_a_step(told: list[dict[str, Any]]) -> None:
 def test_clipping_is_torchs(told: list[dict[str, Any]]) -> None:
     ours, by_hand = told[0]["clipped by the setting"], told[0]["clipped by hand"]
     assert ours == told[0]["clipped by argument"]
-    for pair, theirs in zip(ours[:-1], by_hand[:-1], strict=True):  # the norm is made of rows here (train/norm.py)
+    for pair, theirs in zip(
+        ours[:-1], by_hand[:-1], strict=True
+    ):  # the norm is made of rows here (train/optimization/grad_norm.py)
         assert pair == pytest.approx(theirs, rel=1e-6)
     assert ours != told[0]["facts"]
 

@@ -19,16 +19,16 @@ from torch.func import functional_call
 
 import unisono
 from tests.pairs import every_pair
-from tests.ranks import test_shard, training
+from tests.ranks import test_fsdp, training
 from tests.ranks.loops import Numbers, attempt, train
-from tests.ranks.test_recompute import needs_compiler
-from tests.ranks.test_shard import same_as_alone, short
+from tests.ranks.test_activation_checkpoint import needs_compiler
+from tests.ranks.test_fsdp import same_as_alone, short
 from tests.ranks.training import padded, settings
-from unisono.settings import ParallelSettings
+from unisono.checkpoint.sharded_state import whole_here
+from unisono.config import ParallelSettings
+from unisono.distributed.process_group import local
 from unisono.testing import run_ranks
 from unisono.train.run import Run
-from unisono.train.whole import whole_here
-from unisono.world.collectives import local
 
 Low = partial(ParallelSettings, param_dtype="bf16")
 
@@ -44,7 +44,7 @@ PLACEMENTS = {
     "two shards in the CPU's memory, gathered once a step": (2, Low(shard=2, offload=True, gather="step")),
 }
 
-CASES = {name: changes for name, changes in test_shard.CASES.items() if "bf16" not in name}
+CASES = {name: changes for name, changes in test_fsdp.CASES.items() if "bf16" not in name}
 CASES["gpt, under autocast"] = {"precision": "bf16"}
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from tests.pairs import every_pair
 from tests.ranks.loops import Numbers, attempt
 from tests.ranks.training import Sentences, TinyGPT, padded, settings
-from unisono.env import World
+from unisono.config import ParallelSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import local
+from unisono.environment import World
 from unisono.recipes.text import GPT, Model
-from unisono.settings import ParallelSettings, Settings
 from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
-from unisono.world.collectives import local
-from unisono.world.start import group as join
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 

@@ -17,8 +17,8 @@ from tests.ranks.loops import Numbers, attempt, linear, whole
 from tests.ranks.loops import train as train_linear
 from tests.ranks.test_pipeline import UNEVEN, Deep, deep, squares
 from tests.ranks.training import settings
+from unisono.config import ParallelSettings
 from unisono.errors import LoopError
-from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of, sgd
-from unisono.env import World
+from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 
 from tests.pairs import every_pair
 from tests.ranks.company import Company
-from tests.ranks.test_survivors import evaluated, long_work, two_passes, undisturbed, work
+from tests.ranks.test_step_recovery import evaluated, long_work, two_passes, undisturbed, work
 from tests.ranks.training import MLP, settings, tensors
 from unisono import phases
-from unisono.env import World
-from unisono.settings import CheckpointSettings, ParallelSettings, Settings
+from unisono.config import CheckpointSettings, ParallelSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.testing import build_run, run_ranks
-from unisono.train.gradient import Gradient
-from unisono.world.start import group as join
+from unisono.train.gradient_pass import Gradient
 
 Gather = Literal["layer", "step"]
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.pairs import every_pair
 from tests.ranks.training import settings, train
-from unisono.score.placement import place_evenly
-from unisono.score.tree import Plan
-from unisono.settings import LoaderSettings
+from unisono.config import LoaderSettings
+from unisono.plan.assignment import place_evenly
+from unisono.plan.reduction_tree import Plan
 from unisono.testing import run_ranks
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks.agreement import GPT, LENGTH, Came, Sentences, agree, come
 from tests.ranks.loops import attempt
-from unisono.settings import ParallelSettings, Settings
+from unisono.config import ParallelSettings, Settings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 

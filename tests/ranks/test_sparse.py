@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks.loops import SETTINGS, Loop, attempt
-from unisono.env import World
+from unisono.config import ParallelSettings
+from unisono.environment import World
 from unisono.exchange import buckets
-from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 

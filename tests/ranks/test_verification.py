@@ -22,19 +22,22 @@ from torch import nn
 
 from tests.ranks import loops
 from tests.ranks.loops import SETTINGS, Loop, Numbers, loss_of, train, whole
+from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
 from unisono.data import alignment
-from unisono.env import World
+from unisono.distributed.process_group import local
+from unisono.environment import World
 from unisono.exchange import buckets
-from unisono.settings import LoaderSettings, ParallelSettings, PromiseSettings, Settings
 from unisono.testing import run_ranks
-from unisono.train import local_step, models, opening, result
+from unisono.train import build
 from unisono.train import run as run_module
-from unisono.train.attributes import Attributes
+from unisono.train.guarantees import promise
+from unisono.train.modules import models
+from unisono.train.modules.module_attributes import Attributes
+from unisono.train.optimization import sharded_step
 from unisono.train.run import Run
 from unisono.train.step import Step
-from unisono.train.verify import sharded
-from unisono.train.verify.due import is_candidate, is_early
-from unisono.world.collectives import local
+from unisono.train.verification import sharded_update
+from unisono.train.verification.check_schedule import is_candidate, is_early
 
 LONGER = replace(SETTINGS, steps=9)
 attempt = partial(loops.attempt, verified=True)
@@ -235,9 +238,9 @@ def no_unique(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_local_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(local_step, "steps_locally", lambda optimizer: False)
-    patch.setattr(result, "differs_in_shards", lambda *_: False)
-    patch.setattr(sharded, "differs_in_shards", lambda *_: False)
+    patch.setattr(sharded_step, "steps_locally", lambda optimizer: False)
+    patch.setattr(promise, "differs_in_shards", lambda *_: False)
+    patch.setattr(sharded_update, "differs_in_shards", lambda *_: False)
 
 
 def no_reductions(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +249,7 @@ def no_reductions(patch: pytest.MonkeyPatch) -> None:
 
 def no_comparison(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(models, "check_alike", lambda *_, **__: None)
-    patch.setattr(opening, "check_alike", lambda *_, **__: None)
+    patch.setattr(build, "check_alike", lambda *_, **__: None)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:

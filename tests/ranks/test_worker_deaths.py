@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import get_worker_info
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, linear, loss_of, sgd
+from unisono.config import LoaderSettings
 from unisono.data.loader import Loader, Schedule
-from unisono.data.workers import deaths
-from unisono.env import World
-from unisono.score.order import Order
-from unisono.score.placement import Seat
-from unisono.settings import LoaderSettings
+from unisono.data.loader_workers import deaths
+from unisono.environment import World
+from unisono.plan.assignment import Seat
+from unisono.plan.batch_order import Order
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -96,7 +96,7 @@ def trained(world: World, folder: str, how: str, count: int, virtual_ranks: int)
     notes: list[str] = []
     hears = logging.Handler()
     hears.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("unisono.data.workers").addHandler(hears)
+    logging.getLogger("unisono.data.loader_workers").addHandler(hears)
     found = attempt(world, Path(folder) / "run", partial(loop, folder=Path(folder), how=how), config)
     return found, notes
 

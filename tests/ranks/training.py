@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.env import World
-from unisono.settings import Settings
+from unisono.config import Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.testing import build_run
 from unisono.train.run import Run
-from unisono.world.start import group as join
 
 
 class Points(torch.utils.data.Dataset):

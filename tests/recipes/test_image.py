@@ -11,10 +11,10 @@ import torch
 
 from tests.ranks.loops import attempt
 from tests.recipes.training import lacking, same_run, stopped_and_resumed, train_alone, train_recipe
+from unisono.config import ParallelSettings
 from unisono.errors import SettingsError
-from unisono.recipes.corpora.pictures import FASHION, Part
+from unisono.recipes.datasets.images import FASHION, Part
 from unisono.recipes.image import Model, PictureSet, Settings, main, shifted
-from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(lacking("image") is not None, reason="scikit-learn is not installed")

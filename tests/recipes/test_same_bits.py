@@ -13,10 +13,10 @@ import pytest
 
 from tests.ranks.loops import attempt
 from tests.recipes.training import needs_data
-from unisono.env import World
+from unisono.config import LoaderSettings, Settings
+from unisono.environment import World
 from unisono.recipes import image, speech, text, topics
-from unisono.recipes.corpora import docstrings
-from unisono.settings import LoaderSettings, Settings
+from unisono.recipes.datasets import docstrings
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 

@@ -11,9 +11,9 @@ import pytest
 from tests.ranks.loops import attempt
 from tests.recipes.tones import cut_short, write_words
 from tests.recipes.training import needs_data, same_run, train_alone, train_recipe
+from unisono.config import ParallelSettings
 from unisono.errors import SettingsError
 from unisono.recipes.speech import Settings, main
-from unisono.settings import ParallelSettings
 from unisono.testing import run_ranks
 
 TOY = {

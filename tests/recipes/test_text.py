@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.recipes.training import same_run, stopped_and_resumed, train_alone, train_recipe
+from unisono.config import ParallelSettings
 from unisono.errors import SettingsError
 from unisono.recipes.text import Model, Settings
-from unisono.settings import ParallelSettings
 
 TOY = {
     "steps": 6,

@@ -15,8 +15,8 @@ import pytest
 
 from tests.cli.command import start
 from tests.house.sources import ROOT
-from unisono.cli.target import recipes
-from unisono.recipes.corpora import espeak
+from unisono.cli.request.target import recipes
+from unisono.recipes.datasets import espeak
 
 
 def run_recipe(

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unisono import env, phases
+from unisono import environment, phases
 from unisono.checkpoint.load import fingerprint_of, load, newest
-from unisono.env import World
+from unisono.environment import World
 from unisono.errors import UnisonoError
+from unisono.monitor.step_monitor import Watcher
 from unisono.testing import run_ranks
 from unisono.testing.faults import Fault
 from unisono.train.run import Run
-from unisono.train.state import RANDOM
-from unisono.watch.watcher import Watcher
+from unisono.train.state.run_state import RANDOM
 
 SECONDS = 100.0
 """A run of a few steps that takes longer hangs."""
@@ -100,10 +100,10 @@ def state_of(folder: Path, ends: Sequence[Any]) -> str:
 
 
 def _play(world: World, script: str, folder: str, words: Sequence[str], stop: int | None) -> tuple[Any, ...]:
-    """On one rank, as unisono/launch/child.py does it: how it ended, and its steps."""
+    """On one rank, as unisono/launcher/worker_main.py does it: how it ended, and its steps."""
     gc.freeze()  # or collecting garbage at a run's end walks through all of torch, and copies it
     os.chdir(folder)
-    env.assign(replace(world, launcher="unisono", folder=folder))
+    environment.assign(replace(world, launcher="unisono", folder=folder))
     sys.argv = [script, f"--run-dir={folder}", *words]
     heard = Heard()
     with open(f"{folder}/screen-{world.rank}", "a") as screen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from unisono.score.order import Order
+from unisono.plan.batch_order import Order
 
 quick = settings(max_examples=60)
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 31, 61, 97, 127, 251, 509)

@@ -21,9 +21,9 @@ import torch
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import Checkpoint, about, fingerprint, fingerprint_of, load, newest
-from unisono.checkpoint.pack import Tensors, described, pack, unpack
 from unisono.checkpoint.save import save
-from unisono.env import World
+from unisono.checkpoint.state_codec import Tensors, described, pack, unpack
+from unisono.environment import World
 from unisono.errors import CheckpointError
 from unisono.testing import run_ranks
 

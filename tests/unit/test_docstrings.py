@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unisono import DataError
-from unisono.recipes.corpora.docstrings import docstrings
+from unisono.recipes.datasets.docstrings import docstrings
 
 
 def library(folder: Path) -> Path:

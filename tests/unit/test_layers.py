@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from unisono.errors import LoopError
-from unisono.parallel.shard import layers_of, own_parameters, untied
+from unisono.parallel.fsdp.fsdp import layers_of, own_parameters, untied
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from unisono.score.ledger import LEAST_SECONDS, Ledger
+from unisono.param_server.ledger import LEAST_SECONDS, Ledger
 
 
 def play(steps: int, workers: int, bound: int | None, seed: int, deaths: float) -> tuple[list[int], Ledger]:

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from unisono.data.rows import are_rows, collate, read_rows
-from unisono.data.workers import tells_of_a_death
+from unisono.data.fast_collate import are_rows, collate, read_rows
+from unisono.data.loader_workers import tells_of_a_death
 
 DEATHS = [
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import DataError
-from unisono.recipes.corpora.python_source import IGNORED, ByteWindows, python_source
+from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, python_source
 
 
 def library(folder: Path, files: int = 200) -> Path:

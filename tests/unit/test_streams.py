@@ -18,12 +18,12 @@ from torch.utils.data import IterableDataset
 
 from tests.house.sources import ROOT
 from tests.shards import COUNTS, write_lines, write_tars
-from unisono.data import json_lines, shard_files, tar_shards
-from unisono.data.shard_files import expand
-from unisono.data.streams import Damaged, Forward, Stream
-from unisono.env import World
+from unisono.data.streaming import files, jsonl, tar
+from unisono.data.streaming.files import expand
+from unisono.data.streaming.stream import Damaged, Forward, Stream
+from unisono.distributed.init import group as join
+from unisono.environment import World
 from unisono.errors import DataError
-from unisono.world.start import group as join
 
 FORMATS: dict[str, Callable[[Path], Stream]] = {
     "tar": lambda folder: Stream.tar(write_tars(folder)),
@@ -60,17 +60,17 @@ def test_a_tar_gives_what_its_members_are(tmp_path: Path) -> None:
 
 
 def test_a_file_system_of_any_kind(tmp_path: Path) -> None:
-    files = fsspec.filesystem("memory")
+    memory = fsspec.filesystem("memory")
     folder = f"/{tmp_path.name}"
     write_lines(tmp_path)
     for path in tmp_path.glob("*.jsonl"):
-        files.pipe(f"{folder}/{path.name}", path.read_bytes())
+        memory.pipe(f"{folder}/{path.name}", path.read_bytes())
     try:
         stream = Stream.json_lines(f"memory://{folder}/part-*.jsonl")
         assert list(stream.shards.names) == [f"memory://{folder}/part-{i}.jsonl" for i in range(4)]
         assert numbers(stream.__getitems__([3, 20])) == [3, 20]
     finally:
-        files.rm(folder, recursive=True)
+        memory.rm(folder, recursive=True)
 
 
 def test_patterns(tmp_path: Path) -> None:
@@ -91,19 +91,19 @@ def test_patterns(tmp_path: Path) -> None:
 def test_an_index_is_kept_until_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = write_lines(tmp_path, (3,))
     scanned: list[str] = []
-    scan = json_lines.Lines._scan
+    scan = jsonl.Lines._scan
 
-    def noticed(lines: json_lines.Lines) -> list[list[int]]:
+    def noticed(lines: jsonl.Lines) -> list[list[int]]:
         scanned.append("")
         return scan(lines)
 
-    monkeypatch.setattr(json_lines.Lines, "_scan", noticed)
+    monkeypatch.setattr(jsonl.Lines, "_scan", noticed)
     for _ in range(3):
         assert len(Stream.json_lines(pattern)) == 3
     assert len(scanned) == 1
     write_lines(tmp_path, (4,))
     assert len(Stream.json_lines(pattern)) == 4
-    monkeypatch.setattr(shard_files, "_kept", lambda url: Path("/proc/nowhere/x.json"))  # it cannot be kept: no error
+    monkeypatch.setattr(files, "_kept", lambda url: Path("/proc/nowhere/x.json"))  # it cannot be kept: no error
     assert len(Stream.json_lines(pattern)) == 4
 
 
@@ -126,8 +126,8 @@ def damage_tar(folder: Path, member: int, at: int, to: bytes | None) -> Path:
     """The third shard, cut off so many bytes behind the beginning of a member, or with other bytes there."""
     write_tars(folder)
     path = folder / "part-2.tar"
-    with tarfile.open(path) as tar:
-        at += tar.getmembers()[member].offset
+    with tarfile.open(path) as archive:
+        at += archive.getmembers()[member].offset
     content = path.read_bytes()
     path.write_bytes(content[:at] + (b"" if to is None else to + content[at + len(to) :]))
     return path
@@ -294,7 +294,7 @@ def test_what_has_no_shards_is_told() -> None:
 def test_a_plain_tar_is_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream.tar(write_tars(tmp_path))
     assert len(stream) == LENGTH
-    monkeypatch.setattr(tar_shards.Tar, "_scan", None)  # known from the counting
+    monkeypatch.setattr(tar.Tar, "_scan", None)  # known from the counting
     assert stream[19]["cls"] == 19
 
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import STATE
-from unisono.checkpoint.pack import described, unpack
-from unisono.checkpoint.place import checkpoints_at, place_of, places_of
+from unisono.checkpoint.safetensors_reader import Stored, stored
 from unisono.checkpoint.save import FORMAT
-from unisono.checkpoint.stored import Stored, stored
+from unisono.checkpoint.state_codec import described, unpack
+from unisono.checkpoint.storage import checkpoints_at, place_of, places_of
 from unisono.errors import CheckpointError
 
 

@@ -14,7 +14,8 @@ made at the first save (sheet.Stage); it is all that training waits for (Mohan e
 a small file: which of the tensors in a sheet are parts, its size and sha256. What goes wrong in a writer is raised by
 everybody: after the next step, at the next save, or at the end, which waits for the last one.
 
-Where the others go on without a process that dies (world/members.py), models lie whole, and so one process writes:
+Where the others go on without a process that dies (distributed/membership/membership.py), models lie whole, and so one
+process writes:
 
     process 0   copy | writes .... x killed             a draft, which nobody takes for a checkpoint
     process 1   copy |  knows of it ........... settle  "rank 0 does not write it": lost, until the next save
@@ -36,12 +37,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import STATE, Written, name_of
-from unisono.checkpoint.pack import Tensors, described, pack
-from unisono.checkpoint.place import Place, clear_old, place_of
-from unisono.checkpoint.sheet import SUFFIX, Stage, at_once, lay_out
+from unisono.checkpoint.safetensors_writer import SUFFIX, Stage, at_once, lay_out
+from unisono.checkpoint.state_codec import Tensors, described, pack
+from unisono.checkpoint.storage import Place, clear_old, place_of
+from unisono.config import size
+from unisono.distributed.process_group import Group
 from unisono.errors import CheckpointError, Problem
-from unisono.settings import size
-from unisono.world.collectives import Group
 
 FORMAT = 3
 """Of the files of a checkpoint, said in state.json. (1 was torch's index of one file; 2 had no layout.)"""

@@ -15,22 +15,22 @@ from pathlib import Path
 from cyclopts import App, Group, Parameter
 
 import unisono
-from unisono.cli.audit import audit
-from unisono.cli.bench import bench
-from unisono.cli.check import check
-from unisono.cli.copy import copy
-from unisono.cli.doctor import doctor
-from unisono.cli.export import export
-from unisono.cli.fingerprint import fingerprint
-from unisono.cli.mistyped import parsed
-from unisono.cli.prove import prove
-from unisono.cli.replay import replay
-from unisono.cli.request import Request, split, table_of
-from unisono.cli.run import run
-from unisono.cli.target import recipes
+from unisono.cli.commands.audit import audit
+from unisono.cli.commands.bench import bench
+from unisono.cli.commands.check import check
+from unisono.cli.commands.copy import copy
+from unisono.cli.commands.doctor import doctor
+from unisono.cli.commands.export import export
+from unisono.cli.commands.fingerprint import fingerprint
+from unisono.cli.commands.prove import prove
+from unisono.cli.commands.replay import replay
+from unisono.cli.commands.run_command import run
+from unisono.cli.request.run_options import Request, split, table_of
+from unisono.cli.request.suggestions import parsed
+from unisono.cli.request.target import recipes
+from unisono.config import Settings, settings_of
 from unisono.errors import SettingsError, UnisonoError
-from unisono.settings import Settings, settings_of
-from unisono.watch import log
+from unisono.monitor import console
 
 EXAMPLES = """\
 Examples:
@@ -148,7 +148,7 @@ def _class_of_target(words: Sequence[str]) -> type | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with log.patiently():
+    with console.patiently():
         try:
             return _obey(words)
         except UnisonoError as error:

@@ -20,15 +20,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from unisono.data import alignment
-from unisono.data.marks import mark
-from unisono.data.rows import are_rows, collate, collate_as_at_home, read_rows
-from unisono.data.seeding import State, give_state, same_state, seed_everything, take_state
-from unisono.data.workers import MOST_RESTARTS, Workers, deaths, tells_of_a_death
+from unisono.data.fast_collate import are_rows, collate, collate_as_at_home, read_rows
+from unisono.data.loader_workers import MOST_RESTARTS, Workers, deaths, tells_of_a_death
+from unisono.data.rng import State, give_state, same_state, seed_everything, take_state
+from unisono.data.rng_marks import mark
+from unisono.distributed.process_group import Group
 from unisono.errors import DataError
-from unisono.score.keys import ROUND, mix, place_key
-from unisono.score.order import Order, Place
-from unisono.score.placement import Seat, taken
-from unisono.world.collectives import Group
+from unisono.plan.assignment import Seat, taken
+from unisono.plan.batch_order import Order, Place
+from unisono.plan.rng_keys import ROUND, mix, place_key
 
 Collate = Callable[[list[Any]], Any]
 Spans = tuple[tuple[int, int], ...]

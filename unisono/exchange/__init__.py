@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from unisono.distributed.process_group import Group, lies_apart
 from unisono.errors import LoopError
-from unisono.score.tree import Node
-from unisono.world.collectives import Group, lies_apart
+from unisono.plan.reduction_tree import Node
 
 if TYPE_CHECKING:
-    from unisono.settings import CompressSettings, Settings
+    from unisono.config import CompressSettings, Settings
 
 Spans = Sequence[tuple[int, int]]
 Weights = Callable[[], torch.Tensor]
@@ -119,19 +119,19 @@ def all_reduced(size: int, group: Group) -> float:
 
 
 _files = {
-    "tree": "unisono.exchange.tree:Tree",
-    "claimed": "unisono.exchange.claimed:Claimed",
+    "tree": "unisono.exchange.tree.tree_fold:Tree",
+    "claimed": "unisono.exchange.tree.dynamic_tree:Claimed",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
     "ring": "unisono.exchange.ring:Ring",
-    "server": "unisono.exchange.server:Server",
-    "wide": "unisono.exchange.wide:Wide",
-    "solo": "unisono.exchange.solo:Solo",
+    "server": "unisono.param_server.push_pull:Server",
+    "wide": "unisono.exchange.reproducible_sum:Wide",
+    "solo": "unisono.exchange.single:Solo",
     "ddp": "unisono.exchange.ddp:Ddp",
-    "compressed tree": "unisono.exchange.compressed:CompressedTree",
-    "compressed allreduce": "unisono.exchange.compressed:CompressedAllReduce",
-    "later": "unisono.exchange.later:Later",
-    "scatter": "unisono.exchange.scatter:Scatter",
-    "local": "unisono.exchange.local:Local",
+    "compressed tree": "unisono.exchange.compression.compressed:CompressedTree",
+    "compressed allreduce": "unisono.exchange.compression.compressed:CompressedAllReduce",
+    "later": "unisono.exchange.warmup:Later",
+    "scatter": "unisono.exchange.tree.reduce_scatter:Scatter",
+    "local": "unisono.local_sgd.inner:Local",
 }
 
 _needs: dict[str, Callable[[Settings, Group], dict[str, Any]]] = {
@@ -194,7 +194,7 @@ def survives(settings: Settings) -> bool:
 def build_exchange(
     name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
 ) -> Exchange:
-    """The exchange called `name` over these parameters. One virtual rank on one process needs none: solo.py."""
+    """The exchange called `name` over these parameters. One virtual rank on one process needs none: single.py."""
     if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)):
         name, more = "solo", {}
     exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from unisono.distributed.process_group import Group, Work, wait_for
 from unisono.exchange import Spans, Weights, all_reduced
-from unisono.exchange.around import Bucketed
 from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
-from unisono.world.collectives import Group, Work, wait_for
+from unisono.exchange.wrapper import Bucketed
 
 
 class AllReduce(Bucketed):

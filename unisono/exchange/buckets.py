@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from unisono.distributed.process_group import lies_apart, like, local
+from unisono.distributed.shared_memory import Shared
 from unisono.errors import LoopError
-from unisono.world.collectives import lies_apart, like, local
-from unisono.world.shared import Shared
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.config import DdpSettings
+from unisono.distributed.process_group import Group
 from unisono.exchange import Exchange, Spans, Weights, all_reduced
 from unisono.exchange.buckets import finite, touched
-from unisono.settings import DdpSettings
-from unisono.world.collectives import Group
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """hook(state, bucket), as DistributedDataParallel.register_comm_hook takes it."""

@@ -1,4 +1,5 @@
-"""All-reduce around a ring (world/ring.py draws it), with nothing of a library but sending and receiving.
+"""All-reduce around a ring (distributed/ring_allreduce.py draws it), with nothing of a library but sending and
+receiving.
 
 As allreduce.py in everything but the sum itself: buckets leave while the last backward runs, carried by a thread.
 """
@@ -9,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from unisono.distributed.process_group import Group, Work
+from unisono.distributed.ring_allreduce import carrier_of
 from unisono.exchange.allreduce import AllReduce
-from unisono.world.collectives import Group, Work
-from unisono.world.ring import carrier_of
 
 
 class Ring(AllReduce):

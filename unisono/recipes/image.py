@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.corpora.pictures import Part, Pictures, pictures
+from unisono.recipes.datasets.images import Part, Pictures, pictures
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.corpora.voices import Clips, recorded_digits, voices
+from unisono.recipes.datasets.spoken_words import Clips, recorded_digits, voices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unisono
-from unisono.recipes.corpora.python_source import IGNORED, ByteWindows, python_source
+from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, python_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unisono
-from unisono.recipes.corpora.docstrings import Text, docstrings
+from unisono.recipes.datasets.docstrings import Text, docstrings
 
 ROWS = 2**12  # of the table of embeddings; row 0 is for what a text is padded with
 

@@ -4,7 +4,7 @@ A fork server with torch loaded once makes a rank cost a fork instead of an impo
 is no port to collide on; a deadline ends a hang and prints every rank's stack.
 
     def sums(world):                                    # module-level, so that the ranks can import it
-        with unisono.world.start.group(world) as group:
+        with unisono.distributed.init.group(world) as group:
             return group.sum_(torch.tensor([1.0])).item()
 
     assert run_ranks(sums, 3) == [3.0, 3.0, 3.0]
@@ -12,7 +12,7 @@ is no port to collide on; a deadline ends a hang and prints every rank's stack.
 A loop needs a run, and gets one without the command around it:
 
     def loss(world, settings, folder):
-        with unisono.world.start.group(world) as group:
+        with unisono.distributed.init.group(world) as group:
             run = build_run(settings, world, group, folder)
             script.main(run)
             run.close()
@@ -36,9 +36,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono.env import World
+from unisono.config import Line, Settings
+from unisono.environment import World
 from unisono.errors import SettingsError
-from unisono.settings import Line, Settings
 from unisono.testing.faults import (
     BitFlip,
     FailAt,
@@ -54,8 +54,8 @@ from unisono.testing.faults import (
 )
 
 if TYPE_CHECKING:
+    from unisono.distributed.process_group import Group
     from unisono.train.run import Run
-    from unisono.world.collectives import Group
 
 __all__ = [
     "BitFlip",
@@ -79,7 +79,12 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-        *("unisono.train.run", "unisono.cli.script", "unisono.parallel.pipeline", "unisono.parallel.tensor"),
+        *(
+            "unisono.train.run",
+            "unisono.entrypoint",
+            "unisono.parallel.pipeline_parallel.stage",
+            "unisono.parallel.tensor_parallel.tensor_parallel",
+        ),
         "pytest",  # the module that `function` is in imports it: a tenth of a second, on every rank
     ]
 )
@@ -131,9 +136,9 @@ def build_run(
     Raises SettingsError where `unisono run` would.
     """
     from unisono.checkpoint.load import newest, opened
-    from unisono.checkpoint.place import settle_in
-    from unisono.settings.check import check
-    from unisono.train.variants import run_kind
+    from unisono.checkpoint.storage import settle_in
+    from unisono.config.validate import check
+    from unisono.train.run_classes import run_kind
 
     if problems := check(settings, world.size, Line()):
         raise SettingsError.of(problems)

@@ -12,47 +12,47 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 import torch
 
 from unisono.checkpoint.load import Checkpoint
+from unisono.config import Settings, plural
+from unisono.config.mesh_shape import fill, wanted
 from unisono.data.loader import Collate, length_of
-from unisono.data.seeding import Generators, seed_everything
-from unisono.data.streams import Stream
+from unisono.data.rng import Generators, seed_everything
+from unisono.data.streaming.stream import Stream
+from unisono.distributed.collectives import Collectives
+from unisono.distributed.mesh import build_mesh
 from unisono.errors import LoopError, SettingsError, Stopped
 from unisono.exchange import refuse_hook
-from unisono.exchange.own import Build
-from unisono.parallel.compilers import fix_compilers
+from unisono.exchange.custom import Build
+from unisono.exchange.exchange_state import Carried
+from unisono.monitor.step_monitor import Watcher
+from unisono.parallel.compiler_determinism import fix_compilers
 from unisono.parallel.precision import LossScale, apply_precision, autocast
-from unisono.score.keys import INIT, mix
-from unisono.score.placement import Spans
-from unisono.settings import Settings, plural
-from unisono.settings.axes import fill, wanted
-from unisono.train.buffers import refuse_sync
-from unisono.train.carried import Carried
-from unisono.train.dealing import deal_by_hand
-from unisono.train.engine import Engine
-from unisono.train.evaluate import Measure, evaluate
-from unisono.train.made import made
-from unisono.train.misfits import check_shapes
-from unisono.train.models import Models
-from unisono.train.opening import open_loop
-from unisono.train.outputs import Forward
-from unisono.train.predict import predict
-from unisono.train.result import plain, promise, result
-from unisono.train.saving import save, settle
-from unisono.train.sites import sites
-from unisono.train.state import ATTRIBUTES, EXCHANGE, RANDOM, SCALE, State
+from unisono.plan.assignment import Spans
+from unisono.plan.rng_keys import INIT, mix
+from unisono.train.balance.rebalance import deal_by_hand
+from unisono.train.build import open_loop
+from unisono.train.evaluation.collective_pass import made
+from unisono.train.evaluation.evaluate import Measure, evaluate
+from unisono.train.evaluation.model_outputs import Forward
+from unisono.train.evaluation.predict import predict
+from unisono.train.guarantees.promise import plain, promise, result
+from unisono.train.guarantees.user_errors import check_shapes
+from unisono.train.loop import Engine
+from unisono.train.modules.buffer_sync import refuse_sync
+from unisono.train.modules.models import Models
+from unisono.train.pipelining.stage_timing import Example
+from unisono.train.recovery.step_recovery import join
+from unisono.train.state.run_state import ATTRIBUTES, EXCHANGE, RANDOM, SCALE, State
+from unisono.train.state.save_state import save, settle
 from unisono.train.step import Step
-from unisono.train.survivors import join
-from unisono.train.table import Table
-from unisono.train.timed import Example
-from unisono.watch.watcher import Watcher
-from unisono.world.mesh import build_mesh
-from unisono.world.verbs import Collectives
+from unisono.train.step_sync import Table
+from unisono.train.sync_points import sync_points
 
 if TYPE_CHECKING:
-    from unisono.env import World
-    from unisono.parallel.placement import Placement
-    from unisono.parallel.sequence import Sequence as Sequences
-    from unisono.parallel.tensor import Plan
-    from unisono.world.collectives import Group
+    from unisono.distributed.process_group import Group
+    from unisono.environment import World
+    from unisono.parallel.context_parallel.sequence_split import Sequence as Sequences
+    from unisono.parallel.parallel_plan import Placement
+    from unisono.parallel.tensor_parallel.tensor_parallel import Plan
 
 S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -103,7 +103,9 @@ class Run(Generic[S]):
         self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
         self._models = Models(self._mesh, settings.virtual_ranks)
         self._state.placed = self._models.modules
-        self._sites = sites(settings, self._mesh, self._models, self._table, self._state, self._carried, self.print)
+        self._sites = sync_points(
+            settings, self._mesh, self._models, self._table, self._state, self._carried, self.print
+        )
         kept = {ATTRIBUTES: self._models.buffers.attributes, EXCHANGE: self._carried, SCALE: self._scale}
         self._state.track(**kept, **{RANDOM: self._generators})
         self._total_steps = settings.steps

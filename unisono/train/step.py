@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
+from unisono.distributed.process_group import peers
 from unisono.errors import LoopError, PeerLost
-from unisono.score.order import Place
-from unisono.train.local_step import on_local_shards
-from unisono.train.misfits import check_loss, stepping
-from unisono.train.outputs import Forward, call, parts
-from unisono.train.slices import in_slices
-from unisono.train.table import LOSS
-from unisono.train.verify.off import NOT_VERIFIED
-from unisono.world.collectives import peers
+from unisono.plan.batch_order import Place
+from unisono.train.context_rounds import in_slices
+from unisono.train.evaluation.model_outputs import Forward, call, parts
+from unisono.train.guarantees.user_errors import check_loss, stepping
+from unisono.train.optimization.sharded_step import on_local_shards
+from unisono.train.step_sync import LOSS
+from unisono.train.verification.no_verification import NOT_VERIFIED
 
 if TYPE_CHECKING:
-    from unisono.train.engine import Engine
-    from unisono.train.gradient import Gradient
+    from unisono.train.gradient_pass import Gradient
+    from unisono.train.loop import Engine
 
 LossFunction = Callable[..., tuple[torch.Tensor, "float | torch.Tensor"]]
 

@@ -1,0 +1,73 @@
+"""What a manager's second start goes on from, without anybody to type --resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unisono.cli.request.autoresume import again, mark
+from unisono.cli.request.run_options import Request
+from unisono.config import Line
+from unisono.errors import SettingsError
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "runs"
+
+
+def leave(folder: Path, request: Request) -> None:
+    """What a run that has begun leaves of its job."""
+    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (folder / "environment.json").write_text(json.dumps(mark(request)))
+
+
+def second(request: Request) -> Request:
+    """What the second start of it does, of a manager that counts."""
+    return again(request, "train", LINE, restarts=1)
+
+
+LINE = Line(("python", "train.py"))
+
+
+def test_with_a_run_directory_it_is_that_one_if_the_first_start_came_so_far(runs: Path) -> None:
+    asked = Request(run_dir=Path("mine"))
+    assert second(asked) == asked
+    Path("mine").mkdir()
+    assert second(asked) == Request(run_dir=Path("mine"), resume=True)
+    assert again(asked, "train", LINE) == asked  # the first start: it is refused, as it was
+
+
+def test_who_says_so_goes_on_under_any_manager(runs: Path) -> None:
+    asked = Request(run_dir=Path("mine"), autoresume=True)
+    assert again(asked, "train", LINE) == Request(run_dir=Path("mine"))
+    changed = replace(asked, accept_change=("lr",))  # the first start has nothing to differ from
+    assert again(changed, "train", LINE) == Request(run_dir=Path("mine"))
+    Path("mine").mkdir()
+    assert again(changed, "train", LINE).accept_change == ("lr",)
+    assert again(asked, "train", LINE) == Request(run_dir=Path("mine"), resume=True)
+    with pytest.raises(SettingsError, match="would not find it") as caught:
+        again(Request(autoresume=True), "train", LINE)
+    assert caught.value.problems[0].do == "python train.py --run-dir runs/train"
+
+
+def test_without_one_it_is_the_run_of_this_job_with_the_same_request(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = Request(sets=("lr=1",)), Request(sets=("lr=2",))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    leave(runs / "train-20260101-000000", slow)
+    leave(runs / "train-20260101-000001", fast)
+    monkeypatch.setenv("SLURM_JOB_ID", "18")
+    leave(runs / "train-20260101-000002", slow)  # somebody else's, and newer
+    assert second(fast) == fast
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert second(slow).run_dir == Path("runs/train-20260101-000000")
+    assert second(fast).run_dir == Path("runs/train-20260101-000001")
+    assert second(Request()) == Request()

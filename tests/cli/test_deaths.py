@@ -1,0 +1,274 @@
+"""A process dies in a run of the command: who goes on, who takes its place, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tests.cli.command import Command
+from tests.cli.test_training import SCRIPT, result, undisturbed
+
+DYING = SCRIPT.replace(
+    "        step.update(",
+    """        name = f"died-{step.number}-{world.number if world.number is not None else world.rank}"
+        if f"{step.number}:{name[-1]}" in run.settings.deaths and not Path(__file__).with_name(name).exists():
+            Path(__file__).with_name(name).touch()
+            for lock in Path(__file__).parent.glob("kept/.lock"):
+                Path(__file__).with_name("lock-of-the-first").write_text(lock.read_text())
+            os.kill(os.getpid(), signal.SIGKILL)
+        step.update(""",
+).replace(
+    "    lr: float = 0.05",
+    '    lr: float = 0.05\n    deaths: str = field(default="", metadata={"mathematics": False})  # step:process',
+)
+
+
+def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
+    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    command.script(DYING.replace("        step.update(", wait + "        step.update("))
+    ended = command.run(
+        *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0", "--set", "checkpoint.dir=kept")
+    )
+    assert ended.status == 0, ended.err
+    assert (command.folder / "kept" / "step-00000024").exists()
+    locked = (command.folder / "kept" / ".lock").read_text()
+    assert len(locked.splitlines()) == 1
+    assert locked != (command.folder / "lock-of-the-first").read_text()  # who leads now has locked it anew
+    found = result(command, "out")
+    assert (found["steps"], found["ranks"]) == (24, 3)
+    assert [each["process"] for each in found["deaths"]] == [0]
+    assert [each["process"] for each in found["joined"]] == [3]
+    joined = found["joined"][0]["step"]
+    assert joined in (5, 6)
+    told = ended.err.splitlines()
+    assert told[0].startswith("Process 0 died of SIGKILL after ")
+    assert told[0].endswith(" steps; 2 finish its step and go on. Its log is out/log/rank-0.log")
+    assert told[1:] == [f"Process 3 has joined, after {joined} steps: 3 go on."]
+    assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
+    command.script(SCRIPT)
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+
+
+FAILING = DYING.replace(
+    "        step.update(",
+    """        while step.number == 4 and not JOINED:
+            time.sleep(0.01)
+        if step.number == 8 and world.number in (NUMBERS):
+            raise ERROR
+        step.update(""",
+)
+"""Process 1 dies, in step 2; when another one has joined, processes of these numbers fail by themselves."""
+SLOW = pytest.mark.slow
+KNOCKS = "run._group.company.knocks"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "status", "last"),
+    [
+        pytest.param("0, 1, 2", "ValueError('no ninth step')", 1, "ValueError: no ninth step", id="all"),
+        pytest.param(
+            "2,",
+            "unisono.errors.LoopError('Ask.', 'True.', 'Do.')",
+            1,
+            "  Next: Do.",
+            id="who joined",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "0, 1, 2", "SystemExit(3)", 3, "the script left with exit status 3", id="by exit", marks=pytest.mark.slow
+        ),
+        pytest.param("2,", "SystemExit(os._exit(3))", 3, "Its log is empty: out/log/rank-2.log", id="without a word"),
+    ],
+)
+def test_what_was_survived_is_no_reason_for_a_later_failure(
+    command: Command, numbers: str, error: str, status: int, last: str
+) -> None:
+    text = FAILING.replace("NUMBERS", numbers).replace("JOINED", KNOCKS).replace("ERROR", error)
+    command.script(text)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=2:1")
+    assert ended.status == status, ended.err
+    told = ended.err.splitlines()
+    assert told[0].startswith("Process 1 died of SIGKILL after ")
+    assert told[1].startswith("Process 2 has joined, after ")
+    failed = r"(failed; its log is out/log/rank-[02]\.log|left with exit status 3 and no word \(os\._exit\?\)\.)"
+    assert re.fullmatch(rf"(Rank 0 of 2|Process 2, which joined,) {failed}", told[2]), told
+    assert told[2].startswith("Process 2") or numbers != "2,"
+    assert told[-1] == last
+    assert "Starting again" not in ended.err
+
+
+def test_nor_is_it_when_who_was_to_join_has_died_too(command: Command) -> None:
+    die = """if world.number > 1:
+    Path(__file__).with_name("came").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    came = 'Path(__file__).with_name("came").exists()'
+    error = "ValueError('there is no ninth step')"
+    text = FAILING.replace("NUMBERS", "0, 1").replace("JOINED", came).replace("ERROR", error)
+    command.script(text.replace("from dataclasses", f"{die}from dataclasses", 1))
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=2:1")
+    assert ended.status == 1, ended.err
+    assert "Rank 0 of 2 failed; its log is out/log/rank-0.log" in ended.err.splitlines()
+    assert ended.last == "ValueError: there is no ninth step"
+    assert "Rank 1" not in ended.err
+    assert "Starting again" not in ended.err
+
+
+@pytest.mark.slow
+def test_a_death_that_the_others_fail_of_is_the_reason(command: Command) -> None:
+    """An iterator cannot be walked through twice: they have formed a group without it, and cannot go on."""
+    measure = """
+def measure(output, x, y):
+    if world.number == 1 and not Path(__file__).with_name("died").exists():
+        Path(__file__).with_name("died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return output.sum(), len(output)
+
+def main("""
+    evaluate = """        step.update(optimizer, schedule)
+        if step.number == 6:
+            run.evaluate(model, iter([(x[:4], x[:4])] * 6), measure)
+"""
+    text = SCRIPT.replace("\ndef main(", measure).replace("        step.update(optimizer, schedule)\n", evaluate)
+    command.script(text)
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", times=2)
+    assert ended.status == 0, ended.err
+    assert "Rank 1 of 3 died of signal 9 (SIGKILL)" in ended.err
+    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    assert result(command, "out")["resumed_at"] == 4
+
+
+@pytest.mark.slow
+def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
+    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    command.script(DYING.replace("        step.update(", wait + "        step.update("))
+    words = ("--ranks", "4", "--run-dir", "out", "--set", "parallel.shard=2", "--set", "deaths=2:1")
+    ended = command.run("run", "script.py", *words, times=3)
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert (found["steps"], found["ranks"], found["survival"]) == (24, 4, "survivors")
+    assert sorted(each["process"] for each in found["deaths"]) == [0, 1]
+    assert sorted(each["process"] for each in found["joined"]) == [4, 5]
+    told = ended.err.splitlines()
+    assert told[0].startswith("Process 1 died of SIGKILL after ")
+    assert "steps; 2 finish its step and go on." in told[0]
+    assert told[1].startswith("Process 0, which shared its model, was ended.")
+    command.script(SCRIPT)
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Command) -> None:
+    command.script(DYING)
+    whole = undisturbed(command)
+    ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1")
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert found["weights_sha256"] == whole["weights_sha256"]
+    assert found["resumed_at"] == 4
+    assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in ended.err
+    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+
+
+STANDING = DYING.replace(
+    "unisono.main(",
+    """from unisono.distributed import members, standing
+standing.FORM_SECONDS, part = 1.0, members.part
+
+def stand_still(**_):
+    if world.number in (NUMBERS) and list(Path(__file__).parent.glob("died-*")) and "--resume" not in sys.argv:
+        time.sleep(1e6)
+    part()
+
+members.part = stand_still
+unisono.main(""",
+)
+"""Processes of these numbers stand still when they are to leave their group."""
+
+
+@pytest.mark.slow
+def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) -> None:
+    command.script(STANDING.replace("NUMBERS", "1,"))
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
+    assert ended.status == 0, ended.err
+    told = ended.err.splitlines()
+    assert told[0] == "Process 1 leaves its group: it is killed. Its log is out/log/rank-1.log"
+    assert {line.split(" after ")[0] for line in told[1:3]} == {
+        "Process 0 died of SIGKILL",
+        "Process 1 died of SIGKILL",
+    }
+    command.script(SCRIPT)
+    found = result(command, "out")
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert sorted(each["process"] for each in found["deaths"]) == [0, 1]
+    assert "resumed_at" not in found
+
+
+@pytest.mark.slow
+def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
+    command.script(STANDING.replace("NUMBERS", "1, 2"))
+    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:0", times=2)
+    assert ended.status == 0, ended.err
+    assert "Process 1 leaves its group: it is killed." in ended.err
+    assert "Process 2 leaves its group: it is killed." in ended.err
+    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    found = result(command, "out")
+    assert found["resumed_at"] == 4
+    command.script(SCRIPT)
+    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Command) -> None:
+    command.script(DYING.replace("(every=4)", "(every=100)"))
+    whole = undisturbed(command)
+    ended = command.run(
+        *("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=6:1"),
+        *("--set", "parallel.shard=2", "--set", "parallel.buddy=true"),
+        times=2,
+    )
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert found["weights_sha256"] == whole["weights_sha256"]
+    assert found["resumed_at"] in (5, 6)
+    assert found["survival"] == "buddy"
+    assert ended.err.count("Starting again from what processes have left behind") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_is_given_up_when_nothing_gets_further(command: Command) -> None:
+    command.script(DYING.replace(".touch()", ".exists()"))
+    ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1", times=4)
+    assert ended.status == 1
+    assert ended.err.count("Rank 1 of 2 died of signal 9 (SIGKILL)") == 4
+    assert "Given up: it died 4 times without getting further." in ended.err
+    assert "if a process dies" not in ended.out  # of two that must both be there
+
+
+@pytest.mark.parametrize("ranks", ["0:2", "3:2", "two", "1:two"])
+def test_a_wrong_number_of_processes_is_refused(command: Command, ranks: str) -> None:
+    command.script(SCRIPT)
+    ended = command.run("run", "script.py", "--ranks", ranks)
+    assert ended.status == 2
+    assert "--ranks" in ended.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_manager_that_starts_everything_again_need_not_say_resume(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = undisturbed(command)
+    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=8").status == 0
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        os.environ[name] = value
+    try:
+        ended = command.end(command.start_python("script.py", "--run-dir", "out", "--set", "steps=24"))
+    finally:
+        for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert (found["resumed_at"], found["weights_sha256"]) == (8, whole["weights_sha256"])

@@ -1,0 +1,88 @@
+"""A script for another library, started as one of ours, ends with a pointer to the page that converts it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import ROOT, Command
+from unisono.cli.request.other_libraries import foreign
+
+
+def before(page: str) -> str:
+    """The script that a page of docs converts."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.search(r"^## Before\n\n```python\n(.*?)^```", text, re.M | re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("page", ["from-ddp.md", "from-accelerate.md", "from-fabric.md"])
+def test_each_page_is_found_by_its_own_script(tmp_path: Path, page: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(before(page))
+    found = foreign(script)
+    assert found is not None
+    assert found[1] == f"docs/{page}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nprint(torch.ones(2))",
+        "from torch.utils.data import DataLoader",
+        "import unisono\nfrom torch.utils.data import DistributedSampler",
+        "from unisono import main\nfrom accelerate.utils import set_seed",
+        "import helper, accelerate",
+        "from package import go\nimport lightning",
+        "this is not Python",
+    ],
+)
+def test_other_scripts_are_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "helper.py").write_text("import unisono")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from unisono import main as go")
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    assert foreign(script) is None
+
+
+def test_a_script_for_ddp_ends_with_the_page_that_converts_it(command: Command) -> None:
+    (command.folder / "ddp.py").write_text(before("from-ddp.md"))
+    ended = command.run("run", "ddp.py", "--ranks", "2")
+    assert ended.status == 1
+    assert "environment variable RANK expected" in ended.err
+    told = ended.err.splitlines()[-3:]
+    assert told[0] == "unisono run ddp.py --ranks 2"
+    assert told[1].startswith("  ddp.py uses torch's DistributedDataParallel, and ended without calling unisono.main")
+    assert told[2].startswith("  Next: docs/from-ddp.md converts such a script")
+
+
+@pytest.mark.parametrize(("ranks", "status"), [("1", 0), ("2", 2)])
+def test_so_does_one_that_trains_alone_where_no_launcher_says_otherwise(
+    command: Command, ranks: str, status: int
+) -> None:
+    (command.folder / "half.py").write_text("from torch.utils.data import DistributedSampler\nprint('trained')")
+    ended = command.run("run", "half.py", "--ranks", ranks)
+    assert (ended.status, ended.out) == (status, "trained\n")
+    assert "docs/from-ddp.md" in ended.last
+
+
+@pytest.mark.slow
+def test_under_torchrun_it_trains_and_says_so_once(command: Command) -> None:
+    (command.folder / "ddp.py").write_text(before("from-ddp.md"))
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    ended = command.end(command.start_python(*start, sys.executable, "-P", "-m", "unisono.cli.main", "run", "ddp.py"))
+    assert ended.status == 0, ended.err
+    assert "epoch 4: loss" in ended.out
+    assert ended.err.count("docs/from-ddp.md") == 1
+
+
+def test_a_script_of_ours_that_joins_by_hand_is_answered_with_what_to_remove(command: Command) -> None:
+    command.script("import torch.distributed as dist\ndist.init_process_group('gloo')\nunisono.main(lambda run: None)")
+    ended = command.run("run", "script.py", "--ranks", "2", "--set", "steps=1")
+    assert ended.status == 1
+    assert ended.last == "  Next: remove init_process_group and destroy_process_group (docs/from-ddp.md)."

@@ -1,0 +1,267 @@
+"""The run directory: which one, may it be used, who has it, and where it is when a script goes elsewhere."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cli.asking import Ask
+from tests.cli.command import Command, last_json
+from unisono.cli.request.run_dir import choose_run_dir, hold, newest_run, problems_of_run_dir
+from unisono.config import Line
+from unisono.errors import Problem, SettingsError
+
+
+def test_a_folder_with_a_run_is_not_used_again(ask: Ask, tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / "out" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
+    do = "unisono run train.py --run-dir out --json --resume, or: unisono run train.py --run-dir out-2 --json"
+    true = "It holds a run already: 2 checkpoints, the newest step-00000020."
+    assert ask("run", "train.py", "--run-dir=out") == [Problem("--run-dir out", true, do)]
+
+
+def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (problem,) = ask("run", "train.py", "--run-dir=file")
+    assert problem == Problem("--run-dir file", "It is a file.", "unisono run train.py --run-dir file-run --json")
+    (problem,) = ask("run", "train.py", "--run-dir=file/out")
+    assert problem.true == f"It cannot be written: {tmp_path / 'file'} is not a folder."
+    (problem,) = ask("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
+    assert problem.asked == "Keep the run in /proc/nothing"
+
+
+def test_what_lies_beside_a_run_may_be_called_as_it_likes(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("somebody's")
+    assert problems_of_run_dir("train", tmp_path / "out", resume=False, line=Line(("unisono",))) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_named(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    (problem,) = ask("run", "train.py", "--run-dir=closed/out")
+    assert problem.true == f"It cannot be written: Permission denied in {tmp_path / 'closed'}."
+
+
+def test_a_file_system_that_nobody_may_write_to_is_called_so(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
+    (problem,) = ask("run", "train.py", "--run-dir=out")
+    assert problem.true == f"It cannot be written: Read-only file system in {tmp_path}."
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOSUID))
+    (problem,) = ask("run", "train.py", "--run-dir=out")
+    assert problem.true == f"It cannot be written: Permission denied in {tmp_path}."
+
+
+FULL = """
+    import errno, pathlib
+
+    write_text = pathlib.Path.write_text
+
+    def full(path, *arguments, **more):
+        if "settings.toml" not in path.name:
+            return write_text(path, *arguments, **more)
+        path.touch()  # there is room for a name, and for nothing else
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    pathlib.Path.write_text = full
+    unisono.main(lambda run: print("training"))
+    """
+
+
+def test_a_full_disk_is_told_before_the_loop_and_nothing_is_left_by_half(command: Command) -> None:
+    command.script(FULL)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=1")
+    again = "unisono run script.py --ranks 2 --set steps=1 --run-dir DIR"
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == (
+        "Keep the run in out\n"
+        "  It cannot be written: No space left on device.\n"
+        f"  Next: {again}, with a folder that you may write to.\n"
+    )
+    assert sorted(path.name for path in (command.folder / "out").iterdir()) == [".lock", "log"]
+
+
+def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        busy = pytest.raises(SettingsError, match=r"Process \? on \? is at work in it")
+        with hold(tmp_path, Line()), busy, hold(tmp_path, Line()):
+            pass
+
+
+def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:
+    do = "unisono run train.py --json (from the start), or: unisono run train.py --resume --json --run-dir DIR"
+    true = f"There is no run train-* in {tmp_path / 'runs'}."
+    assert ask("run", "train.py", "--resume") == [Problem("--resume", true, do)]
+    (problem,) = ask("run", "train.py", "--resume", "--run-dir=out")
+    assert problem == Problem(
+        "--resume --run-dir out",
+        "There is no such folder.",
+        "unisono run train.py --run-dir out --json (from the start), or: "
+        "unisono run train.py --run-dir DIR --resume --json",
+    )
+
+
+def test_run_directories_are_named_by_time_and_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "20261121-120000")
+    made = [choose_run_dir("text", None, resume=False, line=Line()) for _ in range(11)]
+    assert [str(path) for path in made[:2]] == ["runs/text-20261121-120000", "runs/text-20261121-120000-2"]
+    Path("runs/text-more-20271121-120000").mkdir()  # another script's
+    Path("runs/text-20251121-120000").mkdir()
+    assert newest_run("text") == made[-1] == Path("runs/text-20261121-120000-11")
+    assert choose_run_dir("text", None, resume=True, line=Line()) == made[-1]
+    assert choose_run_dir("text", Path("a/b"), resume=False, line=Line()) == Path("a/b")
+    assert Path("a/b").is_dir()
+
+
+def test_the_newest_run_is_resumed_with_what_it_was_given(command: Command) -> None:
+    command.script("print(*sys.argv[1:])")
+    first = command.run("run", "script.py", "--set", "batch=64", "--resume")
+    assert first.status == 2
+    first = command.run("run", "script.py", "--set", "batch=64")
+    (run_dir,) = (command.folder / "runs").iterdir()
+    assert first.out == f"--set=batch=64 --run-dir=runs/{run_dir.name}\n"
+    again = command.run("run", "script.py", "--resume", "--accept-change", "seed", "--json")
+    assert again.out.splitlines()[0] == f"--resume --accept-change=seed --json --run-dir=runs/{run_dir.name}"
+    assert (run_dir / "log" / "rank-0.log").read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("name", ["log", "timeline", "checkpoints"])
+def test_a_file_where_a_run_keeps_a_folder_is_told(ask: Ask, tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    (tmp_path / "out" / "environment.json").mkdir()
+    again = "unisono run train.py --run-dir out --json"
+    assert ask("run", "train.py", "--run-dir=out") == [
+        Problem(
+            "Keep the run in out",
+            f"out/{name} is a file, and a run keeps a folder there.",
+            f"mv out/{name} out/{name}-before && {again}",
+        ),
+        Problem(
+            "Keep the run in out",
+            "out/environment.json is a folder, and a run keeps a file there.",
+            f"mv out/environment.json out/environment.json-before && {again}",
+        ),
+    ]
+
+
+WAITS = """
+    def main(run):
+        if run.is_main and os.fork() == 0:
+            Path(__file__).with_name("worker").write_text(str(os.getpid()))
+            say("worker")
+            signal.pause()
+        say("ready")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun would wait half a minute
+        signal.pause()
+
+    unisono.main(main if "--" in sys.argv else lambda run: None)
+    """
+
+BY = {
+    "python": ["script.py"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"],
+    "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py", "--ranks", "2"],
+}
+STARTERS = ["python", "unisono", pytest.param("torchrun", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), *STARTERS[1:]])
+def test_a_run_directory_has_one_run_at_a_time_and_nobody_after_it_was_killed(command: Command, starter: str) -> None:
+    command.script(WAITS)
+    asked = ["--run-dir", "out", "--set", "steps=1"]
+    running = command.start_python(*BY[starter], *asked, "--", "waits")
+    command.wait_for("ready 0", "worker 0")
+    owner, host = (command.folder / "out" / ".lock").read_text().split()
+    assert starter == "torchrun" or int(owner) == running.pid
+    refuser = "python" if starter == "unisono" else "unisono"
+    refused = command.end(command.start_python(*BY[refuser], *asked, "--resume"))
+    typed = "python script.py" if starter == "unisono" else "unisono run script.py --ranks 2"
+    assert refused.status == 2
+    assert refused.err == (
+        f"--run-dir out\n  Process {owner} on {host} is at work in it.\n"
+        f"  Next: {typed} --set steps=1 --run-dir out --resume "
+        f"(once that one is over; to end it, which saves: kill {owner})\n"
+    )
+    beside = command.run("run", "script.py", *asked)
+    assert "unisono run script.py --set steps=1 --run-dir out-2, beside it" in beside.err
+    os.kill(int(owner), signal.SIGKILL)
+    os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
+    again = command.end(command.start_python("script.py", *asked, "--resume"))
+    assert again.status == 0, again.err
+    if starter != "unisono":  # what it forked is still there; our launcher takes everybody along
+        os.kill(int((command.folder / "worker").read_text()), signal.SIGKILL)
+    command.end(running)
+
+
+MOVES = """
+    import torch
+    os.chdir("/")
+
+    def main(run):
+        os.chdir(command_temporary := os.environ["TMPDIR"])
+        assert run.dir.is_absolute()
+        model = run.place(lambda: torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(torch.utils.data.TensorDataset(torch.ones(20, 4))):
+            for (x,) in step:
+                step.backward(model(x).sum(), len(x))
+            step.update(optimizer)
+        assert os.getcwd() == command_temporary
+
+    unisono.main(main)
+    """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["python", "unisono", "torchrun"])
+def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(command: Command, starter: str) -> None:
+    command.script(MOVES)
+    (command.folder / "some.toml").write_text("batch = 5\nloader.workers = 1\n")
+    asked = [*BY[starter], "--run-dir", "out", "--settings", "some.toml"]
+    ended = command.end(command.start_python(*asked, "--set", "steps=3"))
+    assert ended.status == 0, ended.err
+    assert "run directory: out\n" in ended.out
+    assert "run          out\n" in ended.out
+    out = command.folder / "out"
+    ranks = 1 if starter == "python" else 2
+    assert sorted(path.name for path in (out / "timeline").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"][:ranks]
+    assert "batch = 5 " in (out / "settings.toml").read_text()
+    assert "# some.toml" in (out / "settings.toml").read_text()
+    ended = command.end(command.start_python(*asked, "--set", "steps=5", "--resume"))
+    assert ended.status == 0, ended.err
+    assert json.loads((out / "result.json").read_text())["steps"] == 5
+    assert sorted(path.name for path in command.folder.iterdir()) == ["alive", "out", "script.py", "some.toml"]
+
+
+def test_a_script_that_never_joins_is_told_where_to(command: Command) -> None:
+    command.script("print('trained alone')")
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
+    assert ended.status == 2
+    assert ended.err == (
+        "unisono run script.py --ranks 2 --run-dir out\n"
+        "  It ran 2 times, each time alone: it never called unisono.main, where processes join.\n"
+        "  Next: unisono copy text my_script.py (a script that calls it, to start from), or, as one process: "
+        "python script.py\n"
+    )
+    assert ended.out == "trained alone\n"
+    assert command.run("run", "script.py", "--run-dir", "out").status == 0
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--json")
+    assert last_json(ended.out)["error"]["exit_status"] == 2

@@ -1,0 +1,318 @@
+"""Wrong requests: what was asked, what is true, what to type; all at once, status 2, and nothing is started or left."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono
+from tests.cli.asking import SCRIPT, Ask
+from unisono.cli.main import main
+from unisono.cli.request.run_options import Request, table_of
+from unisono.errors import Problem
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "true", "do"),
+    [
+        (
+            "run txt",
+            "unisono run txt",
+            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "unisono run text --json",
+        ),
+        (
+            "run trian.py",
+            "unisono run trian.py",
+            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "unisono run train.py --json",
+        ),
+        (
+            "run nope.py",
+            "unisono run nope.py",
+            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "unisono run --help",
+        ),
+        ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py --json"),
+        (
+            "run train.py --ranks 0",
+            "--ranks 0",
+            "A run needs at least one process.",
+            "unisono run train.py --ranks 1 --json",
+        ),
+        (
+            "run train.py --ranks 9",
+            "9 processes",
+            "8 virtual ranks: 1 to 8 processes.",
+            "unisono run train.py --ranks 8 --json, or (other bits): "
+            "unisono run train.py --ranks 9 --json --set virtual_ranks=9",
+        ),
+        (
+            "run train.py --fault 'Explode step=2'",
+            "--fault 'Explode step=2'",
+            "There is no fault Explode; there are FailAt, HangAt, SlowAt, BitFlip, TornFile, FullDisk, LostPackets.",
+            "unisono run train.py --json --fault 'FailAt step=2 phase=backward'",
+        ),
+        (
+            "run text --ranks 3 --set parallel.tensor=3",
+            "The text recipe was asked for parallel.tensor=3 and model.heads=4.",
+            "Each process computes whole heads, and 4 is no multiple of 3.",
+            "--set parallel.tensor=2, or, another model: --set model.heads=6 --set model.width=132",
+        ),
+        (
+            "run text --ranks 8 --set parallel.pipeline=8",
+            "The text recipe was asked for parallel.pipeline=8 and model.depth=4.",
+            "Its model is a row of 7 layers with weights: embedding, blocks, norm and head.",
+            "--set parallel.pipeline=7, or: --set model.depth=5",
+        ),
+        (
+            "run image --ranks 2 --set parallel.pipeline=2",
+            "The image recipe was asked for parallel.pipeline=2 and model.norm=batch.",
+            "Batch norm's running statistics go from one micro-batch to the next, and in a pipeline many are under way "
+            "at once.",
+            "--set model.norm=group, or: --set parallel.pipeline=1",
+        ),
+        (
+            "run train.py --set exchange=server",
+            "exchange = server on 1 process",
+            "1 server and at least 1 worker make 2.",
+            "unisono run train.py --set exchange=server --json --ranks 2",
+        ),
+        (
+            "run train.py --ranks 3 --set exchange=server --set server.staleness=-1",
+            "server.staleness = -1",
+            "It must be at least 0.",
+            "unisono run train.py --ranks 3 --set exchange=server --set server.staleness=0 --json",
+        ),
+        (
+            "run text --ranks 3 --set parallel.buddy=true",
+            "parallel.buddy = true",
+            "It copies shards to the next process that has one, and with parallel.shard = 1 there are none. "
+            "All 3 replicas are copies of each other.",
+            "unisono run text --ranks 3 --set parallel.buddy=true --json --set parallel.shard=3, or: "
+            "unisono run text --ranks 3 --set parallel.buddy=false --json",
+        ),
+        (
+            "run train.py --set lrr=1",
+            "--set lrr=1",
+            "There is no setting lrr; the nearest is lr.",
+            "unisono run train.py --set lr=1 --json",
+        ),
+        (
+            "run train.py --accept-change seed",
+            "--accept-change seed",
+            "Only a resumed run has something to differ from.",
+            "unisono run train.py --accept-change seed --json --resume",
+        ),
+        (
+            "copy txt",
+            "unisono copy txt",
+            "There is no such recipe. Recipes: image, speech, text, topics.",
+            "unisono copy text",
+        ),
+        (
+            "fingerprint nowhere",
+            "unisono fingerprint nowhere",
+            "There is no such folder.",
+            "unisono fingerprint runs/NAME-TIME",
+        ),
+        (
+            "fingerprint .",
+            "unisono fingerprint .",
+            "There is no checkpoint in it.",
+            "unisono fingerprint runs/NAME-TIME",
+        ),
+    ],
+)
+def test_a_wrong_request_is_answered_with_the_line_to_type(
+    ask: Ask, words: str, asked: str, true: str, do: str
+) -> None:
+    assert ask(*shlex.split(words)) == [Problem(asked, true, do)]
+
+
+def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "result.json").write_text("{}")
+    problems = ask(
+        "run", "train.py", "--ranks=0", "--run-dir=out", "--set=lr=x", "--set=wdith=3", "--accept-change=seed"
+    )
+    assert [problem.asked for problem in problems] == [
+        "--ranks 0",
+        "--set lr=x",
+        "--set wdith=3",
+        "--accept-change seed",
+        "--run-dir out",
+    ]
+
+
+def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
+    asked = ["unisono run trian.py", "--ranks 0", "--settings none.toml", "batch = 0", "--run-dir file"]
+    assert [problem.asked for problem in problems] == asked
+    assert len(ask("run", "trian.py", "--resume")) == 1
+
+
+def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "other.py").write_text("raise SystemExit('it was started')")
+    (tmp_path / "some.toml").write_text("threads = 0\nwidth = 3\n")
+    problems = ask("run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml")
+    assert [problem.asked for problem in problems] == ["batch = 0", "threads = 0"]
+    (problem,) = ask("run", "other.py", "--set=virtual_ranks=3", "--set=batch=2")  # its own batch nobody knows here
+    assert problem.asked == "virtual_ranks = 3"
+    (problem,) = ask("run", "other.py", "--ranks=3", "--set=virtual_ranks=2")
+    assert problem.true == "2 virtual ranks: 1 to 2 processes."
+    (problem,) = ask("run", "other.py", "--settings=none.toml")
+    assert problem.true == "There is no such file."
+
+
+def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
+    request = Request(
+        sets=("batch=3", "data=--odd"),
+        settings_file=Path("a b.toml"),
+        resume=True,
+        accept_change=("seed", "torch"),
+        json=True,
+        own=("--own", "--", "x"),
+    )
+    arguments = request.arguments(Path("runs/x"))
+    parsed = Request.parse(arguments, unisono.Settings, "train.py")
+    assert parsed == Request(**{**vars(request), "run_dir": Path("runs/x")})
+    assert Request.parse([], unisono.Settings, "train.py") == Request()
+
+
+def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    cls = unisono.config.settings_of(path)
+    assert cls is not None
+    with pytest.raises(SystemExit) as left:
+        Request.parse(["--help"], cls, "train.py")
+    assert left.value.code == 0
+    told = capsys.readouterr().out
+    assert "A small script." in told
+    assert "--set KEY=VALUE" in told
+    assert re.search(r"  lr +0\.0003 +a number\n", told)
+
+
+def test_the_help_of_run_shows_the_settings_of_its_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("lr: float = 3e-4", "lr: float = 3e-4  # the highest"))
+    for words in (["train.py", "--help"], ["--ranks", "2", "train.py", "-h"]):
+        assert main(["run", *words]) == 0
+        told = capsys.readouterr().out
+        assert "Train a recipe or a script." in told
+        assert re.search(r"  lr +0\.0003 +the highest\n", told)
+    assert main(["run", "image", "--help"]) == 0
+    assert "a folder of your own: four idx files" in capsys.readouterr().out
+    assert main(["run", "--help"]) == 0
+    assert "Settings, their defaults" not in capsys.readouterr().out
+
+
+def test_of_a_setting_like_no_other_the_scripts_own_are_told(ask: Ask, tmp_path: Path) -> None:
+    (problem,) = ask("run", "train.py", "--set", "zzzzzz=1")
+    assert re.fullmatch(
+        r"There is no setting zzzzzz\. There are steps, lr, and \d\d of every run: unisono run train\.py --help",
+        problem.true,
+    )
+    (tmp_path / "plain.py").write_text("import unisono\nunisono.main(print)\n")
+    (problem,) = ask("check", "plain.py", "--set=zzzzzz=1", "--set=steps=2")
+    assert re.fullmatch(
+        r"There is no setting zzzzzz\. There are \d\d of every run: unisono run plain\.py --help", problem.true
+    )
+
+
+def test_the_scripts_own_settings_come_first_and_choices_are_shown(tmp_path: Path) -> None:
+    text = SCRIPT.replace("from dataclasses", "from typing import Literal\nfrom dataclasses").replace(
+        "    lr: float = 3e-4",
+        '    lr: float = 3e-4\n    norm: Literal["batch", "group"] = "group"  # of what\n'
+        '    head: Literal["one", "two"] = "one"  # one of them, or two',
+    )
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    cls = unisono.config.settings_of(path)
+    assert cls is not None
+    lines = table_of(cls).splitlines()[1:]
+    assert [line.split()[0] for line in lines[:4]] == ["steps", "lr", "norm", "head"]
+    assert lines[2].endswith("of what (batch, group)")
+    assert lines[3].endswith("one of them, or two")
+    assert "fp32, bf16, fp16" in " ".join(" ".join(lines).split())
+    assert all(len(line) < 80 for line in lines)
+
+
+def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:
+    problems = ask("run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1")
+    assert [problem.asked for problem in problems] == ["--set batch=big", "--set stepz=4", "--set zzzzzz=1"]
+    line = "unisono run train.py --set batch=32 --set lr=2 --set steps=4 --json"
+    assert [problem.do for problem in problems] == [line, line, f"{line} (without it)"]
+
+
+def test_a_recipe_is_copied_to_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["copy", "text"]) == 0
+    assert (tmp_path / "text.py").read_text() == (Path(unisono.__file__).parent / "recipes" / "text.py").read_text()
+    (tmp_path / "folder").mkdir()
+    assert main(["copy", "text", "folder"]) == 0
+    capsys.readouterr()
+    assert main(["copy", "text", "mine.py", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": "mine.py"}
+    assert {p.name for p in tmp_path.rglob("*.py")} == {"text.py", "mine.py"}
+
+
+def test_what_cannot_be_copied_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.py").write_text("mine")
+    assert main(["copy", "text"]) == 2
+    assert capsys.readouterr().err == (
+        "unisono copy text\n"
+        "  text.py is there already, and nothing is overwritten.\n"
+        "  Next: unisono copy text my_text.py\n"
+    )
+    assert (tmp_path / "text.py").read_text() == "mine"
+    assert main(["copy", "text", "nowhere/text.py"]) == 2
+    assert "nowhere/text.py cannot be written: No such file or directory." in capsys.readouterr().err
+
+
+def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert "Train" in told
+    assert "Look" in told
+    assert "unisono run text --ranks 2 " in told
+    assert all(len(line) <= 80 for line in told.splitlines())
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{unisono.__version__}\n"
+
+
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["nothing"], 2)])
+def test_python_m_unisono_is_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], status: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["unisono", *words])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("unisono", run_name="__main__")
+    screen = capsys.readouterr()
+    assert left.value.code == status
+    assert screen.out == ("" if status else f"{unisono.__version__}\n")
+    assert screen.err.startswith("unisono nothing\n  There is no verb nothing." if status else "")
+
+
+def test_every_verbs_help_has_its_own_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("run", "copy", "fingerprint", "doctor"):
+        assert main([verb, "--help"]) == 0
+        examples = capsys.readouterr().out.partition("Examples:")[2].split("\n")
+        typed = [line.strip() for line in examples if line.strip().startswith("unisono ")]
+        assert typed
+        assert all(line.startswith(f"unisono {verb}") for line in typed)

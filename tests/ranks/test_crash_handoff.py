@@ -1,0 +1,68 @@
+"""Shards whose processes have died of another one's death come back in the run that begins again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ranks.company import Company, die_at
+from tests.ranks.training import MLP, Points, settings
+from unisono import Run
+from unisono.checkpoint import emergency_dump
+from unisono.config import ParallelSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.errors import UnisonoError
+from unisono.testing import build_run, run_ranks
+from unisono.train.recovery.crash_handoff import leave
+
+
+def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
+    """The fingerprint, and the step from which it went on; None: it failed, because others have died."""
+    try:
+        with join(world) as group:
+            if world.number in dead:
+                die_at("update", 5)
+            run = build_run(config, world, group, folder)
+            try:
+                train(run)
+            except Exception as error:
+                leave(run, error)
+                raise
+            finally:
+                run.close()
+            return run._state.fingerprint(), run._resumed_at
+    except (UnisonoError, RuntimeError):
+        return None
+
+
+def train(run: Run[Any]) -> None:
+    model = run.place(MLP)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Points(101)):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+        step.update(optimizer)
+    run.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dead", "step"), [({1}, 3), ({0, 1}, 0)], ids=["one", "neighbours"])
+def test_a_run_that_begins_again_loses_no_step(tmp_path: Path, dead: set[int], step: int) -> None:
+    ((state, _),) = run_ranks(work, 1, settings(), tmp_path / "alone", set())
+    config = settings(parallel=ParallelSettings(shard=3, buddy=True))
+    with Company(work, 3, config, tmp_path / "run", dead) as company:
+        company.killed |= dead
+        assert set(company.results().values()) == {None}
+    assert emergency_dump.steps_left(tmp_path / "run") >= step
+    with Company(work, 3, config, tmp_path / "run", set()) as company:
+        found = set(company.results().values())
+    ((again, resumed_at),) = found
+    assert again == state
+    assert resumed_at >= step if step else resumed_at == 0
+    assert not (tmp_path / "run" / emergency_dump.FOLDER).exists()

@@ -1,0 +1,70 @@
+"""The tree's sum when leaves went to anybody, in any order: fed with gradients that tell every order apart."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks.test_exchange import by_the_book, leaf, on_hosts, parameters, step
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.exchange.tree.dynamic_tree import Claimed
+from unisono.plan.assignment import place_evenly
+from unisono.testing import run_ranks
+
+
+def claimed_step(
+    exchange: Claimed, params: list[nn.Parameter], pieces: dict[int, int], taken: list[list[int]], rank: int
+) -> Any:
+    """taken[r]: the virtual ranks with work that process r computes, in this order."""
+    ranks = exchange.virtual_ranks
+    weights = torch.zeros(ranks, dtype=torch.float64)
+    weights[taken[rank]] = 7.0 / sum(map(len, taken))
+    exchange.begin((), pieces, lambda: weights)
+    for v in taken[rank]:
+        for _ in range(pieces[v]):
+            exchange.enter(v, last=False)
+            torch.stack([(p * leaf(v, p)).sum() for p in params]).sum().backward()
+            exchange.leave()
+    exchange.launch()
+    exchange.finish(7.0)
+    exchange.commit()
+    grads = [p.grad.flatten().tolist() for p in params if p.grad is not None]
+    exchange.zero()
+    return grads
+
+
+def anyhow(world: World, hosts: str) -> list[Any]:
+    """Steps with claims and without, of one exchange: what went wrong."""
+    wrong: list[Any] = []
+    dice = random.Random(9)
+    with join(world) as group:
+        for virtual_ranks in (2, 3, 5, 8, 12, 13):
+            params = parameters()
+            exchange = Claimed(params, virtual_ranks, on_hosts(group, hosts))
+            for turn in range(16):
+                pieces = {v: dice.choice([0, 1, 1, 2]) for v in range(virtual_ranks)}
+                pieces[dice.randrange(virtual_ranks)] += 1
+                busy = [v for v in pieces if pieces[v]]
+                dice.shuffle(busy)
+                taken: list[list[int]] = [[] for _ in range(group.size)]
+                for v in busy:
+                    taken[dice.randrange(group.size)].append(v)  # somebody may get nothing at all
+                if turn % 4 == 3:
+                    spans = place_evenly(virtual_ranks, group.size)
+                    grads = step(exchange, params, spans, pieces, group.rank)
+                else:
+                    grads = claimed_step(exchange, params, pieces, taken, group.rank)
+                if grads != by_the_book(virtual_ranks, pieces):
+                    wrong.append((virtual_ranks, pieces, taken, turn))
+            exchange.close()
+    return wrong
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab", "aaa", "aba"])
+def test_whoever_computed_which_leaf_in_whatever_order_the_sum_is_the_trees(hosts: str) -> None:
+    assert run_ranks(anyhow, len(hosts), hosts) == [[]] * len(hosts)

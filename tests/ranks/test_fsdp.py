@@ -1,0 +1,438 @@
+"""Shards: a model whose parameters are divided among processes is the model of one process, to the bit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pairs import every_pair
+from tests.ranks import training
+from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, whole
+from tests.ranks.test_several_passes import CONFIG, alternating, together
+from tests.ranks.training import settings
+from unisono.config import ParallelSettings
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import local
+from unisono.environment import World
+from unisono.testing import build_run, run_ranks
+from unisono.train.guarantees.user_errors import parts_told
+from unisono.train.run import Run
+
+PLACEMENTS = {
+    "two shards": (2, ParallelSettings(shard=2)),
+    "three shards": (3, ParallelSettings(shard=3)),
+    "two models of two shards": (4, ParallelSettings(shard=2)),
+    "three shards, gathered once a step": (3, ParallelSettings(shard=3, gather="step")),
+    "two models of two shards, gathered once a step": (4, ParallelSettings(shard=2, gather="step")),
+    "two shards in the CPU's memory": (2, ParallelSettings(shard=2, offload=True)),
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "mlp, clipped": {"clip": 0.2},
+    "gpt": {},
+    "gpt, several micro-batches": {"batch": 24, "virtual_ranks": 4, "micro_batch": 2},
+    "gpt, bf16": {"precision": "bf16"},
+}
+
+
+short = partial(training.train, length=53)
+"""53 is prime: the last batch of an epoch is short."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        case: run_ranks(short, 1, case.split(",")[0], settings(**changes), str(folder / case))[0]
+        for case, changes in CASES.items()
+    }
+
+
+def same_as_alone(runs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for run in runs:
+        assert run["state"] == alone["state"]
+        assert run["losses"] == alone["losses"]
+        assert run["norms"] == alone["norms"]
+        assert run["result"]["right"] == alone["result"]["right"]
+        assert run["result"]["promise"] == "exact"
+
+
+@pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
+def test_any_division_gives_the_bits_of_one_process(
+    tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
+) -> None:
+    size, parallel = PLACEMENTS[placement]
+    config = settings(**CASES[case], parallel=parallel)
+    same_as_alone(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
+
+
+def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
+    """Saved in mid-epoch by one placement, continued by another, three times over: as if never stopped."""
+    config, folder = settings(clip=0.5), tmp_path / "parts"
+    never_stopped = run_ranks(short, 1, "gpt", config, str(tmp_path / "whole"))[0]
+    stops = [(2, ParallelSettings(shard=2), 2), (3, ParallelSettings(), 4), (4, ParallelSettings(shard=2), 6)]
+    for size, parallel, stop in stops:
+        part = partial(short, resume=stop > 2, stop_after=stop)
+        run_ranks(part, size, "gpt", replace(config, parallel=parallel), str(folder))
+    last = replace(config, parallel=ParallelSettings(shard=3, gather="step"))
+    ended = run_ranks(partial(short, resume=True), 3, "gpt", last, str(folder))[0]
+    assert ended["state"] == never_stopped["state"]
+
+
+class Normed(nn.Sequential):
+    """With running statistics, in layers and outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()) for _ in range(3)))
+        self.append(nn.BatchNorm1d(3))
+        self.append(nn.Linear(3, 2))
+
+
+class Repeated(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.rows[1](self.rows[0](self.rows[0](x).relu()).relu()))
+        return out
+
+
+def normed(run: Run[Any]) -> Any:
+    return train(run, build=Normed, data=Numbers(48))
+
+
+def repeated(run: Run[Any]) -> Any:
+    return train(run, build=Repeated, data=Numbers(48))
+
+
+@pytest.mark.parametrize(("loop", "gather"), [(normed, "layer"), (normed, "step"), (repeated, "step")])
+def test_running_statistics_and_a_layer_that_is_called_twice(tmp_path: Path, loop: Any, gather: Any) -> None:
+    config = settings(batch=16, virtual_ranks=4, steps=4)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert isinstance(told, list), told
+    for size in (2, 4):
+        config = replace(config, parallel=ParallelSettings(shard=2, gather=gather))
+        assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [told] * size
+
+
+class Transposed(nn.Module):
+    """Its weight lies in memory as a transposed one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 3).t())
+        self.out = nn.Linear(40, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out((x @ self.weight).relu())
+        return out
+
+
+def transposed(run: Run[Any]) -> Any:
+    def after(step: Any, optimizer: Any) -> float:
+        step.update(optimizer, clip=0.05)
+        norm: float = step.grad_norm
+        return norm
+
+    return train(run, build=Transposed, data=Numbers(48), after=after)
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_norms_do_not_depend_on_how_a_parameter_lies_in_memory(tmp_path: Path, gather: Any) -> None:
+    config = settings(batch=16, virtual_ranks=4, steps=6)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", transposed, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(shard=2, gather=gather))
+    assert run_ranks(attempt, 2, tmp_path / "2", transposed, config) == [told] * 2
+
+
+@pytest.mark.parametrize("loop", [together, alternating])
+def test_passes_with_a_gradient_each(tmp_path: Path, loop: Any) -> None:
+    """Two models called twice in one forward pass, and a gradient of a gradient."""
+    config = replace(CONFIG, batch=12, steps=3)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert "Error" not in str(told)
+    config = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
+
+
+def scores(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - x.sum(1, keepdim=True)).pow(2).sum(), len(i)
+
+
+def outputs(run: Run[Any]) -> Any:
+    """Evaluate and predict over sets that processes share unevenly, one of them only read from front to back."""
+    torch.manual_seed(0)
+    model = run.place(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
+    told: list[Any] = []
+    for length in (1, 5, 9, 11):
+        data = Numbers(length)
+        told.append(run.evaluate(model, data, scores))
+        told.append(run.evaluate(model, (data[i] for i in range(length)), scores))
+        told.append(run.predict(model, data).tolist())
+    return told
+
+
+@pytest.mark.parametrize(("size", "gather"), [(2, "layer"), (3, "layer"), (2, "step")])
+def test_evaluation_and_prediction(tmp_path: Path, size: int, gather: Any) -> None:
+    config = settings(batch=8, virtual_ranks=4)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", outputs, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(shard=size, gather=gather))
+    assert run_ranks(attempt, size, tmp_path / "n", outputs, config) == [told] * size
+
+
+class Scaled(nn.Linear):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def on_main_only(run: Run[Any]) -> Any:
+    model = run.place(linear)
+    if run.is_main:
+        model(torch.zeros(1, 3))
+    return run.evaluate(model, Numbers(), scores)
+
+
+def unknown_layer(run: Run[Any]) -> Any:
+    return train(run, build=lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)))
+
+
+def scaled(run: Run[Any]) -> Any:
+    return train(run, build=Scaled)
+
+
+def of_two_kinds(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        model = linear()
+        model.register_parameter("wide", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
+        return model
+
+    return train(run, build=build)
+
+
+def sparse(run: Run[Any]) -> Any:
+    return train(run, build=lambda: nn.ModuleList([nn.Linear(3, 2), nn.Embedding(20, 2, sparse=True)]))
+
+
+def hooked(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        model = linear()
+        model.get_parameter("weight").register_hook(lambda grad: grad * 2)
+        return model
+
+    return train(run, build=build)
+
+
+def hooked_later(run: Run[Any]) -> Any:
+    def make(model: nn.Module) -> Any:
+        model.get_parameter("weight").register_hook(lambda grad: grad * 2)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    return train(run, make=make)
+
+
+def empty(run: Run[Any]) -> Any:
+    def build() -> nn.Module:
+        model = linear()
+        model.register_parameter("spare", nn.Parameter(torch.zeros(0, 2)))
+        return model
+
+    return train(run, build=build)
+
+
+def penalised(run: Run[Any]) -> Any:
+    """Adds up squares of weights by hand."""
+
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(loss_of(model, x) + model.get_parameter("weight").square().sum(), weight=len(i))
+
+    with parts_told(run.settings.parallel):
+        return train(run, body)
+
+
+def averaged(run: Run[Any]) -> Any:
+    """Copies a model to average its weights."""
+    with parts_told(run.settings.parallel):
+        return torch.optim.swa_utils.AveragedModel(run.place(lambda: nn.Linear(3, 2)))
+
+
+class Chooses(nn.Module):
+    """Which layer it calls depends on what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.out = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(self.rows[int(x.sum() > 1.5)](x))
+        return out
+
+
+def chosen(run: Run[Any]) -> Any:
+    model = run.place(Chooses)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    told: list[Any] = []
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        step.update(optimizer)
+        told.append([step.loss, run.evaluate(model, Numbers(13), scores)])
+    return [*told, run.predict(model, Numbers(13)).tolist()]
+
+
+def test_gathered_once_a_step_it_does_not_matter_who_calls_which_layer(tmp_path: Path) -> None:
+    config = settings(batch=8, virtual_ranks=8, micro_batch=1, steps=3)
+    (told,) = run_ranks(attempt, 1, tmp_path / "1", chosen, config)
+    assert isinstance(told, list), told
+    config = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    assert run_ranks(attempt, 2, tmp_path / "2", chosen, config) == [told] * 2
+
+
+class Skips(Chooses):
+    """A layer that not all samples go through: in `where`, its forward, or what comes of it in the loss."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        some = bool(x.sum() > 1.5)
+        x = self.rows[0](x)
+        through = self.rows[1](x) if some or self.where == "loss" else x
+        out: torch.Tensor = self.out(through if some else x)
+        return out
+
+
+def skips(run: Run[Any], where: str) -> Any:
+    return train(run, build=lambda: Skips(where))
+
+
+def evaluated_otherwise(run: Run[Any]) -> Any:
+    """In evaluations only, and at the end of a pass: nothing comes behind it that could be met instead."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+            self.out = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.rows[0](x))
+            return out + self.rows[1](x).sum() if self.training or x[0, 0] > 0 else out
+
+    model = run.place(Late)
+    optimizer = sgd(model)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        step.update(optimizer)
+        return run.evaluate(model, Numbers(2), scores)
+    return None
+
+
+CHOOSE = {"batch": 8, "virtual_ranks": 8, "micro_batch": 1, "steps": 3}
+
+SHARED = ParallelSettings(shard=2)
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "a layer called twice": (
+        repeated,
+        {},
+        "The Linear rows.0 was called twice in one forward pass.*parallel.gather=step",
+    ),
+    "a parameter without a dimension": (scaled, {}, "1 of its parameters are single numbers.*scale.*torch.ones"),
+    "a layer of two kinds": (
+        of_two_kinds,
+        {},
+        "one kind of numbers: wide is float64 and weight is float32.*layers=",
+    ),
+    "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
+    "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
+    "a parameter without elements": (empty, {}, "spare has no elements.*parallel.gather=step"),
+    "a weight outside of its layer": (penalised, {}, "outside of its layer's call.*parallel.gather=step.*weight_decay"),
+    "a copy of the model": (averaged, {}, "A placed model was copied.*average = run.place.*parallel.shard=1"),
+    "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
+    "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
+    "another layer for other samples": (
+        chosen,
+        CHOOSE,
+        "was to gather the Linear rows.[01]; at that moment, on process .*gather the Linear rows.*gather=step",
+    ),
+    "a layer that some samples skip": (
+        partial(skips, where="forward"),
+        CHOOSE,
+        "gather the Linear rows.1.*gather=step",
+    ),
+    "a layer whose output some samples do not use": (
+        partial(skips, where="loss"),
+        CHOOSE,
+        "the Linear rows.1.*gather=step",
+    ),
+    "another layer in an evaluation": (evaluated_otherwise, CHOOSE, "the Linear rows.1.*|gone or silent.*"),
+    "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),
+    "a class that the model has not": (
+        unknown_layer,
+        {"parallel": replace(SHARED, layers=["Block"])},
+        "parallel.layers names Block.*Linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> None:
+    loop, changes, words = WRONG[what]
+    config = settings(**{"batch": 16, "virtual_ranks": 4, "parallel": SHARED} | changes)
+    told = run_ranks(attempt, 2, tmp_path, loop, config)
+    for words_here in told:
+        assert isinstance(words_here, str), words_here
+        assert re.search(words, words_here, re.DOTALL), words_here
+
+
+def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
+    """Bytes of parameters, gradients and optimizer state that lie here when a step is about to be updated."""
+    with join(world) as group:
+        config = settings(steps=1, batch=8, virtual_ranks=8, parallel=parallel)
+        run = build_run(config, world, group, folder)
+        model = run.place(
+            lambda: nn.Sequential(nn.Linear(3, 96), *(nn.Linear(96, 96) for _ in range(4)), nn.Linear(96, 2))
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        run.track(model=model, optimizer=optimizer)
+        found = [0, 0, 0]
+        for step in run.steps(Numbers(64)):
+            for x, i in step:
+                whole(step, model, x, i)
+            for p in model.parameters():
+                found[0] += local(p).nbytes
+                found[1] += local(p.grad).nbytes
+            step.update(optimizer)
+            for state in optimizer.state.values():
+                found[2] += sum(local(v).nbytes for v in state.values() if v.dim())
+        run.close()
+        return found
+
+
+def test_memory_is_divided(tmp_path: Path) -> None:
+    (alone,) = run_ranks(memory, 1, tmp_path, ParallelSettings())
+    for size in (2, 4):
+        for here in run_ranks(memory, size, tmp_path, ParallelSettings(shard=size)):
+            for mine, all_ in zip(here, alone, strict=True):
+                assert mine <= 1.1 * all_ / size

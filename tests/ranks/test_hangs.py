@@ -1,0 +1,76 @@
+"""Whoever stands still is named, with what it waits for and the line where it does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import hangs
+from unisono.launcher.hang_watcher import Lookout
+from unisono.testing import run_ranks
+
+slow = pytest.mark.slow
+
+ROUNDS = r"at hangs\.py:\d+ in train_here \(for x, y in step:\)"
+
+SAID = {
+    "a rank sleeps": (1, r"Ranks 0 and 2 wait for rank 1: it sleeps at hangs\.py:\d+ in sleeps \(time\.sleep\(1e6\)\)"),
+    "a rank is in another collective": (
+        1,
+        rf"They wait for each other, in different places: rank 0 waits in all_reduce #\d+ of float64\[\d+\] {ROUNDS}; "
+        r"rank 1 waits for a message at hangs\.py:\d+ in in_another_collective",
+    ),
+    "a loader's worker blocks": (
+        1,
+        r"Ranks 0 and 2 wait for rank 1: it waits for its loader's workers at .*, process \d+ is at hangs\.py:\d+ in "
+        "__getitem__",
+    ),
+    "an uneven loop": (
+        0,
+        r"rank 0 waits in all_reduce .*; rank 1 waits in barrier #\d+ at hangs\.py:\d+ in uneven_loop",
+    ),
+    "a dead store": (0, "All others wait for rank 0 to come to unisono.main"),
+    "a lock is taken twice": (
+        1,
+        r"Rank 0 waits for ranks 1 and 2: each sleeps at hangs\.py:\d+ in locked_twice \(lock\.acquire\(\)\)",
+    ),
+    "a file never comes": (1, r"wait for rank 1: it sleeps at hangs\.py:\d+ in waits_for_a_file"),
+    "all are elsewhere": (0, "All wait in the same place: what they wait for is sent by nobody, or does not arrive"),
+    "the system stops it": (1, "Ranks 0 and 2 wait for rank 1: it is stopped"),
+    "compiled code holds the interpreter": (1, r"wait for rank 1: it says nothing \(.*its interpreter\) at hangs\.py:"),
+    "packets are lost": (0, "All wait in the same place: .*, or does not arrive"),
+    "the checkpoint": (1, r"wait for rank 1: it sleeps at .* \(for step in run\.steps\(data\):\)"),
+    "before the first step": (
+        1,
+        r"Ranks 0 and 2 wait for rank 1: it sleeps at hangs\.py:\d+ in train_here \(sleep\(\)\)",
+    ),
+}
+QUICK = ("a rank sleeps", "a rank is in another collective")
+
+
+@slow
+@pytest.mark.parametrize("name", hangs.SLOW)
+def test_who_is_slow_is_not_ended(tmp_path: Path, name: str) -> None:
+    with Lookout(tmp_path, say=False):
+        run_ranks(hangs.train, 2, str(tmp_path), name, 2)
+    assert not list(tmp_path.glob("rank-*.json"))
+
+
+@slow
+def test_without_our_launcher_the_first_process_says_it(tmp_path: Path) -> None:
+    """Places go through the store in which processes have met, and each ends itself."""
+    with pytest.raises(AssertionError, match="died with exit code 1"):
+        run_ranks(hangs.train_alone, 2, str(tmp_path), "a rank sleeps")
+    said = (tmp_path / "said-0").read_text()
+    assert re.search("Rank 0 waits for rank 1: it sleeps at", said), said
+    assert not (tmp_path / "said-1").read_text()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else [slow]) for name in hangs.HANGS])
+def test_it_is_named(tmp_path: Path, name: str) -> None:
+    message, rank = hangs.play(tmp_path, name)
+    blamed, said = SAID[name]
+    assert re.search(said, message), message
+    assert rank == blamed

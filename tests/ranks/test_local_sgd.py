@@ -1,0 +1,346 @@
+"""Sites that train by themselves: local SGD, post-local SGD, DiLoCo, beside the same by hand in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.ranks.loops import attempt
+from unisono.config import CheckpointSettings, LocalSettings, Settings
+from unisono.distributed.init import group as join
+from unisono.distributed.mesh import build_sites
+from unisono.environment import World
+from unisono.local_sgd.site_transport import Between, chunk_of
+from unisono.local_sgd.sites import Sites
+from unisono.plan.batch_order import Order
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+At = Callable[[Run[Settings], Any, nn.Module], Any]
+
+LENGTH, WIDTH = 96, 6
+
+
+def points() -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(8)
+    x = torch.randn(LENGTH, WIDTH, generator=g)
+    return x, (x @ torch.randn(WIDTH, 3, generator=g)).tanh()
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def build_with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) - y).square().sum()
+    return loss
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def settings(steps: int = 13, **local: Any) -> Settings:
+    return Settings(
+        steps=steps, batch=24, virtual_ranks=12, seed=4, exchange="local", local=LocalSettings(**{"every": 4, **local})
+    )
+
+
+def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw: int = 0) -> dict[str, Any]:
+    """at    is called after every update
+    thaw  the first layer learns from this step on
+    rich  with batch norm, and an average of the weights beside the model: a site's own, until all are as one"""
+    model = run.place(build_with_norm if rich else build)
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)) if rich else model
+    run.track(model=model, optimizer=optimizer, schedule=schedule, **({"average": average} if rich else {}))
+    begun = [p.tolist() for p in model.parameters()]
+    losses, told = [], []
+    for step in run.steps(torch.utils.data.TensorDataset(*points())):
+        next(model.children()).requires_grad_(step.number >= thaw)
+        for x, y in step:
+            step.backward(loss_of(model, x, y), weight=len(y))
+        step.update(optimizer, schedule)
+        if isinstance(average, AveragedModel):
+            average.update_parameters(model)
+        losses.append(step.loss)
+        if at is not None:
+            told.append(at(run, step, model))
+    run.finish()
+    return {
+        "begun": begun,
+        "weights": [p.tolist() for p in model.parameters()],
+        "losses": losses,
+        "told": told,
+        "result": run.result(),
+    }
+
+
+def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
+    """The same sites one after the other in plain torch, step by step. What is left at the end: their mean."""
+    local, order = (
+        asked.local,
+        Order(length=LENGTH, batch=asked.batch, virtual_ranks=asked.virtual_ranks, seed=asked.seed),
+    )
+    x, y = points()
+    models = [build() for _ in range(local.sites)]
+    for model in models:
+        for p, b in zip(model.parameters(), begun, strict=True):
+            p.data.copy_(torch.tensor(b))
+    inner = [adamw(model) for model in models]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30) for optimizer in inner]
+    anchor = [nn.Parameter(torch.tensor(b)) for b in begun]
+    outer = torch.optim.SGD(anchor, lr=local.lr, momentum=local.momentum, nesterov=True)
+    if local.outer == "average":
+        outer = torch.optim.SGD(anchor, lr=1.0)
+    share = asked.virtual_ranks // local.sites
+    for number in range(asked.steps or 0):
+        parts = [
+            [i for v in range(s * share, (s + 1) * share) for part in order.micro_batches(number, v) for i in part]
+            for s in range(local.sites)
+        ]
+        if number < local.begin:
+            parts = [list(chain(*parts))] * local.sites
+        for model, optimizer, schedule, samples in zip(models, inner, schedules, parts, strict=True):
+            optimizer.zero_grad()
+            (loss_of(model, x[samples], y[samples]) / len(samples)).backward()
+            optimizer.step()
+            schedule.step()
+        done = number + 1
+        if done == local.begin:
+            for a, p in zip(anchor, models[0].parameters(), strict=True):
+                a.data.copy_(p.detach())
+        if done > local.begin and (done - local.begin) % local.every == 0:
+            for a, *ps in zip(anchor, *[model.parameters() for model in models], strict=True):
+                a.grad = sum(((a - p).detach() for p in ps), torch.zeros_like(a)) / local.sites
+            outer.step()
+            for a, *ps in zip(anchor, *[model.parameters() for model in models], strict=True):
+                for p in ps:
+                    p.data.copy_(a.detach())
+    return [torch.stack([p.detach() for p in ps]).mean(0) for ps in zip(*[m.parameters() for m in models], strict=True)]
+
+
+def trained(world: World, folder: Path, asked: Settings, how: dict[str, Any] | None = None, again: bool = False) -> Any:
+    return attempt(world, folder, partial(train, **(how or {})), asked, resume=again)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        settings(outer="average"),
+        settings(),
+        settings(begin=5, lr=0.5, momentum=0.8),
+        settings(sites=3, every=3),
+        settings(every=1, outer="average"),
+    ],
+    ids=["average", "nesterov", "post-local", "three sites", "every step"],
+)
+def test_the_outer_step_is_that_of_a_loop_by_hand(asked: Settings, tmp_path: Path) -> None:
+    ranks = run_ranks(trained, asked.local.sites, tmp_path, asked)
+    expected = by_hand(ranks[0]["begun"], asked)
+    for rank in ranks:
+        for ours, theirs in zip(rank["weights"], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)
+    assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
+    assert len({rank["result"]["loss"] for rank in ranks}) == 1
+    assert ranks[0]["result"]["promise"] == "sites are part of the mathematics"
+
+
+def test_the_processes_of_a_site_change_no_bit(tmp_path: Path) -> None:
+    for number, asked in enumerate([settings(), settings(bits=4, fragments=2, overlap=1, begin=2)]):
+        found = [
+            (rank["result"]["weights_sha256"], rank["losses"])
+            for size in (2, 4, 6)
+            for site in [run_ranks(trained, size, tmp_path / f"{number}-{size}", asked)]
+            for rank in (site[0], site[-1])
+        ]
+        assert len({weights for weights, _ in found}) == 1
+        first, last = [losses for _, losses in found[::2]], [losses for _, losses in found[1::2]]
+        assert first == [first[0]] * 3
+        assert last == [last[0]] * 3
+        assert first[0][5] != last[0][5]  # each site has its own
+
+
+def sent_again_and_again(world: World, feedback: bool) -> list[float]:
+    """The same row twenty times, in 4 bits: how far the mean of what came is from the row, and half a scale."""
+    with join(world) as group:
+        number, mesh, across = build_sites(2, group)
+        rows = [torch.randn(1000, generator=torch.Generator().manual_seed(site)) for site in range(2)]
+        between = Between(mesh.world, across)
+        left = [torch.zeros_like(chunk_of(rows[number], mesh.world))] if feedback else []
+        came = torch.zeros(1000)
+        for _ in range(20):
+            came += between.send([], [rows[number]], 4, left).means([torch.float32])[0] / 20
+        off = (came - (rows[0] + rows[1]) / 2).abs().max().item()
+        return [off, max(row.abs().max().item() for row in rows) / 14, number, mesh.world.size]
+
+
+def test_what_quantising_loses_is_sent_the_next_time() -> None:
+    for off, half_a_scale, _, _ in run_ranks(sent_again_and_again, 4, True):
+        assert off < 1.2 * half_a_scale / 20
+    ranks = run_ranks(sent_again_and_again, 4, False)
+    assert [rank[2:] for rank in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+    for off, half_a_scale, _, _ in ranks:
+        assert half_a_scale / 4 < off < half_a_scale
+
+
+# -- checkpoints, stops and ends
+
+STREAMING = settings(14, bits=4, fragments=2, overlap=1, begin=2)
+
+
+def one_stops(run: Run[Settings], step: Any, model: nn.Module) -> None:
+    """One process of the last site has had enough, between two meetings."""
+    if step.number == 4 and run.rank == run.size - 1:
+        run.stop()
+
+
+@pytest.mark.parametrize(("asked", "stopped_after"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
+def test_a_stop_waits_for_a_meeting_and_a_resume_goes_on_to_the_same_bits(
+    asked: Settings, stopped_after: int, tmp_path: Path
+) -> None:
+    """With other processes, with batch norm and an average, and although optimizers differ from site to site."""
+    rich = {"rich": True}
+    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked, rich)
+    for size, later in ((2, 4), (4, 2)):
+        folder = tmp_path / f"{size}"
+        ranks = run_ranks(trained, size, folder, asked, {"at": one_stops, **rich})
+        assert {rank["result"]["steps"] for rank in ranks} == {stopped_after}
+        assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
+        ranks = run_ranks(trained, later, folder, asked, rich, True)
+        assert {rank["result"]["weights_sha256"] for rank in ranks} == {undisturbed["result"]["weights_sha256"]}
+        assert ranks[0]["losses"] == undisturbed["losses"][stopped_after:]
+
+
+@pytest.mark.parametrize(("asked", "met"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
+def test_an_end_between_two_meetings_leaves_no_mark_on_a_longer_run(asked: Settings, met: int, tmp_path: Path) -> None:
+    """What is left at the end is the mean of the sites; a run that goes on does so from each site's own weights."""
+    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked)
+    shorter = replace(asked, steps=9, checkpoint=CheckpointSettings(every=3))
+    ranks = run_ranks(trained, 2, tmp_path / "parts", shorter)
+    assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
+    saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
+    assert saved == [f"step-0000000{met}", "step-00000009"]  # asked for after 6 steps, written where sites have met
+    ranks = run_ranks(trained, 2, tmp_path / "parts", asked, None, True)
+    assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
+    (ended, _) = run_ranks(trained, 2, tmp_path / "parts", asked, None, True)  # nothing is left to do
+    assert ended["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
+
+
+@pytest.mark.parametrize("asked", [settings(14, every=4, overlap=2), STREAMING], ids=["one fragment", "two"])
+def test_a_parameter_that_thaws_while_others_meet_does_so_the_next_time(asked: Settings, tmp_path: Path) -> None:
+    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked, {"thaw": 4})
+    assert undisturbed["result"]["steps"] == 14
+    ranks = run_ranks(trained, 4, tmp_path / "parts", replace(asked, steps=9), {"thaw": 4})
+    assert {rank["result"]["steps"] for rank in ranks} == {9}
+    ranks = run_ranks(trained, 2, tmp_path / "parts", asked, {"thaw": 4}, True)
+    assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
+
+
+def test_another_exchange_goes_on_from_the_model_and_drops_the_rest(tmp_path: Path) -> None:
+    run_ranks(trained, 2, tmp_path, settings(8))
+    (tree,) = run_ranks(trained, 1, tmp_path, replace(settings(10), exchange="tree", local=LocalSettings()), None, True)
+    assert tree["result"]["steps"] == 10
+    ranks = run_ranks(trained, 3, tmp_path, settings(16, sites=3), None, True)
+    assert {rank["result"]["steps"] for rank in ranks} == {16}
+    assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
+
+
+# -- what is looked at between two meetings
+
+
+def error(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - y).square().sum(), len(y)
+
+
+def evaluates(run: Run[Settings], step: Any, model: nn.Module) -> Any:
+    """The run's own figure, and the same of the mean of the sites' weights, by hand."""
+    if step.number != 5:
+        return None
+    data = torch.utils.data.TensorDataset(*points())
+    found = run.evaluate(model, data, error)["error"]
+    assert isinstance(run._sites, Sites)
+    everybody = run._sites.across.gather([p.tolist() for p in model.parameters()])
+    mean = build()
+    for p, *values in zip(mean.parameters(), *everybody, strict=True):
+        p.data.copy_(torch.tensor(values).mean(0))
+    x, y = points()
+    unlike = everybody[0] != everybody[1]
+    return unlike, found, (mean(x) - y).square().sum().item() / len(y)
+
+
+def test_an_evaluation_sees_the_mean_of_the_sites_and_leaves_them_as_they_are(tmp_path: Path) -> None:
+    (untold, *_) = run_ranks(trained, 2, tmp_path / "untold", STREAMING)
+    ranks = run_ranks(trained, 4, tmp_path / "told", STREAMING, {"at": evaluates})
+    for rank in ranks:
+        unlike, found, by_hand = rank["told"][5]
+        assert unlike
+        assert found == pytest.approx(by_hand, rel=1e-5)
+    assert ranks[0]["result"]["weights_sha256"] == untold["result"]["weights_sha256"]
+
+
+# -- what goes wrong
+
+
+def breaks(run: Run[Settings], step: Any, model: nn.Module) -> None:
+    if step.number == 5 and run.rank == 3:
+        raise ValueError("site 1 is broken")
+
+
+def test_a_site_that_breaks_is_noticed_at_the_next_meeting(tmp_path: Path) -> None:
+    before = time.monotonic()
+    *others, broken = run_ranks(trained, 4, tmp_path, settings(), {"at": breaks})
+    assert broken == "ValueError: site 1 is broken\n"
+    assert all("PeerLost" in other for other in others), others
+    assert "A meeting of the sites" in others[0]
+    assert time.monotonic() - before < 40
+
+
+def only_one_looks(run: Run[Settings], step: Any, model: nn.Module) -> None:
+    if step.number == 5 and run.rank == 1:
+        run.evaluate(model, torch.utils.data.TensorDataset(*points()), error)
+
+
+def test_a_verb_that_only_one_site_calls_is_an_error_in_all(tmp_path: Path) -> None:
+    ranks = run_ranks(trained, 2, tmp_path, settings(), {"at": only_one_looks})
+    assert "Site 0 came to a step, which all 2 sites do together" in ranks[0]
+    assert "Site 1 came to run.evaluate" in ranks[1]
+    for rank in ranks:
+        assert "site 0 at a step and site 1 at run.evaluate" in rank
+
+
+def overflows(run: Run[Settings], step: Any, model: nn.Module) -> None:
+    if step.number == 3 and run.rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("inf"))
+
+
+def test_weights_that_are_not_finite_are_named_with_their_site(tmp_path: Path) -> None:
+    for rank in run_ranks(trained, 2, tmp_path, settings(), {"at": overflows}):
+        assert "The sites met after step 3.\n  Site 1 of 2 has weights that are not finite." in rank
+
+
+def test_more_fragments_than_parameters_are_refused(tmp_path: Path) -> None:
+    for rank in run_ranks(trained, 2, tmp_path, settings(every=9, fragments=5)):
+        assert "It has 4 parameters that train.\n  Next: --set local.fragments=4" in rank
+
+
+def test_an_epoch_whose_last_step_has_nothing_for_a_site_is_refused(tmp_path: Path) -> None:
+    for rank in run_ranks(trained, 2, tmp_path, replace(settings(), batch=19)):  # 96 = 5 * 19 + 1
+        assert "The last step of every epoch of 96 samples has 1 of them" in rank
+        assert "--set batch=18" in rank

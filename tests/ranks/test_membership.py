@@ -1,0 +1,128 @@
+"""Processes notice a death, agree on who is left, and form a new group; others join them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+
+from tests.ranks.company import Company
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Group
+from unisono.environment import World
+
+
+def total(group: Group) -> float:
+    return float(group.sum_(torch.tensor([1.0])).item())
+
+
+def confirm(company: Any, error: RuntimeError) -> None:
+    if not company.lost_one(error):
+        raise error
+
+
+def survive(world: World, victims: tuple[int, ...], *, chain: bool) -> Any:
+    with join(world) as group:
+        company = group.company
+        assert company is not None
+        found = [total(group)]
+        if company.number in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if chain and group.rank == 0:  # which waits for one that lives, and waits for the dead one itself
+                group.send_and_receive([], [_message(1)])[0].wait()
+            else:
+                group.sum_(torch.ones(100_000))
+        except RuntimeError as error:
+            confirm(company, error)
+        while len(found) < 2:
+            formed = company.form(group, step=7)
+            try:
+                found.append(total(group))
+            except RuntimeError as error:  # the second one died a little later
+                confirm(company, error)
+        return found, (group.rank, group.size), formed.roster, sorted(formed.lost), sorted(group.neighbours)
+
+
+def _message(peer: int) -> Any:
+    from unisono.distributed.process_group import Message
+
+    return Message(torch.zeros(10), peer)
+
+
+def test_those_who_are_left_form_a_group(tmp_path: Any) -> None:
+    with Company(survive_alone, 4) as company:
+        company.killed = {0}
+        found = company.results()
+    assert found == {
+        number: ([4.0, 3.0], (number - 1, 3), (1, 2, 3), [0], [r for r in range(3) if r != number - 1])
+        for number in (1, 2, 3)
+    }
+    formed = [event for event in company.events if "formed" in event]
+    assert [event["formed"]["generation"] for event in formed] == [1, 2]
+    assert formed[1]["about"] == [{"step": 7}] * 3
+
+
+def survive_alone(world: World) -> Any:
+    return survive(world, (0,), chain=False)
+
+
+def survive_chain(world: World) -> Any:
+    return survive(world, (2, 3), chain=True)
+
+
+def test_who_waits_for_one_that_waits_for_the_dead_is_woken() -> None:
+    with Company(survive_chain, 4) as company:
+        company.killed = {2, 3}
+        found = company.results()
+    assert [value[:3] for _, value in sorted(found.items())] == [([4.0, 2.0], (r, 2), (0, 1)) for r in range(2)]
+
+
+def last_one(world: World) -> Any:
+    with join(world) as group:
+        company = group.company
+        assert company is not None
+        sizes = [group.size]
+        for number in range(3):
+            if company.number == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                while True:
+                    total(group)
+            except RuntimeError as error:
+                confirm(company, error)
+            company.form(group)
+            sizes.append(group.size)
+        return sizes, total(group)
+
+
+def test_one_after_the_other_dies_until_one_is_left() -> None:
+    with Company(last_one, 4) as company:
+        company.killed = {0, 1, 2}
+        assert company.results() == {3: ([4, 3, 2, 1], 1.0)}
+
+
+def admit(world: World) -> Any:
+    with join(world) as group:
+        company = group.company
+        assert company is not None
+        sizes: list[int] = [group.size]
+        came: list[int] = []
+        while group.size < 4:
+            if group.size == 1 or group.sum_(torch.tensor([float(company.knocks)])).item():
+                came += company.form(group, open_=True).joined
+                sizes.append(group.size)
+        return sizes[0], sizes[-1], group.rank, came, total(group)
+
+
+def test_others_join() -> None:
+    with Company(admit, 2) as company:
+        company.start(2, joins=True)
+        company.start(3, joins=True)
+        found = company.results()
+    assert {number: value[:2] for number, value in found.items()} == {0: (2, 4), 1: (2, 4), 2: (1, 4), 3: (1, 4)}
+    assert sorted(value[2] for value in found.values()) == [0, 1, 2, 3]
+    assert sorted(found[0][3]) == sorted(found[1][3]) == [2, 3]
+    assert [value[4] for value in found.values()] == [4.0] * 4

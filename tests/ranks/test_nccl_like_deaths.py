@@ -1,0 +1,184 @@
+"""Deaths that nobody is told of, as with NCCL (late.py): what hangs on a device, and what a script does by itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks.company import Company
+from tests.ranks.test_step_recovery import right
+from tests.ranks.training import MLP, Points, settings
+from unisono.config import CheckpointSettings, Settings
+from unisono.distributed import process_group
+from unisono.distributed.init import group as join
+from unisono.distributed.membership import membership, regroup_timeout
+from unisono.distributed.membership.waiting import Late
+from unisono.distributed.rendezvous import connect
+from unisono.environment import World
+from unisono.exchange import buckets
+from unisono.exchange.tree.tree_transport import Wire
+from unisono.testing import build_run, run_ranks
+
+
+def dies_at(owner: Any, name: str, times: int, *, after: bool = False, once: Callable[[], bool] = lambda: True) -> None:
+    """This process is killed as it calls that function (or after it) for so many times, `once` something is true."""
+    real, left = getattr(owner, name), times
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= once()
+        if left == 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = real(*args, **kwargs)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, call)
+
+
+# -- in the midst of a backward pass
+
+
+class Deep(nn.Sequential):
+    """Of many buckets, which leave while backward goes on."""
+
+    def __init__(self) -> None:
+        between = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU()))
+        super().__init__(nn.Linear(12, 64), nn.GELU(), *between, nn.Linear(64, 5))
+
+
+def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> str:
+    buckets.Layout.__init__.__defaults__ = (64 * 64 * 4 + 1000, ())
+    if world.number in deaths:
+        dies_at(Wire, "send", deaths[world.number])
+    with join(world) as group:
+        run = build_run(config, world, group, folder)
+        model = run.place(Deep)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(Points(101)):
+            for x, y in step:
+                loss = F.cross_entropy(model(x), y, reduction="sum")
+                step.backward(loss, weight=len(y))
+                assert (
+                    loss.item() > 0
+                )  # as a script would: here a device that waits for a dead peer would be waited for
+            step.update(optimizer)
+        run.finish()
+        run.close()
+        return run._state.fingerprint()
+
+
+@pytest.mark.parametrize("times", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 6, 7))])
+def test_a_loss_can_be_looked_at_although_somebody_has_died(tmp_path: Path, times: int) -> None:
+    alone = run_ranks(looks_at_its_loss, 1, settings(), tmp_path / "alone", {})[0]
+    with Company(looks_at_its_loss, 3, settings(), tmp_path / "run", {1: times}, late=True) as company:
+        company.killed = {1}
+        assert company.results() == {0: alone, 2: alone}
+
+
+# -- at any moment
+
+
+ARMED: list[bool] = []
+MOMENTS: dict[str, tuple[Any, str, bool, int]] = {
+    "a collective begins": (process_group.Group, "_watched", False, 300),
+    "it is waited for": (Late, "wait", False, 300),
+    "it is over": (Late, "wait", True, 300),
+    "they count each other": (connect, "count", False, 12),
+    "they have": (connect, "count", True, 12),
+    "it leaves": (membership.Company, "_part", False, 6),
+    "it has left": (membership.Company, "_part", True, 6),
+}
+
+
+def does_everything(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
+    if world.number in deaths:
+        moment, times = deaths[world.number]
+        owner, name, after, _ = MOMENTS[moment]
+        dies_at(owner, name, times, after=after, once=lambda: bool(ARMED) or world.joins)
+    with join(world) as group:
+        run = build_run(config, world, group, folder)
+        model, other = run.place(MLP), run.place(MLP)
+        first, second = torch.optim.Adam(model.parameters(), lr=0.01), torch.optim.SGD(other.parameters(), lr=0.1)
+        run.track(model=model, other=other, first=first, second=second)
+        points, found = Points(96), list[Any]()
+        for step in run.steps(points):
+            ARMED.append(True)
+            for x, y in step.over(first):
+                step.backward(F.cross_entropy(model(x) + other(x), y, reduction="sum"), weight=len(y))
+            found.append(step.grad_norm)
+            for x, y in step.over(second):
+                step.backward(F.cross_entropy(model(x) - other(x), y, reduction="sum"), weight=len(y))
+            step.update(first, second)
+            found += [run.evaluate(model, points, right), run.predict(model, points).sum().item()]
+        run.finish()
+        run.close()
+        return found[-3:], run._state.fingerprint()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_deaths_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """Of all but one, and of those that come in their place."""
+    chance = random.Random(seed)
+
+    def fate() -> tuple[str, int]:
+        moment = chance.choice(list(MOMENTS))
+        return moment, chance.randrange(1, chance.choice([20, MOMENTS[moment][3]]))
+
+    config = settings(steps=12, checkpoint=CheckpointSettings(every=2))
+    alone = run_ranks(does_everything, 1, config, tmp_path / "alone", {})[0]
+    size = chance.choice([3, 4])
+    spare = chance.randrange(size)
+    deaths = {n: fate() for n in range(size) if n != spare and chance.random() < 0.8}
+    deaths |= {n: fate() for n in range(size, size + 4) if chance.random() < 0.6}
+    with Company(does_everything, size, config, tmp_path / "run", deaths, late=True) as company:
+        company.killed = set(deaths)
+        for number in range(size, size + 4):
+            company.start(number, joins=True)
+        found = company.results()
+    assert found[spare] == alone
+    assert {value[1] for value in found.values() if value is not None} == {alone[1]}
+
+
+# -- a collective of the script's own
+
+
+def adds_up_by_itself(world: World, folder: Path) -> Any:
+    regroup_timeout.DEVICE_SECONDS = 2.0
+    with join(world) as group:
+        run = build_run(settings(), world, group, folder)
+        model = run.place(MLP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        run.track(model=model, optimizer=optimizer)
+        for step in run.steps(Points(96)):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            step.update(optimizer)
+            if step.number == 2 and world.number == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            total.item()
+
+
+def test_who_waits_for_a_device_that_waits_in_vain_is_told(tmp_path: Path) -> None:
+    with Company(adds_up_by_itself, 3, tmp_path, late=True) as company:
+        company.killed = {1}
+        why = company.await_("silent")["why"]
+        company.kill(0, 2)
+        company.results()
+    assert why.startswith("stands still at ")
+    assert why.endswith(" since another one died")

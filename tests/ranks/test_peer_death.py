@@ -1,0 +1,179 @@
+"""A peer that dies: the others hear of it at once, and say so in words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import peers
+from unisono.distributed.rendezvous.connect import CONNECT
+from unisono.environment import World
+from unisono.errors import PeerLost, WorldError
+from unisono.testing import run_ranks
+
+
+def one_leaves(world: World) -> tuple[str, float]:
+    """The second process is gone before the first one needs it. (Its group cannot be left in order any more.)"""
+    group = join(world).__enter__()
+    group.barrier()
+    if world.rank == 1:
+        return "left", 0.0
+    before = time.monotonic()
+    with pytest.raises(PeerLost) as caught, peers("Step 3's exchange"):
+        group.sum_(torch.ones(3))
+    return str(caught.value), time.monotonic() - before
+
+
+def test_a_lost_peer_is_named_as_what_it_is() -> None:
+    (told, seconds), _ = run_ranks(one_leaves, 2)
+    assert "Step 3's exchange needed every process of the run" in told
+    assert "gone or silent" in told
+    assert seconds < 10
+
+
+GATHERS = """
+import os, sys
+import torch, torch.distributed as dist
+from unisono.environment import World
+from unisono.distributed.init import group
+
+rank = int(sys.argv[1])
+core = (min, max)[rank](os.sched_getaffinity(0))
+os.sched_setaffinity(0, {core})  # gloo's thread has the news of the collective's end, and not yet the core again
+with group(World(rank=rank, size=2, store="file://" + sys.argv[2])):
+    sys.setswitchinterval(100)
+    mine, all_ = torch.ones(3), [torch.ones(3), torch.ones(3)]
+    dist.all_gather(all_, mine)
+    del mine, all_
+    raise SystemExit(3)
+"""
+
+
+def begin(script: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system chooses cores by itself")
+def test_who_fails_just_after_a_collective_ends_in_peace(tmp_path: Path) -> None:
+    """A thread of gloo's was about to let go of its tensors, which takes the interpreter: half of them aborted."""
+    for number in range(2):
+        ranks = [begin(GATHERS, str(rank), f"{tmp_path}/store-{number}") for rank in range(2)]
+        said = [each.communicate(timeout=60)[1] for each in ranks]
+        assert [each.returncode for each in ranks] == [3, 3], said
+
+
+FAILS = """
+import sys, time
+import torch, torch.distributed as dist
+from unisono.environment import World
+from unisono.distributed import init
+
+init.LEAVE_SECONDS = 1.0
+rank = int(sys.argv[1])
+with init.group(World(rank=rank, size=2, store="file://" + sys.argv[2])) as group:
+    if rank == 0:
+        time.sleep(100)
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    raise ValueError("a mistake")
+"""
+
+
+def test_who_fails_with_a_collective_under_way_ends(tmp_path: Path) -> None:
+    """torch would wait for the others until they are gone, or for half an hour."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, str(rank), f"{tmp_path}/store"], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, said = ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 1
+        assert said.rstrip().endswith("ValueError: a mistake"), said
+        assert ranks[0].poll() is None
+    finally:
+        ranks[0].kill()
+        ranks[0].communicate()
+
+
+def other_errors(world: World) -> str:
+    with pytest.raises(RuntimeError, match="size of tensor") as caught, peers("Something"):
+        torch.ones(2) + torch.ones(3)
+    return type(caught.value).__name__
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    assert run_ranks(other_errors, 1) == ["RuntimeError"]
+
+
+def values(world: World) -> Any:
+    with join(world) as group:
+        gathered = group.gather({"rank": world.rank, "text": "ü" * world.rank})
+        shared = group.share("from " + str(world.rank) if world.rank == 0 else None)
+        weights = torch.full((2, 3), float(world.rank)).t()
+        group.share_([weights])
+        return gathered, shared, weights.tolist(), group.max_(torch.tensor([world.rank])).item()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_travels_arrives(size: int) -> None:
+    for gathered, shared, weights, largest in run_ranks(values, size):
+        assert gathered == [{"rank": r, "text": "ü" * r} for r in range(size)]
+        assert shared == "from 0"
+        assert weights == [[0.0, 0.0]] * 3
+        assert largest == size - 1
+
+
+def connects_late(world: World, failures: list[int]) -> tuple[int, float]:
+    """In attempt number n, the rank failures[n] is told by gloo that it could not connect, though the others could."""
+    connect, attempts = dist.init_process_group, 0
+
+    def fail_sometimes(*args: Any, **kwargs: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        connect(*args, **kwargs)
+        if failures[attempts - 1 : attempts] == [world.rank]:
+            raise RuntimeError("Gloo connectFullMesh failed: timed out")
+
+    dist.init_process_group = fail_sometimes
+    with join(world) as group:
+        return attempts, group.sum_(torch.ones(1)).item()
+
+
+def test_who_has_connected_tries_again_with_who_has_not() -> None:
+    assert run_ranks(connects_late, 3, [1, 0]) == [(3, 3.0)] * 3
+
+
+def connects_never(world: World) -> str:
+    with pytest.raises(WorldError) as caught:
+        connects_late(world, [1] * 5)
+    return str(caught.value)
+
+
+def test_who_never_connects_is_told_what_to_try() -> None:
+    told = run_ranks(connects_never, 2)
+    assert "They met, but 5 attempts to connect failed: Gloo connectFullMesh failed" in told[1]
+    assert "5 attempts to connect failed: another process could not" in told[0]
+
+
+def failed_before(world: World) -> float:
+    """In this process an attempt to connect has failed, which torch has counted."""
+    distributed_c10d._world.group_count = world.rank
+    before = time.monotonic()
+    with join(world) as group:
+        assert group.sum_(torch.ones(1)).item() == 2.0
+    return time.monotonic() - before
+
+
+def test_a_process_that_could_not_connect_once_meets_one_that_could() -> None:
+    assert max(run_ranks(failed_before, 2)) < CONNECT.total_seconds()

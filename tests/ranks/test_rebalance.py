@@ -1,0 +1,119 @@
+"""Virtual ranks go where they are done sooner, and no bit of the result knows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.pairs import every_pair
+from tests.ranks import training
+from unisono.config import DealSettings, LoaderSettings, Settings
+from unisono.data.loader import Schedule
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.plan.load_balance import Dealer
+from unisono.testing import SlowAt, build_run, run_ranks
+from unisono.train.balance.rebalance import Dealing
+from unisono.train.balance.step_timer import Pace
+
+CLAIMED: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {"virtual_ranks": 12, "batch": 24, "loader": LoaderSettings(workers=1)}),  # batches are fetched ahead
+    (2, {"batch": 36, "micro_batch": 2, "clip": 0.5}),  # several micro-batches each
+    (4, {"virtual_ranks": 13, "batch": 13}),  # some have nothing in the last step of an epoch
+]
+"""How many processes, and what is not as in training.settings."""
+
+
+def slowed(world: World, config: Settings, folder: str, slow: int | None, times: float) -> dict[str, Any]:
+    with SlowAt(times) if world.rank == slow else nullcontext():
+        return training.train(world, "mlp", config, folder, length=403)
+
+
+@pytest.mark.parametrize(("size", "slow", "workers"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (3, 0, 0)])
+def test_a_slow_process_computes_less_and_the_bits_stay(tmp_path: Path, size: int, slow: int, workers: int) -> None:
+    config = replace(training.settings(steps=50, batch=48, virtual_ranks=12), loader=LoaderSettings(workers=workers))
+    (alone,) = run_ranks(slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
+    found = run_ranks(slowed, size, config, str(tmp_path / "slow"), slow, 4.0)
+    assert {f["state"] for f in found} == {alone["state"]}
+    assert found[0]["losses"] == alone["losses"]
+    deals = found[0]["result"]["deals"]
+    assert [f["result"]["deals"] for f in found] == [deals] * size
+    counts = deals[0]["virtual_ranks"]
+    assert counts[slow] == min(counts) < 12 // size
+    assert sum(counts) == 12
+    assert found[slow]["rounds"] < 50 * 12 // size
+
+
+def test_switched_off_nothing_moves(tmp_path: Path) -> None:
+    config = replace(training.settings(steps=40), deal=DealSettings(by_speed=False))
+    found = run_ranks(slowed, 2, config, str(tmp_path), 1, 4.0)
+    assert "deals" not in found[0]["result"]
+    assert abs(found[0]["rounds"] - found[1]["rounds"]) <= 3  # the last batch of an epoch is short
+
+
+def test_who_would_only_be_waited_for_gets_nothing_and_is_named(tmp_path: Path) -> None:
+    config = replace(training.settings(steps=40, batch=24, virtual_ranks=3))
+    found = run_ranks(slowed, 3, config, str(tmp_path), 2, 10.0)
+    assert found[0]["result"]["deals"][0]["virtual_ranks"][2] == 0
+    (alone,) = run_ranks(slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
+    assert {f["state"] for f in found} == {alone["state"]}
+
+
+def claimed(world: World, config: Settings, folder: str, kind: str, times: float) -> dict[str, Any]:
+    """A loop of which every step but the fourth is one with claims, and in each another process is slow."""
+    torch.manual_seed(world.rank)
+    with join(world) as group, SlowAt(1.0) as slow:
+        run = build_run(config, world, group, Path(folder))
+        data = training.DATA[kind](101)
+        model = run.place(training.TinyGPT if kind == "gpt" else training.MLP)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        run.track(model=model, optimizer=optimizer)
+        losses, rounds, guests = [], 0, 0
+        for step in run.steps(data, collate_fn=training.padded if kind == "gpt" else None):
+            dealing = run._engine.dealing if run._engine else None
+            if dealing is not None and dealing.claims is not None:
+                dealing.claims.on = step.number % 4 != 3
+                slow.times = times if step.number % world.size == world.rank else 1.0
+            for _ in range(2 if step.number == 2 else 1):  # one step has two passes
+                for x, y in step.over(optimizer):
+                    rounds += 1
+                    out = model(x)
+                    loss = F.cross_entropy(out.flatten(0, -2), y.flatten(), reduction="sum", ignore_index=-100)
+                    step.backward(loss, weight=(y != -100).sum())
+                step.update(optimizer)
+            losses.append(step.loss)
+        if dealing is not None and dealing.claims is not None:
+            guests = dealing.claims.guests
+        run.close()
+        return {"losses": losses, "rounds": rounds, "guests": guests, "state": run._state.fingerprint()}
+
+
+@pytest.mark.parametrize(("case", "kind"), every_pair(CLAIMED, ["mlp", "gpt"]))
+def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: tuple[int, dict[str, Any]]) -> None:
+    size, changes = case
+    config = training.settings(steps=10, deal=DealSettings(claim=True), **changes)
+    (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), kind, 1.0)
+    found = run_ranks(claimed, size, config, str(tmp_path / "claimed"), kind, 5.0)
+    assert {f["state"] for f in found} == {alone["state"]}
+    assert found[0]["losses"] == alone["losses"]
+    assert sum(f["rounds"] for f in found) == alone["rounds"]
+    assert sum(f["guests"] for f in found) > 0
+
+
+def test_it_is_named_although_it_computes_nothing_now() -> None:
+    """The others have become quicker, and in the step that shows it, it has no time of its own."""
+    said: list[str] = []
+    dealer = Dealer(3, ((0, 1), (1, 2), (2, 3)))
+    dealing = Dealing(dealer, None, 1.0, Pace(torch.device("cpu")), Schedule(dealer.spans), said.append)
+    for step, seconds in enumerate([[1.0, 1.0, 1.0]] * 60 + [[0.01, 0.01, 0.0]] * 100):
+        dealing.hear(step, [(took, float(step), 0.0) for took in seconds])
+    assert any(
+        line.startswith("Rank 2 would take 1e+03 ms for a virtual rank, where the others take 10:") for line in said
+    )

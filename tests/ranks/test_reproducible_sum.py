@@ -1,0 +1,238 @@
+"""Sums of float64 on a grid: the same bits on any number of processes, for whatever gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import loops
+from tests.ranks.test_same_bits import results, same
+from tests.ranks.training import settings, train
+from unisono.config import ParallelSettings
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Group
+from unisono.environment import World
+from unisono.exchange import reproducible_sum
+from unisono.exchange.reproducible_sum import UNKNOWN, Wide, following
+from unisono.plan.assignment import place_evenly
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
+    config = settings(exchange="wide")
+    runs = [run for size in (1, 2, 3, 5, 8) for run in results(tmp_path, size, kind, config, length=53)]
+    same(runs)
+    assert runs[0]["result"]["promise"] == "exact"
+    tree = results(tmp_path, 1, kind, settings(), length=53)[0]
+    assert tree["losses"] == pytest.approx(runs[0]["losses"], rel=1e-4)
+    assert tree["state"] != runs[0]["state"]
+
+
+@pytest.mark.parametrize("changes", [{"batch": 24, "virtual_ranks": 4, "micro_batch": 2}, {"precision": "fp16"}])
+def test_micro_batches_and_scaled_losses_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+    same([run for size in (1, 3) for run in results(tmp_path, size, "mlp", settings(exchange="wide", **changes))])
+
+
+def test_shards_that_are_gathered_once_a_step_have_the_same_bits(tmp_path: Path) -> None:
+    config = settings(exchange="wide", steps=4)
+    shards = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 4, "mlp", shards)])
+
+
+def test_a_resume_goes_on_with_the_same_grids(tmp_path: Path) -> None:
+    config = settings(exchange="wide")
+    whole = results(tmp_path, 1, "gpt", config)[0]
+    halves = str(tmp_path / "halves")
+    run_ranks(partial(train, stop_after=3), 2, "gpt", config, halves)
+    resumed = run_ranks(partial(train, resume=True), 3, "gpt", config, halves)
+    assert {run["state"] for run in resumed} == {whole["state"]}
+
+
+# -- gradients of an adversary
+
+LEAVES, WIDTH = 8, 1500
+
+
+def adversary(step: int, virtual_rank: int) -> torch.Tensor:
+    """Leaves of one step and virtual rank, of which pairs nearly cancel: what is left is where orders show."""
+    g = torch.Generator().manual_seed(1000 * step + virtual_rank // 2)
+    big = torch.randn(WIDTH, generator=g) * 10.0 ** torch.randint(-9, 10, (WIDTH,), generator=g)
+    mine = torch.Generator().manual_seed(1000 * step + 500 + virtual_rank)
+    return (big if virtual_rank % 2 else -big) + torch.randn(WIDTH, generator=mine) * 1e-6
+
+
+def louder(step: int, virtual_rank: int) -> torch.Tensor:
+    """Each step is a million times larger than the one before it, or smaller: no grid is right for the next."""
+    return adversary(step, virtual_rank) * 10.0 ** (12 * (step % 2))
+
+
+def sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
+    with join(world) as group:
+        p = nn.Parameter(torch.zeros(WIDTH))
+        exchange = Wide([p], LEAVES, group)
+        spans = place_evenly(LEAVES, group.size)
+        mine = range(*spans[group.rank])
+        out = []
+        for step in range(steps):
+            exchange.begin(spans, dict.fromkeys(mine, 1), lambda: torch.ones(len(mine), dtype=torch.float64))
+            for v in mine:
+                exchange.enter(v, last=v == mine[-1])
+                (p * gradients(step, v)).sum().backward()
+                exchange.leave()
+            exchange.launch()
+            exchange.finish(float(LEAVES))
+            exchange.commit()
+            assert p.grad is not None
+            out.append(p.grad.tolist())
+            exchange.zero()
+        exchange.close()
+        return out
+
+
+def in_order(step: int, order: Sequence[int]) -> list[float]:
+    """What float64 makes of the leaves without a grid, in an order of its own."""
+    total = torch.zeros(WIDTH, dtype=torch.float64)
+    for v in order:
+        total += adversary(step, v).double()
+    return (total / LEAVES).float().tolist()
+
+
+def test_float64_alone_depends_on_the_order() -> None:
+    """The counter-example: exact in practice is not exact."""
+    there, back = in_order(0, range(LEAVES)), in_order(0, range(LEAVES)[::-1])
+    assert 5 < sum(a != b for a, b in zip(there, back, strict=True)) < WIDTH
+
+
+@pytest.mark.parametrize("gradients", [adversary, louder])
+def test_on_its_grid_it_does_not(gradients: Any) -> None:
+    runs = [rank for size in (1, 3, 8) for rank in run_ranks(sums, size, gradients)]
+    assert all(run == runs[0] for run in runs)
+
+
+def exactly(step: int, gradients: Any) -> list[Fraction]:
+    rows = [gradients(step, v).tolist() for v in range(LEAVES)]
+    return [sum(map(Fraction, column), Fraction()) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize(("gradients", "step"), [(adversary, 0), (adversary, 3), (louder, 0), (louder, 1)])
+def test_it_is_the_true_sum_but_for_the_grid(gradients: Any, step: int) -> None:
+    """No grid is known in the first step, and one that is far too fine in a loud one: windows make these exact."""
+    found = run_ranks(sums, 1, gradients)[0][step]
+    largest = max(float(gradients(s, v).abs().max()) for s in range(step or 1) for v in range(LEAVES))
+    grid = 0.0 if step == 0 else math.ldexp(largest, reproducible_sum.ROOM + 3 - 51 + 1)
+    for mean, true in zip(found, exactly(step, gradients), strict=True):
+        value = float(true / LEAVES)
+        assert abs(mean - value) <= grid / 2 + abs(value) * 2.0**-23
+
+
+def grow(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The sums of two leaves, step by step, on one process."""
+    p = nn.Parameter(torch.zeros(len(values[0])))
+    exchange = Wide([p], 2, Group())
+    out = []
+    for step in values:
+        exchange.begin(((0, 2),), {0: 1, 1: 1}, lambda: torch.ones(2, dtype=torch.float64))
+        for v in range(2):
+            exchange.enter(v, last=v == 1)
+            (p * torch.tensor(step)).sum().backward()
+            exchange.leave()
+        exchange.launch()
+        finite = exchange.finish(2.0)
+        assert p.grad is not None
+        assert finite == all(map(math.isfinite, p.grad.tolist()))
+        out.append(p.grad.tolist())
+        exchange.zero()
+    exchange.close()
+    return out
+
+
+@pytest.mark.parametrize("value", [1.0, 3e-45, 1e-38, -0.3, 3e38, 2.0**-126])
+def test_what_is_no_number_leaves_the_next_step_whole(value: float) -> None:
+    """The smallest and the largest that float32 has, and infinity between two steps."""
+    row = [value, 0.0, -value]
+    true = torch.tensor(row).tolist()
+    assert grow([row, [math.inf, value, math.nan], row])[::2] == [true, true]
+
+
+def test_ties_have_one_side() -> None:
+    """Halves of a grid are rounded alike, whatever was added before: no sum of two differs from that of another two."""
+    grid = 2.0 ** (1 + reproducible_sum.ROOM - 50)
+    steps = [[1.0, 1.0, 1.0], [grid / 2, 3 * grid / 2, 1.0]]
+    first, second, _ = grow(steps)[1]
+    assert (first, second) == (grid, 2 * grid)
+
+
+def test_numbers_of_more_than_24_bits_are_refused() -> None:
+    with pytest.raises(reproducible_sum.LoopError, match=r"(?s)parameters of float64.*more.*exchange=tree"):
+        Wide([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 2, Group())
+
+
+def test_sums_that_are_whole_numbers_have_no_order() -> None:
+    """The lemma: V multiples of a grid, each below 2^51 / V of it, in every order of a few of them."""
+    whole = [(-1) ** n * (2**51 // 4 - n * n * 7919) for n in range(4)]
+    assert {math.fsum(order) for order in itertools.permutations(map(float, whole))} == {float(sum(whole))}
+    assert {sum(order) for order in itertools.permutations(map(float, whole))} == {float(sum(whole))}
+
+
+def once(step: int, virtual_rank: int) -> torch.Tensor:
+    """Like gradients, but for one step's, which are very large."""
+    mine = torch.Generator().manual_seed(1000 * step + virtual_rank)
+    return torch.randn(WIDTH, generator=mine) * (1e25 if step == 2 else 1.0)
+
+
+def test_an_outlier_leaves_no_mark_on_the_next_steps() -> None:
+    (found,) = run_ranks(sums, 1, once)
+    for step, total in enumerate(found):
+        expected = torch.stack([once(step, v) for v in range(LEAVES)]).double().sum(0) / LEAVES
+        torch.testing.assert_close(torch.tensor(total).double(), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("before", "seen", "after"),
+    [
+        (UNKNOWN, 5, 5),
+        (5, 5, 5),
+        (5, 4, 4),
+        (5, 2, 4),
+        (5, 9, 9),
+        (5, 90, 13),
+        (90, 5, 13),
+        (13, 5, 12),
+        (0, -149, -141),
+    ],
+)
+def test_the_grid_follows_what_is_seen(before: int, seen: int, after: int) -> None:
+    assert following(before, seen) == after
+
+
+def empty(run: Run[Any]) -> Any:
+    """A parameter without elements."""
+    return loops.train(run, build=Spare, data=loops.Numbers(24))
+
+
+class Spare(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.spare = nn.Parameter(torch.zeros(0, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.spare.sum()
+
+
+def test_a_parameter_without_elements_is_one_like_others(tmp_path: Path) -> None:
+    config = settings(exchange="wide", steps=4)
+    told = [one for n in (1, 2) for one in run_ranks(loops.attempt, n, tmp_path / str(n), empty, config)]
+    assert isinstance(told[0], list), told[0]
+    assert told == [told[0]] * 3

@@ -1,0 +1,418 @@
+"""State: a run that is saved in the middle and goes on elsewhere ends as the run that was never interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
+
+from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, train, whole
+from tests.ranks.training import loop as training
+from tests.ranks.training import settings
+from unisono.checkpoint.load import fingerprint
+from unisono.config import CheckpointSettings, LoaderSettings
+from unisono.environment import World
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.train.step import Step
+
+# -- on another number of processes
+
+EVERY = settings(checkpoint=CheckpointSettings(every=3, keep=9))  # of 8 steps; an epoch of 53 samples has 4
+KINDS = {
+    "mlp": ("mlp", EVERY),
+    "gpt": ("gpt", EVERY),
+    "mlp, two workers": ("mlp", replace(EVERY, loader=LoaderSettings(workers=2))),
+    "gpt, accumulation": ("gpt", replace(EVERY, micro_batch=1, batch=12, virtual_ranks=5)),
+}
+
+
+def train_all(world: World, folders: dict[str, str], resume: bool) -> dict[str, Any]:
+    """What each kind of training tells, in its folder."""
+
+    def loop(kind: str) -> Loop:
+        return lambda run: training(run, kind, 53, {}, None, False) | {"weights": run.result()["weights_sha256"]}
+
+    return {
+        name: attempt(world, Path(folder), loop(KINDS[name][0]), KINDS[name][1], resume=resume)
+        for name, folder in folders.items()
+    }
+
+
+class Whole(NamedTuple):
+    """The runs that were never interrupted: what they told, and where their checkpoints are."""
+
+    told: dict[str, Any]
+    folders: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def never_interrupted(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folders = {name: tmp_path_factory.mktemp("whole") for name in KINDS}
+    first, second = run_ranks(train_all, 2, {name: str(folder) for name, folder in folders.items()}, False)
+    for name, told in first.items():
+        assert not isinstance(told, str), told
+        assert told["losses"] == second[name]["losses"]
+    return Whole(first, folders)
+
+
+@pytest.mark.parametrize(("size", "after"), [(1, 3), (3, 6), (4, 3)])
+def test_a_resume_on_another_number_of_processes_has_the_bits_of_the_whole_run(
+    never_interrupted: Whole, tmp_path: Path, size: int, after: int
+) -> None:
+    """Saved on 2 in mid-epoch; the rest of the losses, and every tensor and number of the final state, are the same."""
+    folders = {}
+    for name, folder in never_interrupted.folders.items():
+        saved = Path("checkpoints", f"step-{after:08d}")
+        folders[name] = tmp_path / name
+        shutil.copytree(folder / saved, tmp_path / name / saved)
+    every_process = run_ranks(train_all, size, {name: str(folder) for name, folder in folders.items()}, True)
+    for name in KINDS:
+        expected = never_interrupted.told[name]
+        for told in every_process:
+            assert not isinstance(told[name], str), told[name]
+            assert told[name]["losses"] == expected["losses"][after:]
+            assert told[name]["norms"] == expected["norms"][after:]
+            assert told[name]["weights"] == expected["weights"]
+        final = fingerprint(folders[name] / "checkpoints" / "step-00000008", state=True)
+        whole_run = fingerprint(never_interrupted.folders[name] / "checkpoints" / "step-00000008", state=True)
+        assert final["weights_sha256"] == whole_run["weights_sha256"] == expected["weights"]
+        assert final["state_sha256"] == whole_run["state_sha256"]
+
+
+def finish_twice(world: World, folder: str) -> Any:
+    once = attempt(world, Path(folder), train)
+    times = {path: path.stat().st_mtime_ns for path in Path(folder, "checkpoints").rglob("*")}
+    again = attempt(world, Path(folder), train, resume=True)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    return once, again
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    for once, again in run_ranks(finish_twice, 2, str(tmp_path)):
+        assert len(once) == 4
+        assert again == once[-1:]  # no losses, and the fingerprint that was there
+
+
+# -- what must be tracked, and what must fit
+
+
+def tracks(*names: str, late: bool = False, build: Callable[[], nn.Module] = linear) -> Loop:
+    """A loop with a model, two optimizers (the second only steps in step 1, if `late`) and a schedule, that tracks
+    these names of them."""
+
+    def loop(run: Run[Any]) -> Any:
+        model = run.place(build)
+        weight, *rest = model.parameters()
+        optimizer, second = torch.optim.SGD([weight], lr=0.1), torch.optim.Adam(rest, lr=0.1)
+        schedule = CosineAnnealingLR(optimizer, 9)
+        things = {"model": model, "optimizer": optimizer, "second": second, "schedule": schedule}
+        run.track(**{name: things[name] for name in names})
+        for step in run.steps(Numbers()):
+            for x, i in step:
+                whole(step, model, x, i)
+            step.update(optimizer, schedule, *([second] if not late or step.number == 1 else []))
+        return run.steps_done
+
+    return loop
+
+
+def tracks_twice(run: Run[Any]) -> None:
+    model = run.place(linear)
+    run.track(model=model)
+    run.track(model=model)
+
+
+def writes_code(step: Step, optimizer: Any) -> None:
+    step.update(optimizer)
+    optimizer.state_dict = lambda: {"x": object()}
+
+
+ALL = ("model", "optimizer", "second", "schedule")
+FORGOTTEN: dict[str, tuple[Loop, list[str]]] = {
+    "nothing": (tracks(*ALL), []),
+    "the schedule": (tracks("model", "optimizer", "second"), ["CosineAnnealingLR is", "run.track(schedule=...)"]),
+    "an optimizer": (tracks("model", "second", "schedule"), ["SGD is", "run.track(optimizer=...)"]),
+    "the model": (tracks("optimizer", "second", "schedule"), ["Linear is", "run.track(model=...)"]),
+    "two": (tracks("model", "second"), ["SGD and CosineAnnealingLR are", "optimizer=..., schedule=..."]),
+    "all": (tracks(), ["Linear and SGD and Adam and CosineAnnealingLR are", "not tracked"]),
+    "what steps later": (tracks("model", "optimizer", "schedule", late=True), ["Adam is", "run.track(optimizer=...)"]),
+    "that it was tracked": (tracks_twice, ["run.track was given 'model' twice", "rename one"]),
+    "what can be saved": (lambda run: run.track(best=3.5), ["'best', a float", "state_dict() and load_state_dict()"]),
+    "what can be written": (lambda run: train(run, after=writes_code), ["optimizer.x is a object", "state_dict()"]),
+}
+
+
+def forget_everything(world: World, folder: str) -> dict[str, Any]:
+    return {name: attempt(world, Path(folder, name), loop) for name, (loop, _) in FORGOTTEN.items()}
+
+
+@pytest.fixture(scope="module")
+def forgotten(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(forget_everything, 2, str(tmp_path_factory.mktemp("forgotten")))
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_what_was_forgotten_is_named_by_every_process(forgotten: list[dict[str, Any]], what: str) -> None:
+    one, other = (told[what] for told in forgotten)
+    assert one == other
+    words = FORGOTTEN[what][1]
+    if not words:
+        assert one == 3
+        return
+    assert isinstance(one, str), one
+    assert one.startswith("unisono.errors.CheckpointError: ")
+    for word in words:
+        assert word in one
+
+
+def saved_and_resumed(second: Loop, first: Loop = train) -> Callable[[World, Path], Any]:
+    """What the second loop tells when it is to go on from the checkpoint of the first, after two steps."""
+
+    def attempts(world: World, folder: Path) -> Any:
+        before = attempt(world, folder, first, replace(SETTINGS, steps=2))
+        assert not isinstance(before, str), before
+        return attempt(world, folder, second, resume=True)
+
+    return attempts
+
+
+def wide() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+def half(model: nn.Module) -> Any:
+    return torch.optim.SGD([next(model.parameters())], lr=0.1)
+
+
+def other_name(run: Run[Any]) -> Any:
+    run.track(net=run.place(linear))
+
+
+MISFITS: dict[str, tuple[Callable[[World, Path], Any], list[str]]] = {
+    "it fits": (saved_and_resumed(tracks(*ALL), tracks(*ALL)), []),
+    "a model": (saved_and_resumed(tracks("model", build=wide)), ["Error: 'model' (Linear) was to", "does not fit"]),
+    "an optimizer": (
+        saved_and_resumed(lambda run: train(run, make=half)),
+        ["CheckpointError: 'optimizer' (SGD) was to be resumed", "does not fit", "resume with the script that began"],
+    ),
+    "a name": (saved_and_resumed(other_name), ["Error: 'net' was to be resumed", "That holds model, optimizer."]),
+    "the data": (
+        saved_and_resumed(lambda run: train(run, data=Numbers(21))),
+        ["SettingsError: The run was to be resumed with 21 samples", "begun with 20", "--accept-change"],
+    ),
+}
+
+
+def misfit_everything(world: World, folder: str) -> dict[str, Any]:
+    return {name: attempts(world, Path(folder, name)) for name, (attempts, _) in MISFITS.items()}
+
+
+@pytest.fixture(scope="module")
+def misfits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(misfit_everything, 2, str(tmp_path_factory.mktemp("misfits")))
+
+
+@pytest.mark.parametrize("what", MISFITS)
+def test_a_state_that_does_not_fit_is_refused_by_every_process(misfits: list[dict[str, Any]], what: str) -> None:
+    one, other = (told[what] for told in misfits)
+    assert one == other
+    words = MISFITS[what][1]
+    if not words:
+        assert one == 3
+        return
+    assert isinstance(one, str), one
+    for word in words:
+        assert word in one
+
+
+def in_bfloat16(run: Run[Any]) -> str:
+    """NAdam keeps a product in float32, whatever its parameters are."""
+    model = run.place(lambda: linear().bfloat16())
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x.bfloat16(), i)
+        step.update(optimizer)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return run._state.fingerprint() + str([value.dtype for value in states])
+
+
+def keep_dtypes(world: World, folder: str) -> list[str]:
+    undisturbed = attempt(world, Path(folder, "whole"), in_bfloat16, replace(SETTINGS, steps=6))
+    attempt(world, Path(folder, "halves"), in_bfloat16)
+    return [undisturbed, attempt(world, Path(folder, "halves"), in_bfloat16, replace(SETTINGS, steps=6), resume=True)]
+
+
+def test_what_an_optimizer_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+    ((undisturbed, resumed),) = run_ranks(keep_dtypes, 1, str(tmp_path))
+    assert "torch.float32" in undisturbed
+    assert "torch.bfloat16" in undisturbed
+    assert resumed == undisturbed
+
+
+# -- a loop that was left with break
+
+AFTER_BREAK: dict[str, tuple[int, bool, bool, str]] = {
+    # virtual ranks, in the middle of a step, the weights are changed: the promise of a run that goes on from there
+    "nothing": (4, False, False, "exact"),
+    "nothing, one stream": (1, False, False, "exact"),
+    "in a step": (4, True, False, "exact"),
+    "in a step, one stream": (1, True, False, "exact until step 2"),
+    "weights": (4, False, True, "exact until step 2"),
+}
+
+
+def breaks(run: Run[Any], in_step: bool, change: bool, leave: bool) -> tuple[str, str]:
+    model = run.place(lambda: nn.Sequential(linear(), nn.Dropout(0.3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(
+        torch.utils.data.TensorDataset(torch.stack([Numbers()[i][0] for i in range(20)]), torch.arange(20))
+    ):
+        if leave and step.number == 2 and not in_step:
+            break
+        for x, i in step:
+            whole(step, model, x, i)
+        if leave and step.number == 2:
+            break
+        step.update(optimizer)
+    torch.rand(3)
+    with torch.no_grad():
+        for p in model.parameters() if leave and change else ():
+            p.mul_(2)
+    run.finish()
+    return run._state.fingerprint(), run.promise()[0]
+
+
+def leave_and_go_on(world: World, folder: str) -> dict[str, Any]:
+    told = {}
+    for what, (virtual_ranks, in_step, change, _) in AFTER_BREAK.items():
+        config = replace(SETTINGS, virtual_ranks=virtual_ranks, steps=5)
+        loop = lambda run, leave, a=in_step, b=change: breaks(run, a, b, leave)  # noqa: E731
+        undisturbed = attempt(world, Path(folder, what, "whole"), lambda run: loop(run, False), config)  # noqa: B023
+        attempt(world, Path(folder, what), lambda run: loop(run, True), config)  # noqa: B023
+        told[what] = undisturbed, attempt(world, Path(folder, what), lambda run: loop(run, False), config, resume=True)  # noqa: B023
+    return told
+
+
+def test_a_loop_that_was_left_with_break_goes_on_exactly_or_says_that_it_does_not(tmp_path: Path) -> None:
+    (told,) = run_ranks(leave_and_go_on, 1, str(tmp_path))
+    for what, (_, _, _, promise) in AFTER_BREAK.items():
+        (weights, _), (resumed, says) = told[what]
+        assert says == promise, what
+        assert (resumed == weights) == (promise == "exact"), what
+
+
+# -- a save that fails
+
+
+def fails_to_save(world: World, folder: str) -> Any:
+    """After the checkpoint of step 2 somebody puts a file where the next one would be written."""
+
+    def after(step: Any, optimizer: Any) -> None:
+        step.update(optimizer)
+        if step.number == 3 and world.rank == 0:
+            for thread in threading.enumerate():  # that of step 2 is saved beside the steps
+                if thread.name.startswith("checkpoint"):
+                    thread.join()
+            Path(folder, "checkpoints", ".step-00000004.unfinished").write_text("in the way")
+
+    config = replace(SETTINGS, steps=6, checkpoint=CheckpointSettings(every=2))
+    return attempt(world, Path(folder), lambda run: train(run, after=after), config)
+
+
+def test_a_save_that_fails_is_told_by_every_process_and_harms_nothing(tmp_path: Path) -> None:
+    first, *others = run_ranks(fails_to_save, 3, str(tmp_path))
+    assert first.startswith("unisono.errors.CheckpointError: A checkpoint after step 4 was to be written")
+    assert "The checkpoint after step 2 is whole." in first
+    assert "B are free there" in first
+    assert "--resume" in first
+    assert others == [first, first]
+    assert fingerprint(tmp_path)["step"] == 2
+
+
+# -- a run that is made longer
+
+
+def scheduled(run: Run[Any], how: str) -> Any:
+    """The learning rates of its steps."""
+    model = run.place(linear)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule: Any = CosineAnnealingLR(optimizer, run.total_steps)
+    if how == "one cycle":
+        schedule = OneCycleLR(optimizer, 0.1, total_steps=run.total_steps)
+    if how == "warm-up first":
+        warm, cool = LinearLR(optimizer, 0.5, total_iters=2), CosineAnnealingLR(optimizer, run.total_steps - 2)
+        schedule = SequentialLR(optimizer, [warm, cool], [2])
+    run.track(schedule=schedule, model=model, optimizer=optimizer)  # the schedule first: the optimizer brings a rate
+    rates = []
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        rates.append(schedule.get_last_lr()[0])
+        step.update(optimizer, schedule)
+    return rates, run.result()["promise"], run.result()["reason"]
+
+
+def lengthen(world: World, folder: str) -> Any:
+    told = {}
+    for how in ("cosine", "one cycle", "warm-up first"):
+        config = replace(SETTINGS, steps=3)
+        loop: Loop = lambda run, how=how: scheduled(run, how)  # type: ignore[misc]  # noqa: E731
+        whole_run = attempt(world, Path(folder, how, "whole"), loop, replace(config, steps=6))
+        short = attempt(world, Path(folder, how, "short"), loop, config)
+        longer = attempt(world, Path(folder, how, "short"), loop, replace(config, steps=6), resume=True)
+        told[how] = whole_run, short, longer
+    return told
+
+
+def test_a_schedule_goes_on_when_the_run_is_made_longer(tmp_path: Path) -> None:
+    told = run_ranks(lengthen, 2, str(tmp_path))[0]
+    for how, field in (
+        ("cosine", "T_max from 3"),
+        ("one cycle", "total_steps from 3"),
+        ("warm-up first", "1.T_max from 1"),
+    ):
+        (rates, promise, _), short, (longer, later_promise, reason) = told[how]
+        assert promise == short[1] == "exact"
+        assert longer[1:] == pytest.approx(rates[4:])
+        assert later_promise == "exact until step 3"
+        assert f"schedule.{field} to {6 if how != 'warm-up first' else 4}" in reason
+    for how in ("cosine", "warm-up first"):
+        assert told[how][2][0] == pytest.approx(told[how][0][0][3:])
+
+
+# -- what a resume may promise
+
+
+def promises(world: World, folder: str) -> list[str]:
+    """Two steps under allreduce, then two under the tree; the second time with a longer schedule."""
+    short, told = replace(SETTINGS, steps=2), []
+    for name, loop in (("plain", train), ("longer", lambda run: scheduled(run, "cosine"))):
+        rounded = replace(short, exchange="allreduce")
+        for config, resume in ((rounded, False), (replace(SETTINGS, steps=4), True)):
+
+            def promised(run: Run[Any], loop: Loop = loop) -> str:
+                loop(run)
+                return ": ".join(run.promise())
+
+            told.append(attempt(world, Path(folder, name), promised, config, resume=resume))
+    return told
+
+
+def test_a_resume_promises_no_more_than_what_it_goes_on_from(tmp_path: Path) -> None:
+    (first, plain, _, longer), other = run_ranks(promises, 2, str(tmp_path))
+    assert other == [first, plain, first, longer]
+    assert first.startswith("tolerance: ")
+    assert plain == first
+    assert longer == f"{first}; from step 2 on other mathematics: schedule.T_max from 2 to 4"

@@ -1,0 +1,155 @@
+"""All-reduce around a ring: as a plain collective beside gloo's, and as an exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.training import settings, train
+from unisono.config import ParallelSettings
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import peers
+from unisono.distributed.ring_allreduce import carrier_of, ring_
+from unisono.environment import World
+from unisono.errors import PeerLost
+from unisono.exchange.ring import Ring
+from unisono.testing import run_ranks
+
+LENGTHS = (0, 1, 2, 3, 5, 64, 1000, 4099)
+"""Some are shorter than the ring, and few come out even."""
+
+
+def numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    g = torch.Generator().manual_seed(rank)
+    return (torch.randn(length, generator=g) * 100).to(dtype)
+
+
+def beside_gloo(world: World, dtype: torch.dtype, piece_bytes: int) -> list[tuple[float, list[float]]]:
+    """For each length: how far from gloo's sum, in parts of the largest, and the sum."""
+    told = []
+    with join(world) as group:
+        for length in LENGTHS:
+            mine = numbers(group.rank, length, dtype)
+            theirs = mine.clone()
+            group.sum_(theirs)
+            assert ring_(group, mine, piece_bytes) is mine
+            apart = (mine - theirs).abs().max() / theirs.abs().max() if length else torch.zeros(1)
+            told.append((float(apart), mine.tolist()))
+    return told
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_the_sum_is_gloos_to_rounding_and_the_same_on_all(size: int) -> None:
+    for piece_bytes in (64, 2**20):  # many pieces in flight, and one
+        first, *others = run_ranks(beside_gloo, size, torch.float32, piece_bytes)
+        assert all(apart < 1e-6 for apart, _ in first), first
+        assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_other_kinds_of_numbers(dtype: torch.dtype) -> None:
+    limit = {torch.float64: 1e-14, torch.int64: 0.0, torch.bfloat16: 0.02}[dtype]
+    for told in run_ranks(beside_gloo, 3, dtype, 100):
+        assert all(apart <= limit for apart, _ in told)
+
+
+def carried(world: World) -> list[float]:
+    """Several under way, while this process does something else with the others."""
+    with join(world) as group:
+        carrier = carrier_of(group)
+        rows = [torch.full((1000 * (i + 1),), float(group.rank + i)) for i in range(5)]
+        works = [carrier.begin(row) for row in rows]
+        told = [group.sum_(torch.ones(1)).item()]
+        for work, row in zip(works, rows, strict=True):
+            work.wait()
+            told += row.unique().tolist()
+        carrier.close()
+    return told
+
+
+def test_a_thread_carries_them_in_turn() -> None:
+    assert run_ranks(carried, 3) == [[3.0, 3.0, 6.0, 9.0, 12.0, 15.0]] * 3
+
+
+def alone(world: World) -> str:
+    """One process leaves while the other one's tensor is under way."""
+    context = join(world)
+    group = context.__enter__()  # left without the others, as a process that dies leaves
+    if group.rank == 1:
+        return ""
+    work = carrier_of(group).begin(torch.ones(10))
+    try:
+        with peers("The test"):
+            work.wait()
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_peer_that_is_gone_is_told_where_the_sum_is_waited_for() -> None:
+    told, _ = run_ranks(alone, 2)
+    assert "needed every process" in told
+
+
+# -- as an exchange
+
+
+def results(folder: Path, size: int, kind: str, **changes: Any) -> list[dict[str, Any]]:
+    return run_ranks(train, size, kind, settings(**changes), str(folder / f"{kind}-{size}-{len(changes)}"))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_run_agrees_with_the_trees_to_rounding_and_says_so(tmp_path: Path, kind: str, size: int) -> None:
+    tree = results(tmp_path, 1, kind)[0]
+    for run in results(tmp_path, size, kind, exchange="ring"):
+        assert run["losses"] == pytest.approx(tree["losses"], rel=1e-4)
+        assert run["result"]["promise"] == "tolerance"
+        assert "exchange=ring" in run["result"]["reason"]
+
+
+def states(folder: Path, size: int, **changes: Any) -> set[str]:
+    return {run["state"] for run in results(folder, size, "mlp", **changes)}
+
+
+def test_all_processes_have_the_same_bits(tmp_path: Path) -> None:
+    assert len(states(tmp_path, 3, exchange="ring")) == 1
+
+
+def test_it_goes_with_shards(tmp_path: Path) -> None:
+    (tree,) = results(tmp_path, 1, "mlp")
+    parallel = ParallelSettings(shard=2, gather="step")
+    for run in results(tmp_path, 4, "mlp", exchange="ring", parallel=parallel):
+        assert run["losses"] == pytest.approx(tree["losses"], rel=1e-3)
+
+
+def two_at_once(world: World) -> list[list[float]]:
+    """Two exchanges whose buckets are under way at the same time, as those of a pipeline's stages are."""
+    with join(world) as group:
+        exchanges = [Ring([torch.nn.Parameter(torch.zeros(50_000 + i))], 8, group) for i in range(2)]
+        told = []
+        for number in range(5):
+            for i, exchange in enumerate(exchanges):
+                exchange.begin((), {}, lambda: torch.zeros(0))
+                exchange.enter(0, last=True)
+                (exchange.params[0] * (group.rank + 10 * i + number)).sum().backward()
+                exchange.leave()
+            for exchange in exchanges:
+                exchange.launch()
+            for exchange in exchanges:
+                assert exchange.finish(3.0)
+                grad = exchange.params[0].grad
+                assert grad is not None
+                told.append(grad.unique().tolist())
+                exchange.zero()
+        for exchange in exchanges:
+            exchange.close()
+    return told
+
+
+def test_two_exchanges_of_one_group_do_not_mix(tmp_path: Path) -> None:
+    expected = [[1.0 + 10 * i + number] for number in range(5) for i in range(2)]
+    assert run_ranks(two_at_once, 3) == [expected] * 3

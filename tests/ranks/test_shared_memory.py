@@ -1,0 +1,175 @@
+"""Memory that neighbours share: who finds whom, who sees what, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import peers
+from unisono.distributed.shared_memory import LABEL, Name, Shared, find_neighbours, look
+from unisono.environment import World
+from unisono.errors import PeerLost, WorldError
+from unisono.exchange.tree.tree_fold import Tree
+from unisono.testing import run_ranks
+
+
+def held() -> int:
+    """How many pieces of shared memory this process holds, open or mapped."""
+    mapped = Path("/proc/self/maps").read_text(encoding="utf-8").count(f"memfd:{LABEL}")
+    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    return mapped + sum(LABEL in link for link in links)
+
+
+def write_to_each_other(world: World) -> Any:
+    with join(world) as group:
+        mine = Shared(size=group.size)
+        everybody = [Name(*name) for name in group.gather(mine.name)]
+        theirs = {rank: look(pid, everybody[rank], group.size) for rank, pid in group.neighbours.items()}
+        for memory in theirs.values():
+            memory[group.rank] = 10 + group.rank
+        group.barrier()
+        found, most = mine.bytes.tolist(), held()
+        group.barrier()
+        del mine, theirs, memory
+        gc.collect()
+        return found, most, held(), os.getpid(), dict(group.neighbours)
+
+
+def test_what_one_writes_the_other_reads_and_nothing_is_left() -> None:
+    ranks = run_ranks(write_to_each_other, 3)
+    pids = [pid for *_, pid, _ in ranks]
+    for rank, (found, most, left, _, neighbours) in enumerate(ranks):
+        assert found == [0 if r == rank else 10 + r for r in range(3)]
+        assert neighbours == {r: pids[r] for r in range(3) if r != rank}
+        assert (most, left) == (5, 0)  # three mapped, and our own open twice: for its neighbours, and for torch
+
+
+def some_may_not(world: World) -> Any:
+    """The second process's system knows no such memory; the others go on among themselves, and the sum is the same."""
+    if world.rank == 1:
+        os.memfd_create = refuse  # type: ignore[assignment]
+    with join(world) as group:
+        p = nn.Parameter(torch.zeros(100))
+        exchange = Tree([p], 3, group)
+        exchange.begin(((0, 1), (1, 2), (2, 3)), {group.rank: 1}, lambda: torch.ones(1, dtype=torch.float64))
+        exchange.enter(group.rank, last=True)
+        (p * 0.1**group.rank).sum().backward()
+        exchange.leave()
+        exchange.launch()
+        exchange.finish(3.0)
+        exchange.commit()
+        assert p.grad is not None
+        found = sorted(group.neighbours), p.grad.unique().tolist()
+        group.barrier()
+        gc.disable()
+        before = held()
+        exchange.close()
+        return *found, (before, held())
+
+
+def refuse(*_: Any) -> int:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_who_may_not_share_sends_messages_and_a_closed_exchange_holds_nothing() -> None:
+    ranks = run_ranks(some_may_not, 3)
+    assert [neighbours for neighbours, *_ in ranks] == [[2], [], [0]]
+    tenth = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float32)
+    assert [sums for _, sums, _ in ranks] == [[((tenth[0] + (tenth[1] + tenth[2])) / 3.0).item()]] * 3
+    # ours, mapped and open twice, and the neighbour's: all given back when the exchange is closed, without a collector
+    assert [held for *_, held in ranks] == [(4, 0), (0, 0), (4, 0)]
+
+
+def one_leaves(world: World) -> str:
+    """The second process is gone before the first one looks. (Its group cannot be left in order any more.)"""
+    group = join(world).__enter__()
+    mine = Shared(8)
+    _, name = (Name(*name) for name in group.gather(mine.name))
+    if world.rank == 1:
+        return "left"
+    path = Path(f"/proc/{group.neighbours[1]}/fd/{name.descriptor}")
+    while os.path.lexists(path):
+        time.sleep(0.01)
+    with pytest.raises(PeerLost) as caught, peers("Step 3's exchange"):
+        look(group.neighbours[1], name, 8)
+    return str(caught.value)
+
+
+def test_a_neighbour_that_is_gone_is_named_as_what_it_is() -> None:
+    told, _ = run_ranks(one_leaves, 2)
+    assert "Step 3's exchange needed every process of the run" in told
+    assert "memory closed by peer" in told
+
+
+def no_more_descriptors(world: World) -> str:
+    with join(world) as group:
+        mine = Shared(8)
+        name = Name(*group.gather(mine.name)[1 - world.rank])
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        with pytest.raises(WorldError) as caught:
+            look(group.neighbours[1 - world.rank], name, 8)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        group.barrier()
+        return str(caught.value)
+
+
+def test_a_limit_here_is_not_told_as_a_peer_that_is_gone() -> None:
+    for told in run_ranks(no_more_descriptors, 2):
+        assert "Too many open files" in told
+        assert "ulimit -a" in told
+
+
+def test_a_fork_does_not_write_to_what_is_shared() -> None:
+    memory = Shared(3 * 4096)
+    memory.bytes.fill_(1)
+    child = os.fork()
+    if child == 0:
+        memory.bytes.add_(1)
+        os._exit(int(memory.bytes.sum()) % 251)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 2 * 3 * 4096 % 251
+    assert memory.bytes.unique().tolist() == [1]
+    memory.bytes[0] = 5  # and is still what neighbours see
+    assert look(os.getpid(), memory.name, 1).item() == 5
+
+
+def test_torch_can_send_what_is_shared_to_another_process() -> None:
+    memory = Shared(16)
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    queue.put(memory.bytes[4:8])
+    assert queue.get().tolist() == [0] * 4
+
+
+def strangers(world: World) -> Any:
+    """Somebody else's numbers lead to a file of ours, or to memory that was not made for this."""
+    with join(world) as group, tempfile.TemporaryFile() as file:
+        descriptors = [file.fileno(), os.memfd_create("another"), os.memfd_create(LABEL), 10**6]
+        told = iter([(os.getpid(), descriptors[group.rank], "a secret")])
+        gather = type(group).gather
+        changed = type(group)(group.rank, group.size, group.device)
+        object.__setattr__(changed, "gather", lambda value: gather(group, next(told, value)))
+        return dict(find_neighbours(changed))
+
+
+def test_only_who_holds_the_secret_is_a_neighbour() -> None:
+    assert run_ranks(strangers, 4) == [{}] * 4
+
+
+def test_a_limit_of_the_system_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(WorldError, match="5 bytes of memory were to be shared") as caught:
+        Shared(5)
+    assert "Operation not permitted" in str(caught.value)
+    assert "ulimit -a" in str(caught.value)

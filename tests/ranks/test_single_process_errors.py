@@ -1,0 +1,150 @@
+"""What happens to one process alone, or is done by it alone: everybody hears of it, and nobody waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, sgd, train, whole
+from unisono.config import LoaderSettings
+from unisono.environment import World
+from unisono.testing import run_ranks
+from unisono.train.run import Run
+from unisono.train.step import Step
+
+# -- what one process alone meets
+
+
+class Fails(Numbers):
+    """Fetching the number 9, in the last step, does not work: it raises, or takes its process along."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        if i == 9:
+            if self.how in ("exits", "is killed"):
+                assert get_worker_info() is not None
+                os._exit(3) if self.how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "ends":
+                raise IndexError("list index out of range")
+            raise ValueError("number 9 is not readable")
+        return super().__getitem__(i)
+
+
+def fetch(world: World, folder: str, how: str, workers: int) -> Any:
+    config = replace(SETTINGS, loader=LoaderSettings(workers=workers))
+    return attempt(world, Path(folder), lambda run: train(run, data=Fails(how)), config, verified=True)
+
+
+PLACE = r"step [012], virtual rank \d"
+NOTE = r"while fetching the samples 9 of step 2, virtual rank 3\n$"
+
+
+@pytest.mark.parametrize(
+    ("how", "workers", "words"),
+    [
+        ("raises", 0, rf"ValueError: number 9 is not readable\n{NOTE}"),
+        ("raises", 1, rf"ValueError: Caught ValueError in .* not readable\n\n?{NOTE}"),
+        ("ends", 0, rf"IndexError: list index out of range\n{NOTE}"),
+        ("exits", 1, rf"DataError: A loader worker .*{PLACE} on\..*died without a word.*loader\.workers=0"),
+        ("is killed", 1, rf"DataError: A loader worker .*{PLACE} on\..*died without a word.*loader\.workers=0"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_fetch_that_fails_is_told_with_its_place(
+    tmp_path: Path, size: int, how: str, workers: int, words: str
+) -> None:
+    told = run_ranks(fetch, size, str(tmp_path), how, workers)
+    theirs = [end for end in told if not re.search(words, end, re.DOTALL)]
+    assert len(theirs) == size - 1, told
+    for end in theirs:
+        assert re.match(r"unisono\.errors\.PeerLost: .*needed every process.*--resume", end, re.DOTALL), end
+
+
+# -- what only some do
+
+
+def evaluates_alone(run: Run[Any]) -> Any:
+    model = run.place(linear)
+    optimizer = sgd(model)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(Numbers()):
+        for x, i in step:
+            whole(step, model, x, i)
+        step.update(optimizer)
+        if run.is_main:
+            run.evaluate(model, Numbers(), lambda out, x, i: (out.sum(), len(i)))
+    return None
+
+
+def leaves_alone(run: Run[Any]) -> Any:
+    def after(step: Step, optimizer: Any) -> None:
+        step.update(optimizer)
+        if run.rank == 1:
+            raise StopIteration
+
+    try:
+        train(run, after=after)
+    except StopIteration:
+        run.finish()
+
+
+ELSEWHERE: dict[str, tuple[Loop, str]] = {
+    "an evaluation": (evaluates_alone, "1 at a step and 1 at run.evaluate.*on every process"),
+    "the end": (leaves_alone, "1 at a step and 1 at the script's end"),
+    "a place": (lambda run: run.place(linear) if run.is_main else train(run), "1 at"),
+    "a first": (lambda run: run.first().__enter__() if run.is_main else train(run), "1 at"),
+    "other data": (
+        lambda run: train(run, data=Numbers(20 + run.rank)),
+        "DataError: The training set must be the same.*20 on rank 0, 21 on rank 1.*no DistributedSampler",
+    ),
+    "other data to evaluate": (
+        lambda run: run.evaluate(run.place(linear), Numbers(9 - run.rank), lambda out, x, i: (out.sum(), 1)),
+        "DataError: The data set of run.evaluate must be the same.*9 on rank 0, 8 on rank 1",
+    ),
+}
+
+
+def go_elsewhere(world: World, folder: str) -> dict[str, Any]:
+    def whole_script(loop: Loop) -> Loop:
+        def script(run: Run[Any]) -> None:
+            loop(run)
+            run.finish()
+
+        return script
+
+    return {name: attempt(world, Path(folder, name), whole_script(loop)) for name, (loop, _) in ELSEWHERE.items()}
+
+
+def test_who_is_elsewhere_is_told_by_everybody_and_nobody_waits(tmp_path: Path) -> None:
+    for told in run_ranks(go_elsewhere, 2, str(tmp_path)):
+        for name, (_, words) in ELSEWHERE.items():
+            assert isinstance(told[name], str), name
+            assert re.search(words, told[name], re.DOTALL), told[name]
+
+
+def one_gives_up(world: World, folder: str) -> Any:
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        if world.rank == 1 and step.number == 1:
+            raise ZeroDivisionError("of rank 1 alone")
+        whole(step, model, x, i)
+
+    return attempt(world, Path(folder), lambda run: train(run, body))
+
+
+def test_an_error_on_one_process_is_that_process_s_and_the_others_hear_of_it(tmp_path: Path) -> None:
+    told = run_ranks(one_gives_up, 3, str(tmp_path))
+    assert told[1] == "ZeroDivisionError: of rank 1 alone\n"
+    for end in (told[0], told[2]):
+        assert "PeerLost: Step 1's exchange needed every process" in end

@@ -1,0 +1,80 @@
+"""A dict that is tracked: what a loop keeps in plain values is resumed as well, so early stopping has the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ranks import training
+from unisono.config import ParallelSettings
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.errors import CheckpointError
+from unisono.testing import build_run, run_ranks
+
+PATIENCE = 2
+
+
+def measure(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(out, y, reduction="sum"), len(y)
+
+
+def train(world: World, folder: str, shard: int = 1, stop_after: int | None = None, resume: bool = False) -> Any:
+    """An evaluation after each epoch of three steps; it stops when nothing was better for two of them."""
+    config = training.settings(steps=60, batch=16, parallel=ParallelSettings(shard=shard))
+    with join(world) as group:
+        run = build_run(config, world, group, Path(folder), resume=resume)
+        model = run.place(training.MLP)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.2)
+        kept: dict[str, Any] = {"best": float("inf"), "bad": 0, "seen": [], "weights": None}
+        run.track(model=model, optimizer=optimizer, kept=kept)
+        for step in run.steps(training.Points(48)):
+            if kept["bad"] == PATIENCE:
+                break
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            step.update(optimizer)
+            if step.ends_epoch:
+                now = run.evaluate(model, training.tensors(48), measure)["measure"]
+                kept["seen"].append(now)
+                kept["bad"] = 0 if now < kept["best"] else kept["bad"] + 1
+                kept["best"] = min(now, kept["best"])
+                kept["weights"] = torch.full((3,), now)
+            if step.number + 1 == stop_after:
+                run.stop()
+        run.finish()
+        run.close()
+        told = kept | {"weights": kept["weights"].tolist()}
+        return told, run.steps_done, run._state.fingerprint(), run.result()["promise"]
+
+
+def test_who_stops_early_does_so_wherever_it_was_resumed(tmp_path: Path) -> None:
+    (alone,) = run_ranks(train, 1, str(tmp_path / "alone"))
+    kept, steps, _, promise = alone
+    assert 3 * (PATIENCE + 1) < steps < 60
+    assert kept["best"] == min(kept["seen"]) < kept["seen"][-1]
+    assert promise == "exact"
+    stops = steps - 4  # nothing was better for one epoch: a process that did not know would go on for longer
+    for number, (size, shard) in enumerate([(1, 1), (3, 1), (2, 2)]):
+        folder = str(tmp_path / str(number))
+        run_ranks(train, 2, folder, 1, stops)
+        assert run_ranks(train, size, folder, shard, None, True) == [alone] * size
+        assert run_ranks(train, 2, folder, 1, None, True) == [alone] * 2, "a run that had stopped goes on"
+
+
+def test_what_no_checkpoint_can_hold_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (said,) = run_ranks(wrong, 1, str(tmp_path))
+    assert "list" in said
+    assert "run.track(best=kept), with kept = {...}" in said
+
+
+def wrong(world: World, folder: str) -> str:
+    with join(world) as group:
+        run = build_run(training.settings(), world, group, Path(folder))
+        with pytest.raises(CheckpointError) as caught:
+            run.track(best=[1.0])
+        return str(caught.value)

@@ -1,0 +1,449 @@
+"""Settings: one way in, every value with its source, every problem at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import unisono
+from unisono.cli.request.target import recipes
+from unisono.config import Line, explain, flatten, load, mathematics, read, settings_of
+from unisono.config.validate import check
+from unisono.errors import Problem, SettingsError
+
+
+class Colour(Enum):
+    red = 1
+    blue = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    width: int = 8
+    activation: Literal["relu", "gelu"] = "relu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    batch: int = 64
+    lr: float = 3e-4
+    model: Model = Model()
+    data: Path | None = None
+    name: str = "first"
+    shuffle: bool = True
+    shape: tuple[int, int] = (2, 3)
+    tags: list[str] = field(default_factory=list)
+    colour: Colour = Colour.red
+    note: str = field(default="", metadata={"mathematics": False, "meaning": "for people"})
+
+
+def problems_of(*args: Any, **kwargs: Any) -> list[Problem]:
+    with pytest.raises(SettingsError) as caught:
+        load(*args, **kwargs)
+    assert caught.value.exit_status == 2
+    assert all(all(part for part in problem) for problem in caught.value.problems), "a part of a message is empty"
+    return list(caught.value.problems)
+
+
+def test_defaults_script_file_and_sets_override_each_other_in_this_order(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text('steps = 5\nlr = 1\nname = "file"\n[model]\nwidth = 16\n[checkpoint]\nevery = 3\n')
+    settings, sources = load(Settings, file=file, sets=["lr=3e-4", "model.activation=gelu", "data=/a=b"])
+    assert settings.model == Model(width=16, activation="gelu")
+    assert (settings.steps, settings.lr, settings.name, settings.checkpoint.every) == (5, 3e-4, "file", 3)
+    assert settings.data == Path("/a=b")
+    assert sources["seed"] == "default"
+    assert sources["batch"] == "script"
+    assert sources["model.width"] == str(file)
+    assert sources["lr"] == "--set"
+    assert list(sources) == list(flatten(settings))
+
+
+@pytest.mark.parametrize(
+    ("request_", "name", "value"),
+    [
+        ("lr=3e-4", "lr", 3e-4),
+        ("lr=1", "lr", 1.0),
+        ("steps=1_000", "steps", 1000),
+        ("steps=none", "steps", None),
+        ("clip=1", "clip", 1.0),
+        ("clip=None", "clip", None),
+        ("shuffle=false", "shuffle", False),
+        ("name=a b", "name", "a b"),
+        ("name=", "name", ""),
+        ("data=x/y", "data", Path("x/y")),
+        ("shape=[4, 5]", "shape", (4, 5)),
+        ('tags=["a", "b"]', "tags", ["a", "b"]),
+        ("colour=blue", "colour", Colour.blue),
+        ("model.width=32", "model.width", 32),
+        ("exchange=allreduce", "exchange", "allreduce"),
+    ],
+)
+def test_typed_text_becomes_the_fields_type(request_: str, name: str, value: object) -> None:
+    got = flatten(load(Settings, sets=[request_]).settings)[name]
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("request_", "true", "do"),
+    [
+        ("steps=many", "steps takes a whole number or none.", "--set steps=1"),
+        ("steps=1.5", "steps takes a whole number or none.", "--set steps=1"),
+        ("lr=fast", "lr takes a number.", "--set lr=0.0003"),
+        ("shuffle=maybe", "shuffle takes true or false.", "--set shuffle=true"),
+        ("model.activation=gel", "model.activation takes one of relu, gelu.", "--set model.activation=gelu"),
+        ("colour=blu", "colour takes one of red, blue.", "--set colour=blue"),
+        ("shape=[1]", "shape takes a list of 2: [a whole number, a whole number].", "--set 'shape=[2, 3]'"),
+        ("precision=bf8", "precision takes one of fp32, bf16, fp16.", "--set precision=fp32"),
+        ("wdith=3", "There is no setting wdith; the nearest is model.width.", "--set model.width=3"),
+        ("width=3", "There is no setting width; the nearest is model.width.", "--set model.width=3"),
+        ("modle.width=3", "There is no setting modle.width; the nearest is model.width.", "--set model.width=3"),
+        ("model=3", "model is a section: it has model.width, model.activation.", "--set model.width=VALUE"),
+        ("seed", "--set takes key=value.", "--set seed=0"),
+    ],
+)
+def test_a_wrong_set_says_what_is_true_and_what_to_type(request_: str, true: str, do: str) -> None:
+    asked = f"--set {request_}"
+    assert problems_of(Settings, sets=[request_]) == [Problem(asked, true, do)]
+
+
+def test_an_unknown_name_without_a_neighbour_lists_all_names() -> None:
+    (problem,) = problems_of(Settings, sets=["zzzzzz=1"])
+    assert "model.width" in problem.true
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text('lr = "3e-4"\nlearning_rate = 1\nmodel = 3\nsteps = true\n')
+    problems = problems_of(Settings, file=file, sets=["a", "steps=x"])
+    assert len(problems) == 6
+    assert Problem(f'lr = "3e-4" in {file}', "lr takes a number.", f"Write in {file}: lr = 0.0003") in problems
+
+
+@pytest.mark.parametrize(
+    "content", [None, b"a = = 1", b"\xff\xfe", "folder"], ids=["missing", "no toml", "no text", "a folder"]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | str | None) -> None:
+    file = tmp_path / "settings.toml"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content == "folder":
+        file.mkdir()
+    (problem,) = problems_of(Settings, file=file)
+    assert problem.asked == f"--settings {file}"
+
+
+def test_a_setting_without_a_default_must_be_given() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Needs(unisono.Settings):
+        corpus: str
+
+    globals()["Needs"] = Needs
+    assert problems_of(Needs) == [Problem("corpus has no default", "It takes text.", "--set corpus=text")]
+    assert load(Needs, sets=["corpus=x"]).settings.corpus == "x"
+
+
+def test_a_default_of_another_type_than_its_annotation_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(unisono.Settings):
+        depth: int = 2.5  # type: ignore[assignment]
+        hook: object = print
+
+    problems = problems_of(Wrong)
+    assert [p.asked.split()[0] for p in problems] == ["depth", "hook"]
+
+
+def test_a_class_that_forgot_to_be_a_dataclass_is_told() -> None:
+    class Forgot(unisono.Settings):
+        batch: int = 64
+
+    (problem,) = problems_of(Forgot)
+    assert problem.do == "Write @dataclass(frozen=True, kw_only=True) above class Forgot."
+
+
+def test_a_field_without_a_type_is_told_and_not_lost() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Wide(Model):
+        width = 16
+
+    @dataclass(frozen=True, kw_only=True)
+    class Bare(unisono.Settings):
+        precision = "bf16"
+        unit = 3  # a constant: no setting has this name
+
+    @dataclass(frozen=True, kw_only=True)
+    class Inside(unisono.Settings):
+        model: Wide = Wide()
+
+    globals()["Wide"] = Wide
+    true = "precision = 'bf16' has no type in it, so it is no field, and precision stays fp32."
+    assert problems_of(Bare) == [
+        Problem("The settings of class Bare", true, "Write precision: str = 'bf16' there."),
+    ]
+    (problem,) = problems_of(Inside)
+    assert problem.do == "Write width: int = 16 there."
+
+
+def test_another_type_lets_no_setting_of_every_run_be_what_it_cannot_be() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Loose(unisono.Settings):
+        precision: str = "bf16"  # type: ignore[assignment]
+        batch: float = 16.0  # type: ignore[assignment]
+        exchange: str = "alreduce"  # type: ignore[assignment]
+
+    assert [(p.asked, p.true, p.do) for p in problems_of(Loose, sets=["precision=banana"])] == [
+        ("--set precision=banana", "precision takes one of fp32, bf16, fp16.", "--set precision=bf16"),
+        ("batch = 16.0 in the script", "It takes a whole number.", "Change the default of batch in the script."),
+        (
+            "exchange = alreduce in the script",
+            "It takes one of tree, wide, allreduce, ring, ddp, server, local.",
+            "Change the default of exchange in the script.",
+        ),
+    ]
+
+
+def test_a_narrower_type_is_the_scripts_to_choose() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Narrow(unisono.Settings):
+        precision: Literal["fp32", "bf16"] = "bf16"
+        steps: int = 10
+        clip: float = 1
+
+    assert load(Narrow).settings.precision == "bf16"
+    trues = [problem.true for problem in problems_of(Narrow, sets=["precision=fp16", "steps=none", "clip=none"])]
+    assert trues == [
+        "precision takes one of fp32, bf16.",
+        "steps takes a whole number.",
+        "clip takes a number.",
+    ]
+
+
+def test_what_the_class_itself_refuses_is_a_wrong_request() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Even(unisono.Settings):
+        def __post_init__(self) -> None:
+            if self.batch % 2:
+                raise ValueError("batch must be even")
+
+    (problem,) = problems_of(Even, sets=["batch=33"])
+    assert problem.true == "ValueError: batch must be even"
+
+
+def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
+    assert load(Settings).settings.virtual_ranks == 8
+    assert load(Settings, sets=["batch=3"]).settings.virtual_ranks == 3
+    asked = load(Settings, sets=["batch=3", "virtual_ranks=8", "steps=1"]).settings
+    assert [p.asked for p in check(asked, 1, Line())] == ["virtual_ranks = 8"]
+
+
+def test_mathematics_is_what_the_result_depends_on() -> None:
+    values = mathematics(load(Settings, sets=["data=/x", "steps=3"]).settings)
+    assert not {"steps", "epochs", "checkpoint.every", "loader.workers", "note"} & set(values)
+    assert values["data"] == "/x"
+    assert values["shape"] == [2, 3]
+    assert values["colour"] == "red"
+    expected = {"batch", "micro_batch", "virtual_ranks", "seed", "precision", "clip", "exchange", "threads", "lr"}
+    assert expected <= set(values)
+
+
+@given(
+    st.text(alphabet=st.characters(exclude_categories=["Cs"])),
+    st.floats(allow_nan=False),
+    st.lists(st.text(alphabet=st.characters(exclude_categories=["Cs"]))),
+    st.integers(-(2**63), 2**63 - 1),
+)
+def test_explain_is_a_settings_file_that_gives_the_same_settings(
+    tmp_path_factory: pytest.TempPathFactory, name: str, lr: float, tags: list[str], width: int
+) -> None:
+    settings = Settings(name=name, lr=lr, tags=tags, model=Model(width=width), data=Path("a#  # b"), steps=None)
+    sources = {key: "--set" if key == "lr" else "default" for key in flatten(settings)}
+    file = tmp_path_factory.getbasetemp() / "explained.toml"
+    file.write_text(explain(settings, sources), encoding="utf-8")
+    assert load(Settings, file=file).settings == settings
+    values, told = read(file)
+    assert (values.keys(), told) == (sources.keys(), sources)
+    assert (values["name"], values["lr"], values["steps"]) == (None if name == "none" else name, lr, None)
+    assert (values["tags"], values["model.width"], values["data"]) == (tags, width, "a#  # b")
+
+
+def test_explain_gives_each_value_a_line_with_its_source() -> None:
+    text = explain(*load(Settings, sets=["model.width=32"]))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["model.width", "=", "32", "#", "--set"] in lines
+    assert ["batch", "=", "64", "#", "script"] in lines
+    assert ["clip", "=", '"none"', "#", "default"] in lines
+
+
+SCRIPT = '''
+"""A script."""
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import torch, unisono
+from torch import nn
+from unisono import Run, main as start
+
+WIDTH = 8
+HEADS = torch.get_num_threads()
+raise_if_executed = 1 / 0
+
+class Kind(Enum):
+    small = 1
+
+class GPT(nn.Module):
+    pass
+
+@dataclass
+class Batch:
+    tokens: torch.Tensor
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    width: int = WIDTH * 8
+
+    def build(self) -> nn.Module:
+        return GPT()
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    """What one can change."""
+    lr: float = 3e-4
+    kind: Kind = Kind.small
+    data: Path = Path(__file__).parent / "data"
+    model: Model = Model()
+    other: Model = field(default_factory=lambda: Model(width=3))
+
+def main(run: Run) -> None: ...
+
+if __name__ == "__main__":
+    start(main, Settings)
+'''
+
+
+def test_a_scripts_settings_are_found_without_running_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    cls = settings_of(script)
+    assert cls is not None
+    values = flatten(load(cls, sets=["steps=1"]).settings)
+    assert values["model.width"] == 64
+    assert values["other.width"] == 3
+    assert values["data"] == tmp_path / "data"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("WIDTH * 8", "HEADS * 8"),  # a constant that only running the script can tell
+        ("WIDTH = 8", "WIDTH = 8\nif True:\n    WIDTH = 16"),
+        ("start(main, Settings)", "start(main, choose())"),
+        ("start(main, Settings)", "pass"),
+        ("@dataclass(frozen=True, kw_only=True)\nclass Settings", "@mine\nclass Settings"),
+        ("class Settings(unisono.Settings)", "class Settings(mine.Settings)"),
+        ("lr: float", "lr: torch.dtype"),
+        ("class Kind", "class Kind ("),
+    ],
+)
+def test_a_script_that_is_not_understood_gives_none_and_never_a_wrong_value(tmp_path: Path, old: str, new: str) -> None:
+    script = tmp_path / "train.py"
+    assert old in SCRIPT
+    script.write_text(SCRIPT.replace(old, new))
+    assert settings_of(script) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "width"),
+    [("start(main)", None), ("start(train=main, settings=Settings)", 64), ("start(main, settings=Settings)", 64)],
+)
+def test_every_way_to_call_main_is_understood(tmp_path: Path, call: str, width: int | None) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("start(main, Settings)", call))
+    cls = settings_of(script)
+    assert cls is not None
+    assert flatten(load(cls).settings).get("model.width") == width
+
+
+CHECK = """
+    def __post_init__(self):
+        if self.model.width not in (7, 14):
+            raise %s
+        for axis in ("tensor", "context"):
+            if getattr(self.parallel, axis) > 1:
+                raise unisono.SettingsError(f"{axis} was asked for.", "It cannot be.", "leave it out.")
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "raised", "words"),
+    [
+        ("8", 'ValueError("no multiple of 7")', "ValueError: no multiple of 7"),
+        ("8", 'unisono.SettingsError("It was asked for 8.", "That is no multiple of 7.", "7")', "asked for 8.*Next: 7"),
+        ("7", 'ValueError("no multiple of 7")', "context was asked for.*leave it out"),
+        ("8", "only_there(self.lr)", ""),  # what is not known here is said by the script's own processes
+        ("8", 'open("here", "w")', ""),
+        ("8", 'ValueError(print("here"))', ""),
+    ],
+)
+def test_a_script_may_refuse_its_settings_before_it_runs(tmp_path: Path, width: str, raised: str, words: str) -> None:
+    script = tmp_path / "train.py"
+    body = "    other: Model = field(default_factory=lambda: Model(width=3))\n"
+    assert body in SCRIPT
+    script.write_text(SCRIPT.replace(body, body + CHECK % raised))
+    cls = settings_of(script)
+    assert cls is not None
+    sets = ["steps=1", f"model.width={width}", "parallel.context=2"]
+    if not words:
+        assert flatten(load(cls, sets=sets).settings)["model.width"] == 8
+        assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+        return
+    with pytest.raises(SettingsError, match=f"(?s){words}"):
+        load(cls, sets=sets)
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_settings_of_recipes_are_found(recipe: str) -> None:
+    """So that a wrong one is told before any process starts, and `unisono run RECIPE --help` lists them."""
+    cls = settings_of(recipes()[recipe])
+    assert cls is not None
+    assert "lr" in flatten(load(cls).settings)
+
+
+def test_late_annotations_are_understood(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from __future__ import annotations\n" + SCRIPT.partition('script."""\n')[2])
+    cls = settings_of(script)
+    assert cls is not None
+    assert flatten(load(cls).settings)["model.width"] == 64
+
+
+def test_settings_load_without_torch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code = (
+        "import sys, pathlib, unisono; from unisono.config import load, settings_of;"
+        "load(settings_of(pathlib.Path(sys.argv[1])), sets=['steps=1']); unisono.Settings;"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(script)], check=True)
+
+
+def test_who_asks_for_steps_takes_back_the_scripts_epochs() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Settings):
+        epochs: int | None = 5
+
+    assert (load(Own).settings.steps, load(Own).settings.epochs) == (None, 5)
+    asked = load(Own, sets=["steps=3"]).settings
+    assert (asked.steps, asked.epochs) == (3, None)
+    both = load(Own, sets=["steps=3", "epochs=2"]).settings  # check says that this cannot be
+    assert (both.steps, both.epochs) == (3, 2)

@@ -1,0 +1,111 @@
+"""watch/log: rank 0 speaks, the others only when something is wrong, and never through the progress line."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from unisono.monitor import console
+from unisono.monitor.progress import Progress
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    before = (console.logger.level, console.logger.propagate)
+    yield
+    console.stop()
+    assert (console.logger.level, console.logger.propagate) == before
+    assert not any(
+        isinstance(handler, console.Voice) for handler in console.logger.handlers
+    )  # pytest adds some of its own
+
+
+def test_only_rank_0_says_things() -> None:
+    for rank, said in [(0, "hello\n"), (1, "")]:
+        stream = io.StringIO()
+        console.start(rank, 2, stream)
+        console.say("hello")
+        assert stream.getvalue() == said
+
+
+def test_a_record_names_its_level_and_its_rank() -> None:
+    stream = io.StringIO()
+    console.start(3, 4, stream)
+    console.logger.info("seen %d samples", 7)
+    console.logger.warning("slow")
+    logging.getLogger("unisono.exchange").error("lost")
+    console.logger.debug("not shown")
+    assert stream.getvalue() == "rank 3: seen 7 samples\nwarning: rank 3: slow\nerror: rank 3: lost\n"
+
+
+def test_a_lone_process_has_no_rank() -> None:
+    stream = io.StringIO()
+    console.start(0, 1, stream, level=logging.DEBUG)
+    console.logger.debug("details")
+    console.logger.info("as it is")
+    assert stream.getvalue() == "debug: details\nas it is\n"
+
+
+def test_words_go_above_the_progress_line() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, True, 10, 0, memory=lambda: 0)
+    console.start(0, 1, stream)
+    console.through(progress)
+    console.say("one")
+    console.logger.warning("two")
+    console.through(None)
+    console.say("three")
+    assert stream.getvalue() == "one\nwarning: two\nthree\n"
+
+
+def test_before_a_start_words_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("early")
+    console.start(0, 1)
+    console.say("now")
+    console.stop()
+    console.stop()
+    console.say("late")
+    assert capsys.readouterr().out == "early\nnow\nlate\n"
+
+
+def test_starting_again_replaces_the_voice() -> None:
+    first, second = io.StringIO(), io.StringIO()
+    console.start(0, 2, first)
+    console.start(1, 2, second)
+    console.logger.warning("once")
+    assert first.getvalue() == ""
+    assert second.getvalue() == "warning: rank 1: once\n"
+
+
+def test_a_script_with_logging_of_its_own_does_not_see_lines_twice() -> None:
+    stream, theirs = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(theirs)
+    logging.getLogger().addHandler(handler)
+    try:
+        console.start(0, 1, stream)
+        console.logger.warning("once")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert stream.getvalue() == "warning: once\n"
+    assert theirs.getvalue() == ""
+
+
+def test_a_closed_stream_stops_nobody() -> None:
+    stream = io.StringIO()
+    console.start(0, 1, stream)
+    stream.close()
+    console.say("into the void")
+
+
+def test_an_exception_is_told_with_its_traceback() -> None:
+    stream = io.StringIO()
+    console.start(0, 1, stream)
+    try:
+        raise ValueError("inner")
+    except ValueError:
+        console.logger.exception("outer")
+    assert stream.getvalue().startswith("error: outer\nTraceback")
+    assert stream.getvalue().endswith("ValueError: inner\n")

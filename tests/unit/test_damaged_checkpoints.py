@@ -1,0 +1,141 @@
+"""Two hundred damaged checkpoints: each is refused or passed over with the file named, and none is loaded wrong."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.checkpoint import manifest
+from unisono.checkpoint.load import fingerprint_of, load, newest
+from unisono.checkpoint.safetensors_writer import at_once, lay_out
+from unisono.checkpoint.save import FORMAT, Job, packed
+from unisono.checkpoint.state_codec import Tensors
+from unisono.checkpoint.storage import Folder
+from unisono.errors import CheckpointError
+
+CASES = 200
+
+
+def state(step: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(step)
+    weight = torch.randn(6, 4, generator=g)
+    return {
+        "model": {"weight": weight, "bias": torch.randn(3, generator=g)},
+        "optimizer": {"lr": 0.1 * step, "n": step},
+    }
+
+
+def two_sheets(run_dir: Path, step: int) -> Path:
+    """A checkpoint as two processes write it that have three rows of `weight` each."""
+    whole, there, plain = state(step), Folder(run_dir / "checkpoints"), {}
+    jobs = []
+    for rank in (0, 1):
+        tensors = Tensors()
+        made = packed(whole, {"models": ["model"]}, tensors)
+        assert not isinstance(made, CheckpointError)
+        if rank == 0:
+            plain = {"format": FORMAT, "steps": step, **made[1]}
+        else:
+            del tensors["model.bias"]
+        tensors["model.weight"] = whole["model"]["weight"][3 * rank : 3 * rank + 3].clone()
+        tensors.starts["model.weight"] = (3 * rank, 0)
+        job = Job(there, step, tensors, None if rank else plain, (9, 0), rank=rank, ranks=[0, 1], attempt="one")
+        job.write(at_once(lay_out(tensors), tensors))
+        jobs.append(job)
+    jobs[0].publish()
+    assert [job.problem for job in jobs] == [None, None]
+    return run_dir / "checkpoints" / manifest.name_of(step)
+
+
+def flip(path: Path, other: Path, chance: random.Random) -> None:
+    """One bit of one file."""
+    content = bytearray(path.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: Path, other: Path, chance: random.Random) -> None:
+    """The end of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[: chance.randrange(len(content))])
+
+
+def lose(path: Path, other: Path, chance: random.Random) -> None:
+    path.unlink()
+
+
+def swap(path: Path, other: Path, chance: random.Random) -> None:
+    """The file of the same name of another checkpoint."""
+    shutil.copy(other / path.name, path)
+
+
+def mix(path: Path, other: Path, chance: random.Random) -> None:
+    """Two files of one checkpoint change names."""
+    second = chance.choice([file for file in sorted(path.parent.iterdir()) if file != path])
+    content = path.read_bytes()
+    path.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def zero(path: Path, other: Path, chance: random.Random) -> None:
+    """A stretch of a file that never reached the disk: zeros where it should be."""
+    content = bytearray(path.read_bytes())
+    first = chance.randrange(len(content))
+    content[first : first + 64] = bytes(len(content[first : first + 64]))
+    path.write_bytes(content)
+
+
+def grow(path: Path, other: Path, chance: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + b" " * chance.randrange(1, 9))
+
+
+DAMAGES: list[Callable[[Path, Path, random.Random], None]] = [flip, flip, flip, cut, zero, grow, lose, swap, mix]
+
+
+def test_two_hundred_damaged_checkpoints(tmp_path: Path) -> None:
+    right = {10: fingerprint_of(state(10)), 20: fingerprint_of(state(20))}
+    older, newer = (two_sheets(tmp_path / "made", step) for step in (10, 20))
+    assert {path: fingerprint_of(load(path).states) for path in (older, newer)} == {older: right[10], newer: right[20]}
+    passed = unharmed = 0
+    for case in range(CASES):
+        chance = random.Random(case)
+        run = tmp_path / str(case)
+        shutil.copytree(tmp_path / "made", run)
+        folder = run / "checkpoints" / newer.name
+        path = chance.choice(sorted(folder.iterdir()))
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        DAMAGES[case % len(DAMAGES)](path, older, chance)
+        notes: list[str] = []
+        found = newest(run, notes.append)
+        assert found is not None
+        if found == folder:  # nothing that means anything: a space behind the manifest's JSON, say
+            assert fingerprint_of(load(found).states) == right[20], (case, path.name)
+            changed = {name for name, content in before.items() if (folder / name).read_bytes() != content}
+            assert changed <= {manifest.MANIFEST}, (case, changed)
+            unharmed += 1
+            continue
+        assert (found, load(found).steps) == (run / "checkpoints" / older.name, 10)
+        assert fingerprint_of(load(found).states) == right[10]
+        (note,) = notes
+        assert f"{folder}/" in note, note
+        assert any(name in note for name in before), note
+        passed += 1
+        shutil.rmtree(found)
+        with pytest.raises(CheckpointError, match="none of them whole"):
+            newest(run, notes.append)
+        shutil.rmtree(run)
+    assert passed >= CASES * 0.9, (passed, unharmed)
+
+
+def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    path = two_sheets(tmp_path, 10)
+    path.rename(path.with_name(manifest.name_of(20)))
+    notes: list[str] = []
+    with pytest.raises(CheckpointError, match=r"step-00000020/state\.json is of the checkpoint after step 10"):
+        newest(tmp_path, notes.append)

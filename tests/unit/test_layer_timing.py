@@ -1,0 +1,125 @@
+"""What the links of a chain cost by the clock, and what timing them leaves behind: nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks.training import TinyGPT
+from tests.unit.test_fx_partition import Skips
+from tests.unit.test_shadow_partition import Branches
+from unisono.parallel.pipeline_parallel.fx_partition import Chain
+from unisono.parallel.pipeline_parallel.layer_timing import (
+    TURNS,
+    WARM_UPS,
+    clock_of,
+    seconds_of_links,
+    seconds_of_modules,
+)
+from unisono.parallel.pipeline_parallel.shadow_partition import Replay
+from unisono.parallel.precision import autocast
+from unisono.train.pipelining.stage_timing import told
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in a run. Several threads on a busy machine wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def timed(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[Chain, list[float]]:
+    chain = Chain(model)
+    return chain, seconds_of_links(
+        model, chain, chain.bind((x,), {}), clock_of(CPU, together=False), autocast(precision, CPU)
+    )
+
+
+class Overwriting(nn.Sequential):
+    """Writes over what it is given, over what a layer has made, and over what is kept for later."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self[1](self[0](x))
+        out: Tensor = self[3](self[2](kept) * 2) + kept
+        return out
+
+
+class Pairs(nn.Module):
+    """Its first layer returns two things, of which one is taken out when the second has been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.GRU(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        both = self.first(x)
+        h = self.second(both[0])
+        return {"out": self.out(h), "state": both[1]}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["TinyGPT", "Skips", "Overwriting", "Pairs"])
+def test_odd_models_are_timed_and_stay_as_they_are(name: str, precision: str) -> None:
+    """A lookup, tied and frozen and unused weights, a layer that is called twice, in-place operators, tuples."""
+    models: dict[str, Any] = {"TinyGPT": TinyGPT, "Skips": Skips, "Overwriting": Overwriting, "Pairs": Pairs}
+    model = models[name]()
+    x = torch.randint(0, 23, (3, 9)) if name == "TinyGPT" else torch.randn(2, 5, 4 if name == "Skips" else 3)
+    before, given = copy.deepcopy(model.state_dict()), x.clone()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with torch.no_grad():  # whatever the caller computes in
+        chain, seconds = timed(model, x, precision)
+    assert len(seconds) == len(chain.links)
+    assert all(second > 0 for second in seconds)
+    assert torch.equal(x, given)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is not None and bool((p.grad == 1).all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_cannot_be_followed_is_timed_module_by_module(precision: str) -> None:
+    model, x = Branches(), torch.rand(2, 5, 4)
+    cut, before = Replay(model, "a test"), copy.deepcopy(model.state_dict())
+    seconds = seconds_of_modules(model, cut.links, (x,), {}, clock_of(CPU, together=False), autocast(precision, CPU))
+    assert len(seconds) == len(cut.links) == 6
+    assert all(second > 0 for second in seconds)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_backward_is_part_of_it_where_somebody_wants_it() -> None:
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    asked: list[str] = []
+    for name, p in layers.named_parameters():
+        p.register_hook(lambda _, name=name: asked.append(name))
+    layers[1].requires_grad_(False)
+    timed(layers, torch.randn(2, 4))
+    assert asked == ["0.weight", "2.weight"] * (WARM_UPS + TURNS)
+
+
+def test_a_layer_that_is_called_twice_costs_twice() -> None:
+    model = Skips()
+    assert [link.cost for link in Chain(model).links if link.name == "rows.0"] == [42, 0]
+    chain, seconds = timed(model, torch.randn(2, 5, 4))
+    chain.price(seconds)
+    assert all(link.cost > 0 for link in chain.links)
+
+
+def test_the_cut_is_told_in_a_line() -> None:
+    chain = Chain(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)))
+    assert told(chain, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (33 %), 2 (67 %), by parameters"
+    chain.price([2e-3, 1e-3, 1e-3])
+    assert told(chain, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (75 %), 2 (25 %), by time"
+    assert told(chain, [0, 2], named=True).endswith("2 (25 %), as named (shares by time)")

@@ -1,0 +1,106 @@
+"""The mesh: every process stands somewhere, lines cover everybody, and sizes are filled in or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.test_config import Settings
+from unisono.config import Line, ParallelSettings
+from unisono.config.mesh_shape import FILL, Axes, fill, fitting, wanted
+from unisono.config.validate import check
+
+small = st.integers(1, 6)
+
+
+@given(small, small)
+def test_every_rank_has_a_place_of_its_own(replicate: int, shard: int) -> None:
+    axes = Axes(replicate=replicate, shard=shard, tensor=2)
+    places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.size)]
+    assert len(set(places)) == axes.size == 2 * replicate * shard
+    assert places == sorted(places), "ranks count through the last axis first"
+
+
+@given(small, small, st.sampled_from([("replicate",), ("shard",), ("replicate", "shard")]))
+def test_the_lines_of_an_axis_cover_everybody_once(replicate: int, shard: int, names: tuple[str, ...]) -> None:
+    axes = Axes(replicate=replicate, shard=shard, tensor=2)
+    lines = axes.lines(*names)
+    assert sorted(rank for line in lines for rank in line) == list(range(axes.size))
+    for line in lines:
+        assert list(line) == sorted(line)
+        others = [{n: c for n, c in axes.coordinates(rank).items() if n not in names} for rank in line]
+        assert all(other == others[0] for other in others)
+
+
+@given(st.integers(1, 64), small)
+def test_what_is_left_is_filled_in(processes: int, shard: int) -> None:
+    axes = fill({"replicate": FILL, "shard": shard}, processes)
+    assert (axes is None) == bool(processes % shard)
+    assert axes is None or axes.size == processes
+    for fits in fitting({"replicate": FILL, "shard": shard}, processes):
+        assert fill({"replicate": FILL, "shard": shard}, fits) is not None
+
+
+def test_the_settings_know_every_axis() -> None:
+    assert wanted(ParallelSettings()) == {name: FILL if name == "replicate" else 1 for name in Axes._fields}
+
+
+LINE = Line(("unisono", "run", "text", "--ranks", "4"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asked", "true", "do"),
+    [
+        (
+            {"shard": 3},
+            "4 processes",
+            "parallel.shard=3 makes multiples of 3.",
+            "--ranks 3, or: unisono run text",
+        ),
+        ({"shard": 3, "replicate": 1}, "4 processes", "parallel.shard=3 makes 3.", "unisono run text --ranks 3"),
+        ({"shard": 2, "replicate": 1}, "4 processes", "parallel.shard=2 makes 2.", "--set parallel.replicate=-1"),
+        ({"shard": 0}, "parallel.shard = 0", "An axis has 1 or more processes", "--set parallel.shard=1"),
+        ({"shard": -1}, "parallel.replicate = -1 and parallel.shard = -1", "One axis", "--set parallel.replicate=1"),
+        (
+            {"pipeline": 2, "shard": 2},
+            "parallel.pipeline = 2 and parallel.shard = 2",
+            "held whole",
+            "--set parallel.shard=1",
+        ),
+        (
+            {"pipeline": 4, "virtual_ranks": 1},
+            "parallel.pipeline = 4 and virtual_ranks = 1",
+            "one stream",
+            "--set virtual_ranks=2",
+        ),
+        (
+            {"pipeline": 2, "schedule": "DualPipeV", "loops": 3},
+            "parallel.schedule = DualPipeV and parallel.loops = 3",
+            "It has 2 each.",
+            "--set parallel.schedule=Interleaved1F1B",
+        ),
+        (
+            {"pipeline": 2, "schedule": "ZBVZeroBubble", "recompute": "selective"},
+            "parallel.schedule = ZBVZeroBubble and parallel.recompute = selective",
+            "goes backward through a layer twice",
+            "--set parallel.recompute=layer, or: ",
+        ),
+        (
+            {"pipeline": 2, "schedule": "LoopedBFS", "stages": ["a"]},
+            'parallel.stages = ["a"]',
+            "4 stages begin with the model and with 3 modules.",
+            "parallel.stages=[]",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_what_would(
+    parallel: dict[str, Any], asked: str, true: str, do: str
+) -> None:
+    ranks = parallel.pop("virtual_ranks", 8)
+    (problem,) = check(Settings(steps=1, virtual_ranks=ranks, parallel=ParallelSettings(**parallel)), 4, LINE)
+    assert problem.asked == asked
+    assert true in problem.true
+    assert do in problem.do

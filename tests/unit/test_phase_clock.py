@@ -1,0 +1,116 @@
+"""watch/clock: every second is counted once, for the phase it was spent in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono import phases
+from unisono.monitor.phase_clock import Clock
+from unisono.phases import enter
+
+
+class Hands:
+    """The hands of a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.fixture(autouse=True)
+def at_rest() -> Iterator[None]:
+    enter("other")
+    yield
+    enter("other")
+
+
+def test_seconds_go_to_the_phase_they_were_spent_in() -> None:
+    hands = Hands()
+    clock = Clock(hands).start()
+    for name, seconds in [("data", 1.0), ("forward", 2.0), ("data", 4.0), ("other", 1.0)]:
+        enter(name)
+        hands.at += seconds
+    clock.stop()
+    assert {phase: s for phase, s in clock.seconds.items() if s} == {"other": 1.0, "data": 5.0, "forward": 2.0}
+    assert clock.total == 8.0
+    assert clock.share("data") == 5 / 8
+    assert clock.share("exchange") == 0
+
+
+def test_the_phase_under_way_is_counted_up_to_now() -> None:
+    hands = Hands()
+    clock = Clock(hands).start()
+    enter("exchange")
+    hands.at += 3
+    assert clock.seconds["exchange"] == 3
+    hands.at += 3
+    assert (clock.total, clock.seconds["exchange"]) == (6, 6)
+    clock.stop()
+
+
+def test_a_stopped_clock_counts_nothing_and_may_go_on() -> None:
+    hands = Hands()
+    clock = Clock(hands)
+    assert clock.share("data") == 0.0
+    clock.stop()  # it was not running
+    clock.start().start()
+    enter("data")
+    hands.at += 1
+    clock.stop()
+    enter("forward")
+    hands.at += 100
+    clock.stop()
+    assert clock.total == 1
+    clock.start()
+    hands.at += 2
+    clock.stop()
+    assert clock.seconds["forward"] == 2
+    assert clock.total == 3
+
+
+def test_a_lap_is_what_came_since_the_lap_before() -> None:
+    hands = Hands()
+    clock = Clock(hands).start()
+    enter("data")
+    hands.at += 1
+    assert clock.lap() == {"data": 1}
+    assert clock.lap() == {}
+    enter("forward")
+    hands.at += 2
+    enter("data")
+    hands.at += 3
+    assert clock.lap() == {"forward": 2, "data": 3}
+    clock.stop()
+
+
+def test_what_is_read_is_a_copy() -> None:
+    clock = Clock(Hands())
+    clock.seconds["data"] = 7.0
+    assert clock.seconds["data"] == 0.0
+
+
+def test_a_stopped_clock_watches_no_more() -> None:
+    before = phases._observers
+    Clock().start().stop()
+    assert phases._observers == before
+
+
+@given(st.lists(st.tuples(st.sampled_from(phases.PHASES), st.integers(0, 100)), max_size=50))
+def test_nothing_is_lost_and_nothing_counted_twice(way: list[tuple[str, int]]) -> None:
+    hands = Hands()
+    clock = Clock(hands).start()
+    laps: dict[str, float] = {}
+    for name, seconds in way:
+        enter(name)
+        hands.at += seconds
+        for phase, s in clock.lap().items():
+            laps[phase] = laps.get(phase, 0.0) + s
+    clock.stop()
+    assert clock.total == hands.at - 100
+    assert laps == {phase: s for phase, s in clock.seconds.items() if s}

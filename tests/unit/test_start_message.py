@@ -1,0 +1,26 @@
+"""The lines at a run's start."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.cli.request.start_message import about_small_shares
+
+
+@pytest.mark.parametrize(
+    ("batch", "virtual_ranks", "processes", "told"),
+    [
+        (8, 8, 1, "--set virtual_ranks=2 is faster, on 1 to 2 processes, with other bits"),
+        (16, 8, 4, "--set virtual_ranks=4 is faster, on 1 to 4 processes, with other bits"),
+        (17, 8, 1, ""),
+        (8, 8, 8, ""),  # each process has one
+        (2, 2, 1, ""),
+        (64, 8, 1, ""),
+    ],
+)
+def test_a_small_share_of_each_virtual_rank_is_said_with_the_setting(
+    batch: int, virtual_ranks: int, processes: int, told: str
+) -> None:
+    line = about_small_shares(batch, virtual_ranks, processes)
+    assert line.endswith(told)
+    assert bool(line) is bool(told)

@@ -1,0 +1,112 @@
+"""How long a pass takes on a device that works behind its process. The device's moments are told by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from unisono import phases
+from unisono.train.balance.step_timer import Pace
+
+
+class Clock:
+    """What there is of time, in seconds, on the process and on its device."""
+
+    process = device = 0.0
+
+
+class Event:
+    """A mark in what the device is to do: `at` is when it comes to it."""
+
+    waited_for: list[float] = []
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Clock.device = max(Clock.device, Clock.process)
+        self.at = Clock.device
+
+    def synchronize(self) -> None:
+        self.waited_for.append(self.at)
+        Clock.process = max(Clock.process, self.at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert Clock.process >= end.at, "torch raises, if the second event has not come yet"
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock.process = Clock.device = 0.0
+    Event.waited_for = []
+    monkeypatch.setattr("unisono.train.balance.step_timer.time.perf_counter", lambda: Clock.process)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(phases.Waited, "seconds", 0.0)
+
+
+def passes(pace: Pace, count: int, *, orders: float, work: float, keep_up: bool = False) -> None:
+    """A pass of so many micro-batches, each `orders` seconds of the process and `work` of the device."""
+    pace.begin()
+    for _ in range(count):
+        Clock.process += orders
+        Clock.device = max(Clock.device, Clock.process) + work
+        pace.done()
+        if keep_up:
+            pace.keep_up()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_nothing_done_takes_no_time(kind: str) -> None:
+    pace = Pace(torch.device(kind))
+    assert pace.seconds() == 0.0
+    pace.begin()
+    assert pace.seconds() == 0.0
+
+
+def test_the_processor_is_done_when_its_process_is() -> None:
+    pace = Pace(torch.device("cpu"))
+    passes(pace, 3, orders=1.0, work=0.0)
+    Clock.process += 5.0  # what comes after it
+    assert pace.seconds() == 3.0
+    assert Event.waited_for == []
+
+
+def test_a_device_is_waited_for() -> None:
+    pace = Pace(torch.device("cuda"))
+    for _ in range(2):
+        passes(pace, 4, orders=0.1, work=2.0)
+        assert pace.seconds() == pytest.approx(8.1)
+
+
+def test_a_device_that_is_never_busy_is_as_slow_as_its_process() -> None:
+    pace = Pace(torch.device("cuda"))
+    passes(pace, 4, orders=1.0, work=0.01)
+    assert pace.seconds() == pytest.approx(4.01)
+
+
+def test_waiting_for_others_is_no_work() -> None:
+    for kind in ("cpu", "cuda"):
+        pace = Pace(torch.device(kind))
+        pace.begin()
+        Clock.process += 3.0
+        phases.Waited.seconds += 2.0
+        pace.done()
+        assert pace.seconds() == pytest.approx(1.0)
+
+
+def test_who_keeps_up_is_one_micro_batch_ahead_of_the_device() -> None:
+    pace: Any = Pace(torch.device("cuda"))
+    passes(pace, 1, orders=0.1, work=2.0, keep_up=True)
+    assert Clock.process == pytest.approx(0.1)
+    pace.begin()
+    before = Clock.device
+    for count in range(1, 4):
+        Clock.process += 0.1
+        Clock.device = max(Clock.device, Clock.process) + 2.0
+        pace.done()
+        pace.keep_up()
+        assert Clock.device - Clock.process <= 2.0 or count == 1
+    assert Clock.device == pytest.approx(before + 6.0)

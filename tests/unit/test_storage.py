@@ -1,0 +1,183 @@
+"""Where checkpoints are kept: policies, URLs, a second writer; S3 by its protocol, from a server of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+
+from tests.ranks.loops import SETTINGS, attempt, train
+from unisono.checkpoint import manifest
+from unisono.checkpoint.load import fingerprint, load, newest
+from unisono.checkpoint.save import Saver, packed
+from unisono.checkpoint.state_codec import Tensors
+from unisono.checkpoint.storage import Bucket, Place, place, place_of, settle_in
+from unisono.cli.request.run_options import Request
+from unisono.config import CheckpointSettings, ParallelSettings
+from unisono.distributed.process_group import Group
+from unisono.entrypoint import Asked
+from unisono.environment import World
+from unisono.errors import CheckpointError, SettingsError
+from unisono.testing import run_ranks
+
+
+def save_at(there: Place, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
+    state = packed({"thing": {"w": torch.full((3,), float(steps))}}, {"models": ["thing"]}, Tensors())
+    Saver(Group()).begin(there, steps, state, keep, wait=True)
+
+
+@pytest.fixture(params=["folder", "url"])
+def there(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return place(tmp_path / "kept" if request.param == "folder" else f"memory://{uuid4().hex}/kept")
+
+
+def test_the_last_stay_and_those_of_every_so_many_steps(there: Place) -> None:
+    for steps in range(10, 80, 10):
+        save_at(there, steps, (2, 30))
+    assert there.checkpoints() == [70, 60, 30]
+
+
+def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Place) -> None:
+    settle_in(tmp_path, str(there), resume=False)
+    assert newest(tmp_path, pytest.fail) is None
+    save_at(place_of(tmp_path), 10)
+    save_at(place_of(tmp_path), 20)
+    found = newest(tmp_path, pytest.fail)
+    assert found is not None
+    assert torch.equal(load(found).states["thing"]["w"], torch.full((3,), 20.0))
+    assert fingerprint(tmp_path)["step"] == 20
+    settle_in(tmp_path, None, resume=True)  # from now on in the run directory; what there is, is still found
+    assert fingerprint(tmp_path)["step"] == 20
+    save_at(place_of(tmp_path), 30)
+    assert [steps for steps, _ in manifest.checkpoints(tmp_path)] == [30]
+    assert fingerprint(tmp_path)["step"] == 30
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["elsewhere.json", "step-00000030"]
+
+
+def test_a_place_with_another_run_is_refused_and_every_run_can_have_its_own(tmp_path: Path, there: Place) -> None:
+    save_at(there, 10)
+    with pytest.raises(SettingsError, match=r"(?s)already: 1 checkpoint, the newest after step 10.*/kept/\{run\}'"):
+        settle_in(tmp_path / "new", str(there), resume=False)
+    settle_in(tmp_path / "new", f"{there}/{{run}}", resume=False)
+    assert str(place_of(tmp_path / "new")) == f"{there}/new"
+
+
+def test_what_was_never_finished_at_a_url_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
+    there = place(f"memory://{uuid4().hex}")
+    save_at(there, 10)
+    there.write(20, "rank-00000.safetensors", [b"half"])
+    assert there.checkpoints() == [10]
+    save_at(there, 30)
+    assert isinstance(there, Bucket)
+    assert there._folders() == {10: True, 30: True}
+
+
+def test_damage_at_a_url_is_named_and_passed_over(tmp_path: Path) -> None:
+    settle_in(tmp_path, url := f"memory://{uuid4().hex}", resume=False)
+    there = place(url)
+    assert isinstance(there, Bucket)
+    save_at(there, 10)
+    save_at(there, 20)
+    there._fs.pipe_file(there._path(20, "state.json"), b"{}")
+    notes: list[str] = []
+    found = newest(tmp_path, notes.append)
+    assert found is not None
+    assert load(found).steps == 10
+    assert "step-00000020/state.json has 2 bytes instead of" in notes[0]
+
+
+def test_whoever_began_first_is_told_that_another_saves_there() -> None:
+    url = f"memory://{uuid4().hex}"
+    first, second = place(url), place(url)
+    save_at(first, 10)
+    save_at(second, 10)
+    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save there after this one did"):
+        save_at(first, 20)
+    save_at(second, 20)
+    assert second.checkpoints() == [20, 10]
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"(?s)fsspec says: .*gcsfs.*pip install 'gcsfs'"):
+        settle_in(tmp_path, "gs://bucket/run", resume=False)
+
+
+def test_a_second_run_in_one_folder_of_checkpoints_is_told_who_is_there(tmp_path: Path) -> None:
+    asked, where = Asked(Path("train.py"), Request(), World.current()), str(tmp_path / "kept")
+    with ExitStack() as kept:
+        assert asked.save_in(where, tmp_path / "one", kept) == where
+        words = rf"(?s)checkpoint\.dir = {where}\n  Process {os.getpid()} on .*checkpoint\.dir={where}-2"
+        with pytest.raises(SettingsError, match=words):
+            asked.save_in(where, tmp_path / "two", kept)
+    with ExitStack() as kept:
+        asked.save_in(where, tmp_path / "two", kept)
+
+
+# -- S3
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    """A server that speaks S3's protocol, and how to reach it."""
+    pytest.importorskip("s3fs", reason="pip install 'unisono[s3]'")
+    moto = pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    about = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    try:
+        yield {**about, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    finally:
+        server.stop()
+
+
+def with_s3(world: World, folder: Path, about: dict[str, str], config: Any, resume: bool) -> Any:
+    os.environ.update(about)
+    told = attempt(world, folder, train, config, resume=resume)
+    if world.rank:
+        return told
+    there = place_of(folder)
+    assert isinstance(there, Bucket)
+    return told, there.checkpoints(), json.loads(there._fs.cat_file(f"{there._root}/writer.json"))["host"]
+
+
+@pytest.mark.slow
+def test_shards_are_saved_to_s3_and_come_back_on_one_process(tmp_path: Path, s3: dict[str, str]) -> None:
+    boto3 = pytest.importorskip("boto3")
+
+    boto3.client("s3", endpoint_url=s3["AWS_ENDPOINT_URL"], **CREDENTIALS).create_bucket(Bucket="runs")
+    kept = CheckpointSettings(every=2, dir="s3://runs/{run}")
+    config = replace(SETTINGS, steps=4, checkpoint=kept, parallel=ParallelSettings(shard=2))
+    longer = replace(SETTINGS, steps=8, checkpoint=kept)
+    whole = run_ranks(attempt, 1, tmp_path / "whole", train, replace(SETTINGS, steps=8))[0]
+    (told, steps, _), _ = run_ranks(with_s3, 2, tmp_path / "one", s3, config, False)
+    assert steps == [4, 2], told
+    ((told, steps, host),) = run_ranks(with_s3, 1, tmp_path / "one", s3, longer, True)
+    assert told[-1] == whole[-1]
+    assert steps == [8, 6]
+    assert host == os.uname().nodename
+    assert not list((tmp_path / "one" / "checkpoints").glob("*step*"))
+    assert re.match(r".*already: 2 checkpoints", with_s3_refused(tmp_path, s3, config), re.DOTALL)
+
+
+CREDENTIALS = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_name": "us-east-1"}
+
+
+def with_s3_refused(folder: Path, about: dict[str, str], config: Any) -> str:
+    """What a run that begins anew is told, of whose name there is one."""
+    (words,) = run_ranks(attempt_anew, 1, folder / "other" / "one", about, config)
+    return str(words)
+
+
+def attempt_anew(world: World, folder: Path, about: dict[str, str], config: Any) -> Any:
+    os.environ.update(about)
+    return attempt(world, folder, train, replace(config, parallel=ParallelSettings()))

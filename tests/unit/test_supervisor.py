@@ -1,0 +1,123 @@
+"""The supervisor's own promises, without a script of ours in the processes: it starts, watches and ends anything."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from unisono import environment
+from unisono.errors import WorldError
+from unisono.launcher.failure_record import Record, read, write, write_to
+from unisono.launcher.local_launch import loopback_name
+from unisono.launcher.supervisor import Outcome, Task, _has_something, supervise
+
+
+def task(folder: Path, name: str, *command: str, log: Path | None = None) -> Task:
+    return Task(
+        command=command,
+        environment=environment.inherited({}),
+        log=log or folder / f"{name}.log",
+        record=folder / f"{name}.json",
+    )
+
+
+def test_any_processes_are_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = supervise([task(tmp_path, "a", "echo", "first"), task(tmp_path, "b", "echo", "second")])
+    assert outcome == Outcome(0)
+    assert capfd.readouterr() == ("first\n", "")
+    assert (tmp_path / "b.log").read_text() == "second\n"
+
+
+def test_nothing_is_shown_where_nothing_is_wanted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo said; exit 3")], screen=None, say=False)
+    assert (outcome.exit_status, outcome.stopped) == (3, False)
+    assert capfd.readouterr() == ("", "")
+    assert "said" in str(outcome.failure)
+
+
+def test_when_one_cannot_be_started_the_others_are_ended(tmp_path: Path) -> None:
+    tasks = [task(tmp_path, "a", "sleep", "1000"), task(tmp_path, "b", str(tmp_path / "no such program"))]
+    with pytest.raises(WorldError, match="Start process 1"):
+        supervise(tasks)
+    assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "1000"]]
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    full = Path("/dev/full")
+    outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo one; echo two", log=full)])
+    assert outcome == Outcome(0)
+    told = capfd.readouterr()
+    assert told.out == "one\ntwo\n"
+    assert told.err == "The log /dev/full ends here: No space left on device. The run goes on.\n"
+
+
+def test_outside_the_main_thread_signals_are_left_alone(tmp_path: Path) -> None:
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(supervise([task(tmp_path, "a", "true")], screen=None)))
+    thread.start()
+    thread.join()
+    assert outcomes == [Outcome(0)]
+
+
+def test_a_process_that_fills_its_pipe_is_read_to_the_end(tmp_path: Path) -> None:
+    write_much = "import sys; sys.stdout.write('x' * 79 + '\\n'); sys.stdout.write(('y' * 79 + '\\n') * 50_000)"
+    assert supervise([task(tmp_path, "a", sys.executable, "-c", write_much)], screen=None) == Outcome(0)
+    assert (tmp_path / "a.log").stat().st_size == 80 * 50_001
+
+
+def test_a_record_says_what_where_and_how(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    assert read(path) is None
+    write_to(path)
+    try:
+        raise WorldError("Meet the others.", "Nobody \udcff came.", "Wait.")
+    except WorldError as error:
+        written = write(error)
+    assert written.kind == "WorldError"
+    assert written.traceback.startswith("Traceback (most recent call last):\n")
+    assert written.problems[0].asked == "Meet the others."
+    found = read(path)
+    assert found is not None
+    assert (found.kind, found.exit_status, found.problems[0].do) == ("WorldError", 1, "Wait.")
+    write(ValueError("only the first one counts"))
+    again = read(path)
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        (None, 0, "the script left with exit status 0"),
+        (3, 3, "the script left with exit status 3"),
+        (-1, 255, "the script left with exit status -1"),
+        ("sorry", 1, "sorry"),
+    ],
+)
+def test_a_script_that_leaves_keeps_its_status(code: int | str | None, status: int, message: str) -> None:
+    record = Record.of(SystemExit(code))
+    assert (record.exit_status, record.message, record.traceback) == (status, message, "")
+
+
+def test_the_loopback_interface_has_a_name() -> None:
+    assert loopback_name() is not None
+
+
+def test_a_descriptor_beyond_a_thousand_can_be_waited_for() -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1500:
+        pytest.skip("this shell may not have so many descriptors (ulimit -n)")
+    reader, writer = os.pipe()
+    os.dup2(reader, 1500)
+    os.close(reader)
+    with os.fdopen(1500, "rb", buffering=0) as file:
+        assert not _has_something(file, 0.0)
+        os.write(writer, b"word")
+        assert _has_something(file, 1.0)
+        file.read(4)
+        os.close(writer)
+        assert _has_something(file, 1.0)  # its end

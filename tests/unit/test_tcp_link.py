@@ -1,0 +1,122 @@
+"""Links: what is said arrives as it was, who is gone is heard of at once, and who does not know the key stays out."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from unisono.distributed.init import group as join
+from unisono.environment import World
+from unisono.param_server.connections import Hub, Letter
+from unisono.param_server.tcp_link import Link, build_links
+from unisono.testing import run_ranks
+
+
+def pair() -> tuple[Link, Link]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        one = socket.create_connection(door.getsockname())
+        other, _ = door.accept()
+    return Link(one), Link(other)
+
+
+def test_tensors_of_any_kind_arrive_as_they_were() -> None:
+    one, other = pair()
+    sent = [
+        torch.randn(3, 5),
+        torch.randn(4, 6).t(),
+        torch.tensor(float("nan")),
+        torch.zeros(0, 7),
+        torch.randn(5).bfloat16(),
+        torch.tensor([True, False, True]),
+        torch.tensor([1 + 2j]),
+        torch.tensor([-3], dtype=torch.int16),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ]
+    one.send({"push": 3, "sums": {"loss": [float("inf"), 0.1]}}, sent)
+    about, came = other.receive()
+    assert about == {"push": 3, "sums": {"loss": [float("inf"), 0.1]}}
+    assert [tensor.dtype for tensor in came] == [tensor.dtype for tensor in sent]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(came, sent, strict=True) if a.dim())
+    assert came[2].isnan()
+    one.close()
+    other.close()
+
+
+def test_large_tensors_arrive_while_others_are_read() -> None:
+    one, other = pair()
+    big = torch.arange(3_000_000, dtype=torch.float32)
+    thread = threading.Thread(target=lambda: one.send({}, [big]))
+    thread.start()
+    ((came,),) = [other.receive()[1]]
+    thread.join()
+    assert torch.equal(came, big)
+    one.close()
+    other.close()
+
+
+def test_who_is_gone_is_heard_of() -> None:
+    one, other = pair()
+    assert not one.has_word()
+    other.close()
+    assert one.has_word()
+    with pytest.raises(ConnectionError, match="closed by peer"):
+        one.receive()
+    one.close()
+
+
+def test_a_word_is_not_waited_with() -> None:
+    """Who stands still takes nothing out of a line that is full."""
+    one, other = pair()
+    for _ in range(2000):
+        one.tell({"over": "x" * 10_000})
+    one.close()
+    other.close()
+
+
+def test_a_hub_answers_in_turn_and_tells_who_is_gone() -> None:
+    here, there = pair()
+    hub = Hub({1: here})
+    there.send({"hello": True}, [torch.ones(2)])
+    letter = hub.receive(10.0)
+    assert letter is not None
+    assert (letter.worker, letter.about) == (1, {"hello": True})
+    hub.answer(Letter(1, {"step": 3}, [torch.zeros(1)]))
+    assert there.receive()[0] == {"step": 3}
+    there.close()
+    assert hub.receive(10.0) == Letter(1, {})
+    hub.wake()
+    assert hub.receive(10.0) is None
+    assert hub.receive(0.01) is None
+    hub.close()
+
+
+def test_a_hub_that_ends_tells_who_computes_and_who_waits() -> None:
+    ends = [pair(), pair()]
+    hub = Hub({rank: here for rank, (here, _) in enumerate(ends)})
+    ends[0][1].send({"hello": True})
+    assert hub.receive(10.0) is not None
+    hub.finish()
+    assert [there.receive()[0] for _, there in ends] == [{"over": True}] * 2
+    for _, there in ends:
+        there.close()
+    hub.close()
+
+
+def meet(world: World) -> list[int]:
+    """Everybody says its rank over every link it has."""
+    with join(world) as group:
+        links = build_links(group, 2)
+        for link in links.values():
+            link.send({"rank": group.rank})
+        said = [link.receive()[0]["rank"] for link in links.values()]
+        assert said == list(links)
+        for link in links.values():
+            link.close()
+        return list(links)
+
+
+def test_workers_and_servers_find_each_other() -> None:
+    assert run_ranks(meet, 5) == [[1, 2, 3, 4], [0, 2, 3, 4], [0, 1], [0, 1], [0, 1]]

@@ -1,0 +1,191 @@
+"""Requests as a whole: several sources, several problems, and the line to type instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono
+from tests.unit.test_config import Settings, problems_of
+from unisono.config import Line, explain, flatten, gather, load
+from unisono.config.validate import check, examine
+from unisono.errors import Problem
+
+
+def test_check_finds_nothing_wrong_with_what_is_right() -> None:
+    assert check(load(Settings, sets=["steps=1"]).settings, 8, Line()) == []
+    assert check(load(Settings, sets=["epochs=2"]).settings, 1, Line()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "true", "do"),
+    [
+        ({}, "One of them must say when this run ends.", "--set steps=100, or: --set epochs=1"),
+        (
+            {"steps": 1, "epochs": 1},
+            "Only one of them can say when it ends.",
+            "--set epochs=none, or: --set steps=none",
+        ),
+        ({"steps": 0}, "It must be at least 1.", "--set steps=1"),
+        ({"epochs": -1}, "It must be at least 1.", "--set epochs=1"),
+        ({"steps": 1, "micro_batch": 0}, "It must be at least 1.", "--set micro_batch=1"),
+        ({"steps": 1, "virtual_ranks": 0}, "It must be at least 1.", "--set virtual_ranks=1"),
+        ({"steps": 1, "batch": 0}, "It must be at least 1.", "--set batch=1"),
+        ({"steps": 1, "threads": 0}, "It must be at least 1.", "--set threads=1"),
+        ({"steps": 1, "seed": -1}, "It must be at least 0.", "--set seed=0"),
+        ({"steps": 1, "seed": 2**64}, f"It can be at most {2**64 - 1}.", f"--set seed={2**64 - 1}"),
+        (
+            {"steps": 1, "clip": 0.0},
+            "The largest norm must be a number above 0; none means no clipping.",
+            "--set clip=1.0, or: --set clip=none",
+        ),
+        (
+            {"steps": 1, "clip": float("nan")},
+            "The largest norm must be a number above 0; none means no clipping.",
+            "--set clip=1.0, or: --set clip=none",
+        ),
+        (
+            {"steps": 1, "checkpoint": unisono.CheckpointSettings(keep=0)},
+            "It must be at least 1.",
+            "--set checkpoint.keep=1",
+        ),
+        (
+            {"steps": 1, "checkpoint": unisono.CheckpointSettings(every=-1)},
+            "It must be at least 0.",
+            "--set checkpoint.every=0",
+        ),
+        (
+            {"steps": 1, "loader": unisono.LoaderSettings(workers=-1)},
+            "It must be at least 0.",
+            "--set loader.workers=0",
+        ),
+        (
+            {"steps": 1, "loader": unisono.LoaderSettings(prefetch=0)},
+            "It must be at least 1.",
+            "--set loader.prefetch=1",
+        ),
+        (
+            {"steps": 1, "virtual_ranks": 65},
+            "A batch of 64 has 64 samples, so at most 64 shares.",
+            "--set virtual_ranks=64, or: --set batch=65",
+        ),
+        ({"steps": "3"}, "It is not a whole number or none.", "--set steps=1"),
+    ],
+)
+def test_check_says_what_is_true_and_what_to_type(changes: dict[str, Any], true: str, do: str) -> None:
+    (problem,) = check(Settings(**changes), 1, Line())
+    assert (problem.true, problem.do) == (true, do)
+
+
+def test_more_processes_than_virtual_ranks_are_refused_with_the_line_to_type() -> None:
+    assert check(Settings(steps=1), 9, Line(("unisono", "run", "text"))) == [
+        Problem(
+            "9 processes",
+            "8 virtual ranks: 1 to 8 processes.",
+            "unisono run text --ranks 8, or (other bits): unisono run text --ranks 9 --set virtual_ranks=9",
+        )
+    ]
+    (problem,) = check(Settings(steps=1, batch=8), 9, Line())
+    assert problem.do.endswith("--set virtual_ranks=9 --set batch=9")
+
+
+def test_check_tells_several_problems_at_once() -> None:
+    wrong = Settings(batch=3, steps=1, epochs=2, clip=-1.0, micro_batch=0, threads=0)
+    assert len(check(wrong, 9, Line())) == 6
+
+
+@pytest.mark.parametrize(("before", "now"), [("steps=24", "epochs=3"), ("epochs=3", "steps=24")])
+def test_whichever_of_steps_and_epochs_is_asked_for_later_counts(tmp_path: Path, before: str, now: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(unisono.Settings):
+        steps: int | None = 7
+
+    ran = tmp_path / "settings.toml"
+    ran.write_text(explain(*load(Own, sets=[before])))
+    newer = tmp_path / "newer.toml"
+    newer.write_text(now.replace("=", " = "))
+    name = now.partition("=")[0]
+    for loaded in (
+        load(Own, earlier=ran, sets=[now]),
+        load(Own, earlier=ran, file=newer),
+        load(Own, file=ran, sets=[now]),
+        load(Own, earlier=ran, file=newer, sets=["seed=1"]),
+    ):
+        values = flatten(loaded.settings)
+        assert f"{name}={values[name]}" == now
+        assert [values["steps"], values["epochs"]].count(None) == 1
+    both = load(Own, sets=[before, now])  # at once they contradict each other
+    (problem,) = check(both.settings, 1, Line(("python", "train.py", "--set", before, "--set", now)))
+    assert problem.true == "Only one of them can say when it ends."
+    assert problem.do.startswith("python train.py --set ")
+
+
+def test_an_earlier_run_counts_more_than_the_script_and_less_than_what_is_asked_now(tmp_path: Path) -> None:
+    ran, newer = tmp_path / "settings.toml", tmp_path / "newer.toml"
+    ran.write_text(
+        'batch = 48  # --set\nclip = "none"  # mine.toml\nname = "a b"  # --set\nlr = 0.1  # --set\n'
+        "seed = 3  # script\ngone = 1  # --set\n"
+    )
+    newer.write_text("lr = 0.2\n")
+    settings, sources = load(Settings, earlier=ran, file=newer, sets=["model.width=32"])
+    assert (settings.batch, settings.clip, settings.name, settings.lr, settings.seed) == (48, None, "a b", 0.2, 0)
+    assert (sources["batch"], sources["clip"], sources["lr"]) == ("--set", "mine.toml", str(newer))
+    assert load(Settings, earlier=ran, sets=["batch=32"]).settings.batch == 32
+
+
+def test_none_is_a_choice_where_a_literal_has_it(tmp_path: Path) -> None:
+    """Once given by --set, it is what the run goes on with."""
+    ran = tmp_path / "settings.toml"
+    given = ["parallel.recompute=none", "compress.kind=none", "micro_batch=none"]
+    ran.write_text(explain(*load(unisono.Settings, sets=given)))
+    loaded, sources = load(unisono.Settings, earlier=ran)
+    assert (loaded.parallel.recompute, loaded.compress.kind, loaded.micro_batch) == ("none", "none", None)
+    assert sources["parallel.recompute"] == sources["micro_batch"] == "--set"
+
+
+def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path) -> None:
+    ran = tmp_path / "settings.toml"
+    ran.write_text("a = = 1")
+    assert [p.asked for p in problems_of(Settings, earlier=ran, sets=["lr=x"])] == [
+        f"Resume with what {ran} says.",
+        "--set lr=x",
+    ]
+    ran.write_text('batch = "many"  # --set\n')
+    (problem,) = problems_of(Settings, earlier=ran)
+    assert (problem.true, problem.do) == ("batch takes a whole number.", "--set batch=64")
+
+
+def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
+    line = Line(("unisono", "run", "train.py", "--ranks", "9", "--set", "lrr=1", "--set", "clip=x", "--set", "seed=-1"))
+    gathered = gather(Settings, sets=["lrr=1", "clip=x", "seed=-1", "steps=1"], line=line)
+    problems = examine(gathered, 9).problems
+    assert [p.asked for p in problems] == ["--set lrr=1", "--set clip=x", "seed = -1", "9 processes"]
+    assert problems[0].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
+    assert problems[2].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
+    # what follows only from a value that was not understood is not told
+    assert len(examine(gather(Settings, sets=["steps=1", "batch=x", "virtual_ranks=65"]), 1).problems) == 1
+
+
+def test_a_line_is_said_again_with_something_else_in_it() -> None:
+    line = Line(("python", "a b.py", "--set", "lr=1", "--resume", "--accept-change", "x", "--", "--set", "lr=3"))
+    assert str(line.setting("lr=2")) == "python 'a b.py' --set lr=2 --resume --accept-change x -- --set lr=3"
+    assert str(line.setting("seed=2")).endswith("--accept-change x --set seed=2 -- --set lr=3")
+    assert str(line.without("--resume").flag("--accept-change", "lr", "x")).startswith(
+        "python 'a b.py' --set lr=1 --accept-change lr --"
+    )
+    assert str(line.in_processes(2)).startswith("unisono run 'a b.py' --set lr=1 --resume --accept-change x --ranks 2")
+    assert str(Line(("--set", "a", "--set")).setting("b=1", instead_of="a")) == "--set b=1 --set"
+    assert str(Line().in_processes(2)) == "unisono run SCRIPT --ranks 2"
+
+
+def test_the_file_that_was_probably_meant_is_named(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text("")
+    line = Line(("python", "train.py", "--settings", f"{tmp_path}/smal.toml"))
+    (problem,) = problems_of(Settings, file=tmp_path / "smal.toml", line=line)
+    assert problem.do == f"python train.py --settings {tmp_path}/small.toml"
+    (tmp_path / "small.toml").unlink()
+    (problem,) = problems_of(Settings, file=tmp_path / "smal.toml", line=line)
+    assert problem.do.startswith("python train.py (without a file)")

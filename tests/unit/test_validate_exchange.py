@@ -1,0 +1,198 @@
+"""Which exchanges go with which placement, and which settings nobody would read."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from math import inf
+from typing import Any
+
+import pytest
+
+from unisono.config import (
+    CompressSettings,
+    DdpSettings,
+    DealSettings,
+    Line,
+    LoaderSettings,
+    LocalSettings,
+    ParallelSettings,
+    ServerSettings,
+    Settings,
+)
+from unisono.config.validate import check
+
+LINE = Line(("unisono", "run", "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"exchange": "ddp", "parallel": ParallelSettings(tensor=2)},
+            "exchange = ddp and parallel.tensor = 2: .*whole models.*exchange=tree.*parallel.tensor=1",
+        ),
+        (
+            {"exchange": "allreduce", "parallel": ParallelSettings(shard=2)},
+            "exchange = allreduce and parallel.shard = 2: .*layer by layer.*exchange=tree.*parallel.gather=step",
+        ),
+        (
+            {"exchange": "wide", "parallel": ParallelSettings(pipeline=2)},
+            "exchange = wide and parallel.pipeline = 2: .*different parameters.*exchange=tree",
+        ),
+        (
+            {"exchange": "wide", "compress": CompressSettings(kind="int8")},
+            "compress.kind = int8 and exchange = wide: .*tree and allreduce.*exchange=tree.*compress.kind=none",
+        ),
+        (
+            {"compress": CompressSettings(kind="fp16"), "parallel": ParallelSettings(tensor=2)},
+            "compress.kind = fp16 and parallel.tensor = 2: .*hold parts.*compress.kind=none.*parallel.tensor=1",
+        ),
+        (
+            {"compress": CompressSettings(kind="topk"), "parallel": ParallelSettings(shard=2, gather="step")},
+            "compress.kind = topk and parallel.shard = 2: .*hold parts",
+        ),
+        (
+            {"compress": CompressSettings(kind="topk"), "deal": DealSettings(claim=True)},
+            "compress.kind = topk and deal.claim = true: .*settled before a step.*deal.claim=false",
+        ),
+        ({"compress": CompressSettings(kind="topk", keep=0.0)}, "compress.keep = 0.0: .*1 at most.*keep=0.01"),
+        ({"compress": CompressSettings(kind="int8", nodes=6)}, "compress.nodes = 6: .*2, 4, 8 nodes.*nodes=4"),
+        ({"compress": CompressSettings(kind="int8", rank=2)}, "rank = 2: .*for compress.kind=powersgd.*rank=4"),
+        ({"compress": CompressSettings(nodes=2)}, "nodes = 2: .*for forms, and .*none.*nodes=none"),
+        (
+            {"exchange": "allreduce", "compress": CompressSettings(kind="int8", nodes=2)},
+            "compress.nodes = 2: .*each process has added up.*exchange=tree",
+        ),
+        ({"ddp": DdpSettings(static_graph=True)}, "ddp.static_graph = true: .*for exchange=ddp.*static_graph=false"),
+        ({"local": LocalSettings(every=10)}, "local.every = 10: .*for exchange=local.*exchange=local.*local.every=50"),
+        ({"server": ServerSettings(staleness=None)}, "server.staleness = none: .*for exchange=server"),
+        ({"exchange": "local", "local": LocalSettings(every=0)}, "local.every = 0: .*at least 1.*local.every=1"),
+        (
+            {"exchange": "server", "server": ServerSettings(staleness=-1)},
+            "server.staleness = -1: .*at least 0.*server.staleness=0",
+        ),
+        (
+            {"exchange": "server", "server": ServerSettings(count=4)},
+            "exchange = server on 4 processes: 4 servers and at least 1 worker make 5.*--ranks 5",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(pipeline=2)},
+            "exchange = server and parallel.pipeline = 2: .*whole models.*exchange=tree.*parallel.pipeline=1",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(context=2)},
+            "exchange = server and parallel.context = 2: .*whole models.*exchange=tree.*parallel.context=1",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(shard=2)},
+            "exchange = server and parallel.shard = 2: .*whole models.*exchange=tree.*parallel.shard=1",
+        ),
+        (
+            {"exchange": "server", "parallel": ParallelSettings(replicate=4)},
+            "exchange = server and parallel.replicate = 4: .*servers and workers.*parallel.replicate=-1",
+        ),
+        (
+            {"exchange": "server", "virtual_ranks": 1},
+            "exchange = server and virtual_ranks = 1: .*one stream.*virtual_ranks=2",
+        ),
+        (
+            {"exchange": "server", "server": ServerSettings(staleness=1)},
+            "server.staleness = 1 with 3 workers: .*late by 2.*server.staleness=2.*--ranks 3",
+        ),
+        (
+            {"exchange": "server", "server": ServerSettings(staleness=None), "loader": LoaderSettings(workers=2)},
+            "server.staleness = none and loader.workers = 2: .*fetched ahead.*loader.workers=0",
+        ),
+        (
+            {"exchange": "allreduce", "deal": DealSettings(claim=True)},
+            "deal.claim = true and exchange = allreduce: .*the tree.*deal.claim=false.*exchange=tree",
+        ),
+        (
+            {"parallel": ParallelSettings(tensor=2), "deal": DealSettings(claim=True)},
+            "deal.claim = true and parallel.tensor = 2: .*deal.claim=false.*parallel.tensor=1",
+        ),
+        (
+            {"exchange": "local", "virtual_ranks": 8, "local": LocalSettings(sites=3)},
+            "virtual_ranks = 8 and local.sites = 3: .*multiples of 3.*virtual_ranks=6.*virtual_ranks=9.*local.sites=2",
+        ),
+        (
+            {"exchange": "local", "virtual_ranks": 9, "local": LocalSettings(sites=3)},
+            "4 processes and local.sites = 3: .*multiples of 3.*--ranks 6.*--ranks 3.*local.sites=2",
+        ),
+        (
+            {"exchange": "local", "local": LocalSettings(every=4, fragments=5)},
+            "local.fragments = 5: .*every 4 steps.*local.fragments=4.*local.every=5",
+        ),
+        (
+            {"exchange": "local", "local": LocalSettings(every=4, overlap=4)},
+            "local.overlap = 4: .*4 steps later.*local.overlap=3.*local.every=5",
+        ),
+        ({"exchange": "local", "local": LocalSettings(lr=0.0)}, "local.lr = 0.0: .*above 0.*local.lr=0.7"),
+        ({"exchange": "local", "local": LocalSettings(lr=inf)}, "local.lr = inf: .*finite.*local.lr=0.7"),
+        ({"exchange": "local", "local": LocalSettings(momentum=1.0)}, "local.momentum = 1.0: .*below 1"),
+        (
+            {"exchange": "local", "local": LocalSettings(outer="average", momentum=0.5)},
+            "local.momentum = 0.5: .*mean of the sites.*local.outer=nesterov.*local.momentum=0.9",
+        ),
+        ({"exchange": "local", "local": LocalSettings(sites=1)}, "local.sites = 1: .*at least 2.*local.sites=2"),
+        (
+            {"exchange": "local", "parallel": ParallelSettings(shard=2)},
+            "exchange = local and parallel.shard = 2: .*whole models",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_to_type(asked: dict[str, Any], words: str) -> None:
+    problems = check(Settings(steps=1, **asked), 4, LINE)
+    told = [f"{problem.asked}: {problem.true} {problem.do}" for problem in problems]
+    assert any(re.search(words, line) for line in told), told
+
+
+@pytest.mark.parametrize(("size", "count", "staleness"), [(2, 1, 0), (9, 1, 0), (10, 2, 0), (30, 1, None), (4, 1, 2)])
+def test_virtual_ranks_are_the_workers(size: int, count: int, staleness: int | None) -> None:
+    server = ServerSettings(count=count, staleness=staleness)
+    assert check(Settings(steps=1, exchange="server", server=server), size, LINE) == []
+
+
+def test_more_workers_than_virtual_ranks_are_too_many() -> None:
+    (problem,) = check(Settings(steps=1, batch=8, exchange="server"), 10, LINE)
+    assert (problem.asked, problem.true) == ("9 workers", "8 virtual ranks: 1 to 8 workers.")
+    assert "--ranks 9, or (other bits):" in problem.do
+    assert "--ranks 10 --set virtual_ranks=9 --set batch=9" in problem.do
+
+
+@pytest.mark.parametrize(
+    ("exchange", "axis"),
+    [
+        *itertools.product(["tree", "allreduce", "ring"], ["tensor", "context", "pipeline"]),
+        ("wide", "tensor"),
+        ("wide", "context"),
+    ],
+)
+def test_what_adds_up_parts_goes_with_parts(exchange: Any, axis: str) -> None:
+    sizes: dict[str, Any] = {axis: 2}
+    assert check(Settings(steps=1, exchange=exchange, parallel=ParallelSettings(**sizes)), 4, LINE) == []
+
+
+def test_an_axis_that_is_refused_is_told_also_where_the_processes_do_not_fit() -> None:
+    mesh, axis = check(Settings(steps=1, exchange="server", parallel=ParallelSettings(shard=2)), 3, LINE)
+    assert mesh.asked == "3 processes"
+    assert axis.asked == "exchange = server and parallel.shard = 2"
+
+
+def test_all_that_was_asked_and_does_not_fit_is_told_at_once() -> None:
+    asked: dict[str, Any] = {"local": LocalSettings(every=10, sites=3), "server": ServerSettings(count=2)}
+    assert len(check(Settings(steps=1, **asked), 2, LINE)) == 3
+
+
+def test_nothing_travels_with_one_virtual_rank() -> None:
+    asked = Settings(steps=1, virtual_ranks=1, compress=CompressSettings(kind="bf16"))
+    (problem,) = check(asked, 1, LINE)
+    assert problem.asked == "compress.kind = bf16 and virtual_ranks = 1"
+    assert "no gradient travels" in problem.true
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 5), (4, 5), (5, 5), (3, 3), (2, 2), (8, 8), (64, 100)])
+def test_levels_of_the_tree_can_be_compressed(nodes: int, ranks: int) -> None:
+    asked = Settings(steps=1, batch=100, virtual_ranks=ranks, compress=CompressSettings(kind="int8", nodes=nodes))
+    assert check(asked, 2, LINE) == []

@@ -1,0 +1,137 @@
+"""Ways of laying a model over devices: what does not go together, or is not here, is refused with what to type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.test_config import Settings
+from unisono.config import Line, ParallelSettings
+from unisono.config.mesh_shape import Axes
+from unisono.config.validate import check
+from unisono.parallel.one_process.data_parallel_threads import restore
+from unisono.parallel.one_process.devices import devices_of, problems_of_machine
+from unisono.parallel.parallelize import promised
+
+LINE = Line(("unisono", "run", "text"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asked", "do"),
+    [
+        (
+            {"split": 2, "threads": 3},
+            "parallel.split = 2 and parallel.threads = 3",
+            "--set parallel.threads=1, or: unisono run text --set parallel.split=1",
+        ),
+        (
+            {"split": 2, "shard": 2},
+            "parallel.split = 2 and parallel.shard = 2",
+            "--set parallel.split=1, or: unisono run text --set parallel.shard=1",
+        ),
+        (
+            {"threads": 2, "recompute": "layer"},
+            "parallel.threads = 2 and parallel.recompute = layer",
+            "unisono run text --set parallel.threads=1 --ranks 2, or: unisono run text --set parallel.recompute=none",
+        ),
+        ({"threads": 2, "compile": True}, "parallel.threads = 2 and parallel.compile = true", "parallel.compile=false"),
+        ({"devices": ["cpu", "cpu"]}, "parallel.devices = ['cpu', 'cpu']", "--set parallel.split=2, or: "),
+        ({"devices": ["cpu"], "split": 2}, "parallel.devices = ['cpu']", "--set parallel.split=1, or: "),
+        (
+            {"buddy": True},
+            "parallel.buddy = true",
+            "--ranks 2 --set parallel.shard=2, or: unisono run text --set parallel.buddy=false",
+        ),
+        ({"split": 0}, "parallel.split = 0", "--set parallel.split=1"),
+        (
+            {"param_dtype": "bf16", "threads": 2},
+            "parallel.param_dtype = bf16 and parallel.threads = 2",
+            "--set parallel.threads=1, or: unisono run text --set parallel.param_dtype=fp32 --set precision=bf16",
+        ),
+        (
+            {"param_dtype": "bf16", "pipeline": 2},
+            "parallel.param_dtype = bf16 and parallel.pipeline = 2",
+            "--set parallel.pipeline=1, or: unisono run text --set parallel.param_dtype=fp32 --set precision=bf16",
+        ),
+    ],
+)
+def test_what_does_not_go_together(parallel: dict[str, Any], asked: str, do: str) -> None:
+    processes = parallel.get("shard", 1) * parallel.get("pipeline", 1)
+    (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), processes, LINE)
+    assert problem.asked == asked
+    assert do in problem.do
+
+
+def test_two_kinds_of_half_precision() -> None:
+    config = Settings(steps=1, precision="fp16", parallel=ParallelSettings(param_dtype="bf16"))
+    (problem,) = check(config, 1, LINE)
+    assert problem.asked == "parallel.param_dtype = bf16 and precision = fp16"
+    assert "--set precision=bf16, or: unisono run text --set parallel.param_dtype=fp32" in problem.do
+
+
+def test_what_does() -> None:
+    assert check(Settings(steps=1, parallel=ParallelSettings(shard=2, buddy=True)), 4, LINE) == []
+    for parallel in ({"split": 2}, {"threads": 2}, {"recompute": "selective", "compile": True}):
+        assert check(Settings(steps=1, parallel=ParallelSettings(**parallel)), 1, LINE) == []
+
+
+only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has more than a CPU")
+
+
+@only_cpu
+@pytest.mark.parametrize(
+    ("parallel", "true", "do"),
+    [
+        (
+            {"split": 2},
+            "This machine has 0 accelerators, and its CPU is one device",
+            "unisono run text --set parallel.split=1 --set parallel.shard=2 --ranks 2",
+        ),
+        ({"split": 2}, "0 accelerators", '--set parallel.devices=["cpu","cpu"]'),
+        ({"threads": 3}, "This machine has 0 accelerators", "--set parallel.threads=1 --ranks 3"),
+        ({"threads": 2, "devices": ["cpu", "cpu"]}, "needs a second accelerator", "--ranks 2"),
+        ({"split": 2, "devices": ["cpu", "cuda:0"]}, "This run computes on cpu, and the bits of cuda", "--ranks 2"),
+        ({"split": 2, "devices": ["cpu", "gpu"]}, "torch knows no device 'gpu'", "--ranks 2"),
+    ],
+)
+def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
+    (problem,) = problems_of_machine(ParallelSettings(**parallel), 1, LINE)
+    assert true in problem.true
+    assert do in problem.do.replace('\'parallel.devices=["cpu","cpu"]\'', 'parallel.devices=["cpu","cpu"]')
+
+
+@only_cpu
+def test_the_cpu_may_stand_for_several_devices() -> None:
+    parallel = ParallelSettings(split=2, devices=["cpu:0", "cpu:1"])
+    assert problems_of_machine(parallel, 3, LINE) == []
+    assert devices_of(parallel, torch.device("cpu")) == [torch.device("cpu")] * 2
+
+
+def test_devices_are_the_first_ones_unless_they_are_named() -> None:
+    cuda = torch.device("cuda", 0)
+    assert devices_of(ParallelSettings(split=2), cuda) == [cuda, torch.device("cuda", 1)]
+    assert devices_of(ParallelSettings(threads=2), cuda) == [cuda, torch.device("cuda", 1)]
+
+
+def test_threads_promise_less() -> None:
+    exchange = ("exact", "a tree")
+    assert promised(exchange, ParallelSettings(split=2), Axes(), []) == exchange
+    assert promised(exchange, ParallelSettings(threads=2), Axes(), [])[0] == "tolerance"
+
+
+def test_a_copy_that_a_thread_computes_with_has_its_own_forward() -> None:
+    """A copy as DataParallel makes it takes over what was put in place of the model's forward, and the hooks."""
+    model = nn.Linear(3, 2)
+    seen: list[str] = []
+    model.register_forward_hook(lambda *_: seen.append("hook"))
+    model.forward = lambda *_: seen.append("the original")  # type: ignore[method-assign,assignment]
+    copied = model._replicate_for_data_parallel()
+    copied.weight, copied.bias = torch.ones(2, 3), torch.zeros(2)
+    restore(copied, "cpu", True, torch.bfloat16)
+    out = copied(torch.ones(1, 3))
+    assert (out.tolist(), out.dtype, seen) == ([[3.0, 3.0]], torch.bfloat16, [])
+    model(torch.ones(1, 3))
+    assert seen == ["the original", "hook"]

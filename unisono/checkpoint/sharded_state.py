@@ -1,0 +1,119 @@
+"""States of things that lie over several processes: who saves what, and how they are laid out when they are loaded.
+
+A checkpoint knows tensors as wholes, under the names that the model has in one process, whoever wrote which part of
+one. So any placement can load what any other has saved, and the fingerprint is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from unisono.checkpoint.safetensors_reader import Stored
+from unisono.distributed.process_group import lies_apart, like
+
+if TYPE_CHECKING:
+    from unisono.distributed.mesh import Mesh
+
+
+def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Of a tensor that lies over several processes: shape and beginning of what lies here, within the whole. None: it
+    is no box, since the processes hold summands of it, or rows that do not follow each other."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # half a second
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        return None
+    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return shape, start
+
+
+def simple(state: Any, mesh: Mesh) -> Any:
+    """The same state, in which everything that lies over several processes can be saved by parts: what cannot be cut
+    into boxes is whole on all of them. All processes must call this together."""
+
+    def gathered(tensor: Any) -> Any:
+        return tensor.detach().full_tensor() if lies_apart(tensor) and not _in_boxes(tensor, mesh) else tensor
+
+    return tree_map_only(torch.Tensor, gathered, state)
+
+
+def _in_boxes(tensor: Any, mesh: Mesh) -> bool:
+    names = tensor.device_mesh.mesh_dim_names or ("",)
+    return set(names) <= set(mesh.axes._fields) and not any(placement.is_partial() for placement in tensor.placements)
+
+
+def start_of(tensor: Any, mesh: Mesh) -> tuple[int, ...] | None:
+    """Where this process's part of a tensor begins in the whole; None: another process has the same part and saves it,
+    the first of those that do."""
+    box, axes, here = box_of(tensor), tensor.device_mesh.mesh_dim_names, tensor.device_mesh.get_coordinate()
+    assert box is not None
+    copies = [number for number, placement in zip(here, tensor.placements, strict=True) if placement.is_replicate()]
+    copies += [getattr(mesh, axis).rank for axis in mesh.axes._fields if axis not in axes]
+    return None if any(copies) else box[1]
+
+
+def whole_here(value: Any) -> Any:
+    """A tensor, whole on every process; anything else as it is. All processes must call this together."""
+    return value.full_tensor() if lies_apart(value) else value
+
+
+def whole(state: Any, *, keep: bool) -> Any:
+    """A state with every tensor whole, in the CPU's memory if it was not. All processes must call this together.
+
+    keep  False: this process only helps the others; None stands for what was apart
+    """
+
+    def gather(tensor: Any) -> Any:
+        if not lies_apart(tensor):
+            return tensor
+        full = tensor.detach().full_tensor()
+        return full.cpu() if keep else None
+
+    return tree_map_only(torch.Tensor, gather, state)
+
+
+def tied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """A model's whole state in which what the model ties is one tensor again: parts were gathered name by name."""
+    first: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name and name in state and first[id(p)] in state:
+            state[name] = state[first[id(p)]]
+    return state
+
+
+def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:
+    """The saved state of a model or an optimizer, each tensor lying as it lies in `thing`."""
+    if isinstance(thing, torch.nn.Module):
+        now = thing.state_dict()
+        return read({name: _like(value, now.get(name)) for name, value in state.items()})
+    if isinstance(thing, torch.optim.Optimizer):
+        params = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
+
+        def lay(number: int, of: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: _like(value, params.get(number)) for name, value in of.items()}
+
+        return read({**state, "state": {number: lay(number, of) for number, of in state["state"].items()}})
+    return read(state)
+
+
+def read(state: Any) -> Any:
+    """A state in which what waits in a checkpoint has been read, as wholes."""
+    return tree_map_only(Stored, lambda tensor: tensor.whole(), state)
+
+
+def _like(value: Any, model: Any) -> Any:
+    fits = lies_apart(model) and isinstance(value, (torch.Tensor, Stored)) and value.shape == model.shape
+    if not fits:
+        return value.whole() if isinstance(value, Stored) else value
+    box = box_of(model)
+    if isinstance(value, Stored) and box is not None:  # only what belongs here is read
+        shape, start = box
+        return like(value.box(start, shape).to(model.to_local().device), model)
+    from torch.distributed.tensor import distribute_tensor  # half a second
+
+    whole_one = value.whole() if isinstance(value, Stored) else value
+    on_device = whole_one.to(model.to_local().device)
+    return distribute_tensor(on_device, model.device_mesh, model.placements, src_data_rank=None)

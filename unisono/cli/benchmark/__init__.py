@@ -1,0 +1,1 @@
+"""The measurements of `unisono bench`, and their report."""

@@ -1,0 +1,317 @@
+"""What `unisono bench` runs in every process: each collective at each size, and each pair of processes.
+
+    measure.py LINES.jsonl '{"names": ["all_reduce", "pairs"], "sizes": [1024, 65536]}'
+
+Before each call all processes meet, and it lasts until the last of them is done. The figure is the median.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from unisono.cli.benchmark.units import bandwidth, duration, size_of
+from unisono.cli.commands.bench import KINDS
+from unisono.distributed.init import group as join
+from unisono.distributed.process_group import Group, Message, peers, wait_for
+from unisono.distributed.ring_allreduce import ring_
+from unisono.environment import World
+from unisono.exchange.tree.tree_fold import Tree
+from unisono.plan.assignment import place_evenly
+
+BUDGET_SECONDS = 0.2
+LEAST, MOST = 5, 100
+"""A call is made as often as fits into the budget; never less, never more often than this."""
+WARM_UP = 2
+"""Calls that are not counted: the first ones connect, and find their memory."""
+
+SMALL, LARGE = 1, 2**20
+"""Numbers of four bytes that pairs send each other: 4 B and 4 MB."""
+ONE_BY_ONE = 16
+"""With more processes than this, pairs that have nothing in common are measured at the same time."""
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Call(NamedTuple):
+    """`run` is what is timed; what comes before and after it is not."""
+
+    run: Callable[[], Any]
+    before: Callable[[], Any] = lambda: None
+    after: Callable[[], Any] = lambda: None
+
+
+def main() -> None:
+    """Measure what the command line says, and let rank 0 write it."""
+    world = World.current()
+    measure_in(world, Path(sys.argv[1]) if world.is_main else None, json.loads(sys.argv[2]))
+
+
+def measure_in(world: World, file: Path | None, plan: Mapping[str, Any], *, quiet: bool = False) -> None:
+    """Join, measure, leave. `file` is where the main process tells what it found."""
+    torch.set_num_threads(1)
+    with join(world) as group, peers("unisono bench"):
+        hosts = group.gather(world.host)
+        if file is None:
+            measure(group, plan, lambda row: None, hosts)
+            return
+        with open(file, "a", encoding="utf-8") as lines:
+
+            def tell(row: dict[str, Any]) -> None:
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()
+
+            show = Screen(plan["sizes"], quiet=quiet)
+            measure(group, plan, lambda row: (tell(row), show(row)), hosts)  # type: ignore[func-returns-value]
+
+
+def measure(group: Group, plan: Mapping[str, Any], tell: Callable[[dict[str, Any]], Any], hosts: Sequence[str]) -> None:
+    """Everything that was asked for, one after the other. Every process must call it."""
+    about = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "ranks": group.size,
+        "hosts": hosts,
+        "device": " and ".join(dict.fromkeys(group.gather(group.device.type))),
+        "back_end": dist.get_backend(),
+        "torch": torch.__version__,
+        "neighbours": len(group.neighbours) == group.size - 1,
+    }
+    tell({"about": about})
+    for name in plan["names"]:
+        if name == "pairs":
+            for row in pairs(group):
+                tell(row)
+        elif name != "tree_messages" or any(group.gather(bool(group.neighbours))):  # else it is the tree itself
+            for size in plan["sizes"]:
+                tell(_measured(group, name, size))
+                gc.collect()
+
+
+def _measured(group: Group, name: str, size: int) -> dict[str, Any]:
+    """A collective about a tensor of `size` bytes: rounded up, so that each process has as much of it."""
+    count = -(-size // (4 * group.size)) * group.size  # numbers of four bytes
+    seconds, times = seconds_of(group, CALLS[name](group, count))
+    speed = 4 * count / seconds
+    return {
+        "collective": name,
+        "bytes": size,
+        "seconds": seconds,
+        "times": times,
+        "algorithm_bytes_per_second": speed,
+        "bus_bytes_per_second": speed * KINDS[name].bus(group.size),
+    }
+
+
+def seconds_of(group: Group, call: Call) -> tuple[float, int]:
+    """The median time of a call, until the last process is done; and of how many. The same on every process."""
+    taken: list[float] = []
+    count = WARM_UP + 1
+    while len(taken) < count:
+        call.before()
+        group.barrier()
+        begin = time.perf_counter()
+        call.run()
+        _settle(group.device)
+        taken.append(time.perf_counter() - begin)
+        call.after()
+        if len(taken) == WARM_UP + 1:  # all must agree how many follow
+            (slowest,) = group.max_(torch.tensor(taken[-1:], dtype=torch.float64, device=group.device)).tolist()
+            count = WARM_UP + max(LEAST, min(MOST, int(BUDGET_SECONDS / slowest)))
+    slowest_each = group.max_(torch.tensor(taken[WARM_UP:], dtype=torch.float64, device=group.device)).tolist()
+    return statistics.median(slowest_each), len(slowest_each)
+
+
+def _settle(device: torch.device) -> None:
+    """An accelerator has taken its orders: wait until it has done them."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# -- the collectives: a call about `count` numbers in all
+
+
+def _all_reduce(group: Group, count: int) -> Call:
+    tensor = torch.ones(count, device=group.device)
+    return Call(lambda: group.all_reduce(tensor).wait(), lambda: tensor.fill_(1.0))
+
+
+def _ring(group: Group, count: int) -> Call:
+    tensor = torch.ones(count, device=group.device)
+    return Call(lambda: ring_(group, tensor), lambda: tensor.fill_(1.0))
+
+
+def _tree(group: Group, count: int) -> Call:
+    """A step's exchange when backward is over: a virtual rank on each process, a gradient of `count` numbers."""
+    param = torch.nn.Parameter(torch.ones(count, device=group.device))
+    exchange = Tree([param], group.size, group)
+    spans, rank = place_evenly(group.size, group.size), group.rank
+    one = torch.ones(1, dtype=torch.float64, device=group.device)
+
+    def before() -> None:
+        exchange.begin(spans, {rank: 1}, lambda: one)
+        exchange.enter(rank, last=False)
+        param.backward(torch.ones_like(param))
+        exchange.leave()
+
+    def run() -> None:
+        exchange.launch()
+        assert exchange.finish(float(group.size))
+
+    def after() -> None:
+        exchange.commit()
+        exchange.zero()
+
+    return Call(run, before, after)
+
+
+def _tree_messages(group: Group, count: int) -> Call:
+    return _tree(replace(group, neighbours={}), count)
+
+
+def _all_gather(group: Group, count: int) -> Call:
+    out, mine = torch.empty(count, device=group.device), torch.ones(count // group.size, device=group.device)
+    return Call(lambda: group.all_gather(out, mine).wait())
+
+
+def _reduce_scatter(group: Group, count: int) -> Call:
+    tensor, mine = torch.ones(count, device=group.wire), torch.empty(count // group.size, device=group.wire)
+    return Call(lambda: _reduce_scatter_single(mine, tensor))
+
+
+def _broadcast(group: Group, count: int) -> Call:
+    tensor = torch.ones(count, device=group.wire)
+    return Call(lambda: dist.broadcast(tensor, src=0))
+
+
+def _all_to_all(group: Group, count: int) -> Call:
+    tensor, each = torch.ones(count, device=group.device), [count // group.size] * group.size
+    return Call(lambda: group.trade(tensor, each, each))
+
+
+def _send_receive(group: Group, count: int) -> Call:
+    mine, theirs = torch.ones(count, device=group.device), torch.empty(count, device=group.device)
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    return Call(lambda: wait_for(group.send_and_receive([Message(mine, right)], [Message(theirs, left)])))
+
+
+# torch 2.13 gave it a new name and warns about the old one
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+CALLS: Mapping[str, Callable[[Group, int], Call]] = {
+    "all_reduce": _all_reduce,
+    "ring": _ring,
+    "tree": _tree,
+    "tree_messages": _tree_messages,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_to_all": _all_to_all,
+    "send_receive": _send_receive,
+}
+assert CALLS.keys() == KINDS.keys()
+
+
+# -- pairs
+
+
+def pairs(group: Group) -> list[dict[str, Any]]:
+    """Latency and bandwidth between every two processes, while the others wait. Every process must call it."""
+    mine = []
+    for turn in rounds(group.size):
+        group.barrier()
+        for one, other in turn:
+            if group.rank in (one, other):
+                there = other if group.rank == one else one
+                small, large = (_there_and_back(group, there, n, group.rank == one) for n in (SMALL, LARGE))
+                if group.rank == one:
+                    mine.append(
+                        {"ranks": [one, other], "latency_seconds": small, "bytes_per_second": 4 * LARGE / large}
+                    )
+    return sorted((row for rows in group.gather(mine) for row in rows), key=lambda row: row["ranks"])
+
+
+def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
+    """All pairs, so that nobody is in two of a round: one by one, or as a tournament is played (everybody but the first
+    moves on by a place: https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method)."""
+    if size <= ONE_BY_ONE:
+        yield from ([(one, other)] for one in range(size) for other in range(one + 1, size))
+        return
+    places = [*range(size), *([None] if size % 2 else [])]
+    for _ in range(len(places) - 1):
+        met = zip(places[: len(places) // 2], reversed(places), strict=False)
+        yield [(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None]
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def _there_and_back(group: Group, there: int, count: int, first: bool) -> float:
+    """The time of a message's way, half of a round trip, that a quarter of them did not exceed: it is about a link,
+    not about what else a machine does. Called by both."""
+    tensor = torch.ones(count, device=group.device)
+    times = 50 if count == SMALL else LEAST
+    taken = []
+    for _ in range(WARM_UP + times):
+        begin = time.perf_counter()
+        for sends in (first, not first):
+            message = [Message(tensor, there)]
+            wait_for(group.send_and_receive(message, []) if sends else group.send_and_receive([], message))
+        _settle(group.device)
+        taken.append((time.perf_counter() - begin) / 2)
+    return statistics.quantiles(taken[WARM_UP:], n=4, method="inclusive")[0]
+
+
+# -- for people who watch
+
+
+class Screen:
+    """A line for each collective, when its sizes are done: what the smallest takes, and what the larger ones carry."""
+
+    def __init__(self, sizes: Sequence[int], *, quiet: bool) -> None:
+        self.sizes, self.quiet = sizes, quiet
+        self.large = [size for size in sizes if size >= 2**16][-5:] or list(sizes[-1:])
+        self.row: dict[int, dict[str, Any]] = {}
+        self.headed = False
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        if self.quiet:
+            return
+        if "about" in row:
+            about = row["about"]
+            hosts = len(set(about["hosts"]))
+            where = f"{about['ranks']} processes on {hosts} host{'s' * (hosts > 1)}, {about['device']}"
+            print(f"{where}, {about['back_end']}, torch {about['torch']}", flush=True)
+        elif "collective" in row:
+            self._collective(row)
+        else:
+            one, other = row["ranks"]
+            line = f"{duration(row['latency_seconds']):>10}  {bandwidth(row['bytes_per_second']):>12}"
+            print(f"ranks {one:>3} and {other:>3}{line}", flush=True)
+
+    def _collective(self, row: dict[str, Any]) -> None:
+        if not self.headed:
+            self.headed = True
+            print(f"\n{'':14}{size_of(self.sizes[0]):>10}{'bus bandwidth, MB/s':>{max(12 * len(self.large), 22)}}")
+            print(
+                f"{'':{24 if len(self.large) > 1 else 34}}" + "".join(f"{size_of(size):>12}" for size in self.large),
+                flush=True,
+            )
+        self.row[row["bytes"]] = row
+        if row["bytes"] == self.sizes[-1]:
+            wide = [self.row[size]["bus_bytes_per_second"] / 1e6 for size in self.large]
+            cells = "".join(f"{each:>12.0f}" if each >= 10 else f"{each:>12.2f}" for each in wide)
+            gap = "" if len(wide) > 1 else f"{'':10}"
+            print(f"{row['collective']:14}{duration(self.row[self.sizes[0]]['seconds']):>10}{gap}{cells}", flush=True)
+            self.row = {}
+
+
+if __name__ == "__main__":
+    main()

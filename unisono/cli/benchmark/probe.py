@@ -1,0 +1,62 @@
+"""What `unisono doctor` runs in two processes: they meet, add two numbers, and take the time of it.
+
+    probe.py RESULT.json
+
+Plain torch on purpose: what is measured is the machine under Unisono, not Unisono. Only whether the two can read each
+other's memory is asked as a run asks it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import unisono
+from unisono.distributed.init import build_group
+
+SMALL, LARGE = 1, 4 * 1024 * 1024
+"""Numbers of four bytes: 4 B and 16 MB."""
+
+
+def main() -> None:
+    """Measure, and let rank 0 write what it found."""
+    world = unisono.World.current()
+    assert world.store is not None
+    torch.set_num_threads(1)
+    store = dist.FileStore(world.store.removeprefix("file://"), world.size)
+    patience = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=patience)
+    ones = torch.ones(SMALL)
+    dist.all_reduce(ones)
+    result = {
+        "sum_is_right": bool(ones.item() == world.size),
+        "latency_seconds": seconds_of(torch.ones(SMALL), 200),
+        "bytes_per_second": LARGE * 4 / seconds_of(torch.ones(LARGE), 7),
+        "neighbours": len(build_group(world, torch.device("cpu")).neighbours) == world.size - 1,
+    }
+    if world.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(result))
+    dist.barrier()  # leaving while the other one still talks makes gloo abort
+    dist.destroy_process_group()
+
+
+def seconds_of(tensor: torch.Tensor, times: int) -> float:
+    """The median time of one all_reduce."""
+    taken = []
+    for _ in range(times):
+        tensor.fill_(1)
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Which link is slow? Links are compared with each other, since nobody knows what one should do: those within hosts
+with those within hosts, those between hosts with those between hosts.
+
+First whole processes: one whose best link is much worse than the others' best ones is slow to everybody, and its links
+say nothing more. Then the links of the others, beside their median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from unisono.cli.benchmark.units import bandwidth, duration
+from unisono.errors import Problem
+
+SLOW = 0.5
+"""Less than this part of the usual bandwidth is told."""
+
+LATE = 3.0
+"""More than so many times the usual latency is told as well; if that is more than LATE_SECONDS longer."""
+LATE_SECONDS = 100e-6
+
+
+class Link(NamedTuple):
+    """Between two processes: a small message's way (half a round trip), and a large one's bytes a second."""
+
+    ranks: tuple[int, ...]
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def findings(links: Sequence[Link], hosts: Sequence[str]) -> list[Problem]:
+    """What is much slower than the others, in words; `hosts`: of each rank. Of two links nobody knows which is odd."""
+    within = [link for link in links if len({hosts[rank] for rank in link.ranks}) == 1]
+    between = [link for link in links if link not in within]
+    return [found for some in (within, between) if len(some) >= 3 for found in _of_a_kind(some, hosts)]
+
+
+def _of_a_kind(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Problem]:
+    ranks = sorted({rank for link in links for rank in link.ranks})
+    best = {rank: _best([link for link in links if rank in link.ranks]) for rank in ranks}
+    slow = [rank for rank in ranks if _odd(best[rank], list(best.values()))]
+    for rank in slow:
+        true = f"Its best link has {_odd(best[rank], list(best.values()))} of the {len(ranks)} processes."
+        peer = next(other for link in links if rank in link.ranks for other in link.ranks if other != rank)
+        yield Problem(f"Rank {rank} is slow to everybody.", true, _what_to_do(hosts[rank], hosts[peer]))
+    others = [link for link in links if not set(link.ranks) & set(slow)]
+    for link in others if len(others) >= 3 else ():
+        if found := _odd(link, others):
+            one, other = link.ranks
+            true = f"It has {found} of {len(others)} links."
+            yield Problem(
+                f"The link between ranks {one} and {other} is slow.", true, _what_to_do(hosts[one], hosts[other])
+            )
+
+
+def _best(links: Sequence[Link]) -> Link:
+    """The best of several, in each respect."""
+    return Link((), min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
+
+
+def _odd(link: Link, all_: Sequence[Link]) -> str:
+    """In what a link is much worse than the median of all; "" if it is not."""
+    wide, short = median(each.bytes_per_second for each in all_), median(each.latency_seconds for each in all_)
+    told = []
+    if link.bytes_per_second < SLOW * wide:
+        told.append(f"{bandwidth(link.bytes_per_second)}, where {bandwidth(wide)} is the median")
+    if link.latency_seconds > max(LATE * short, short + LATE_SECONDS):
+        took, usual = duration(link.latency_seconds), duration(short)
+        told.append(f"{took} for a small message, where {usual} is the median")
+    return ", and ".join(told)
+
+
+def _what_to_do(one: str, other: str) -> str:
+    if one == other:
+        return (
+            f"look at what else runs on {one} (top), and whether processes are on different sockets (lscpu, taskset -p "
+            "PID); then measure again, since a noisy moment is enough."
+        )
+    return (
+        f"measure the line itself (iperf3 -s on {one}, iperf3 -c {one} on {other}), look at its speed (ethtool DEVICE) "
+        "and its errors (ip -s link); on several networks name the fast one: GLOO_SOCKET_IFNAME=DEVICE."
+    )

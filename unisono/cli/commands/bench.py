@@ -1,0 +1,218 @@
+"""unisono bench: how fast do these processes talk to each other, and is there a slow link?
+
+The verb and what it is asked. The processes measure (cli/benchmark/measure.py), and the main one tells, line by line,
+into a file of the folder; of these lines bench.json and bench.html (cli/benchmark/html_report.py) are made. So what was
+measured before a Ctrl-C is not lost.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json as json_
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from cyclopts import Parameter
+
+from unisono.cli.benchmark.html_report import page
+from unisono.cli.benchmark.slow_links import Link, findings
+from unisono.cli.request.run_dir import choose_run_dir, problems_of_run_dir
+from unisono.cli.request.run_options import WHAT, WHERE
+from unisono.cli.request.suggestions import WHOLE
+from unisono.config import Line
+from unisono.environment import World
+from unisono.errors import Problem, SettingsError
+from unisono.launcher import local_launch
+from unisono.launcher.supervisor import Outcome
+
+LINES = "measured.jsonl"
+"""What is measured, as it comes; gone when bench.json is there."""
+
+SIZES = "1kB,4kB,16kB,64kB,256kB,1MB,4MB,16MB,64MB"
+LARGEST = 2**32
+"""Of a message, in bytes: several copies of it are held by every process."""
+
+
+class Kind(NamedTuple):
+    """A collective.
+
+    meaning  what a process gets
+    bus      bus bandwidth over algorithm bandwidth, for n processes, as nccl-tests have it (PERFORMANCE.md there): what
+             a link must carry, whatever the number of processes
+    """
+
+    meaning: str
+    bus: Callable[[int], float]
+
+
+def _all(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _half(n: int) -> float:
+    return (n - 1) / n
+
+
+def _one(n: int) -> float:
+    return 1.0
+
+
+KINDS: Mapping[str, Kind] = {
+    "all_reduce": Kind("the sum, by the library's own algorithm", _all),
+    "ring": Kind("the sum, around a ring of sends and receives", _all),
+    "tree": Kind("the mean, by the exchange of a run, the same bits on any number of processes", _all),
+    "tree_messages": Kind("the same where processes share no memory, as between hosts", _all),
+    "all_gather": Kind("everybody's part", _half),
+    "reduce_scatter": Kind("its part of the sum", _half),
+    "broadcast": Kind("what one process has", _one),
+    "all_to_all": Kind("a part from each", _half),
+    "send_receive": Kind("what its left neighbour has, while its right one gets its own", _one),
+}
+
+
+def bench(
+    *,
+    ranks: Annotated[int | None, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = None,
+    only: Annotated[tuple[str, ...], Parameter(negative=(), metavar="NAME", show_default=False, group=WHAT)] = (),
+    sizes: Annotated[str, Parameter(metavar="LIST", group=WHAT)] = SIZES,
+    run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None,
+    json: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
+) -> int:
+    """Measure how fast processes talk to each other: every collective, every pair; name links that are slow.
+
+    In processes of this machine, or in those that torchrun or srun has started. Writes bench.json, plots in bench.html.
+
+    Parameters
+    ----------
+    ranks
+        How many processes to start here; 2 unless torchrun or srun has started them.
+    only
+        Measure this collective only, or `pairs`; may be given several times.
+    sizes
+        Bytes of the tensor that a collective is about, as in 1kB,64MB; a kB is 1024 bytes.
+    run_dir
+        The folder for what is found. By default runs/bench-TIME.
+    json
+        Print it as JSON.
+    """
+    words = [word for name in only for word in ("--only", name)]
+    words += ["--sizes", sizes] if sizes != SIZES else []
+    words += ["--ranks", str(ranks)] if ranks is not None else []
+    words += ["--run-dir", str(run_dir)] if run_dir is not None else []
+    line = Line(("unisono", "bench", *words, *(["--json"] if json else [])))
+    world = World.current()
+    count, plan = _checked(world, ranks, only, sizes, run_dir, line)
+    if world.foreign:
+        return _in_this_world(world, plan, run_dir, line, json)
+    folder = choose_run_dir("bench", run_dir, resume=False, line=line)
+    arguments = [str(folder.resolve() / LINES), json_.dumps(plan)]
+    script, screen = Path(__file__).parents[1] / "benchmark" / "measure.py", None if json else 1
+    outcome = local_launch.run(script, arguments, ranks=count, logs=folder / "log", screen=screen, say=not json)
+    return _ended(outcome, folder, json, ours=run_dir is None)
+
+
+def _in_this_world(world: World, plan: Mapping[str, Any], run_dir: Path | None, line: Line, json: bool) -> int:
+    """torchrun or srun has started us: this is one of the processes."""
+    from unisono.cli.benchmark.measure import measure_in  # it loads torch, and that only now
+
+    folder = choose_run_dir("bench", run_dir, resume=False, line=line) if world.is_main else None
+    measure_in(world, folder / LINES if folder is not None else None, plan, quiet=json)
+    return _ended(Outcome(0), folder, json, ours=False) if folder is not None else 0
+
+
+# -- what was asked
+
+
+def _checked(
+    world: World, ranks: int | None, only: Sequence[str], sizes: str, run_dir: Path | None, line: Line
+) -> tuple[int, dict[str, Any]]:
+    """How many processes, and what they measure. Raises SettingsError with everything that is wrong."""
+    problems: list[Problem] = []
+    foreign = world.foreign
+    count = world.size if foreign else 2 if ranks is None else ranks
+    if foreign and ranks is not None:
+        true = f"{world.launcher} has started {world.size} already, and these are measured."
+        problems.append(Problem(f"--ranks {ranks}", true, str(line.without("--ranks"))))
+    elif count < 2:
+        asked, true = f"{count} process{'' if count == 1 else 'es'}", "It takes two to talk."
+        do = "torchrun --nproc-per-node 2 ..." if foreign else str(line.flag("--ranks", "2"))
+        problems.append(Problem(asked, true, do))
+    names = [*KINDS, "pairs"]
+    for name in only:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.5)
+            true = f"There is no collective {name}; " + (f"the nearest is {near[0]}." if near else "there are others.")
+            do = str(line.flag("--only", (near or names)[0], instead_of=name)) + (
+                "" if near else f" ({', '.join(names)})"
+            )
+            problems.append(Problem(f"--only {name}", true, do))
+    found = [_bytes_of(text) for text in sizes.split(",")]
+    if None in found or any(not 4 <= n <= LARGEST for n in found if n is not None):
+        bad = next(t for t, n in zip(sizes.split(","), found, strict=True) if n is None or not 4 <= n <= LARGEST)
+        true = f"{bad!r} is not a size: 4 bytes to 4 GB, as in 1kB, 64MB, or 4096."
+        problems.append(Problem(f"--sizes {sizes}", true, str(line.flag("--sizes", "1kB,1MB,64MB"))))
+    if world.is_main:
+        problems += problems_of_run_dir("bench", run_dir, resume=False, line=line)
+        if run_dir is not None and (run_dir / "bench.json").exists():
+            true, do = "It holds a bench.json already.", str(line.flag("--run-dir", f"{run_dir}-2"))
+            problems.append(Problem(f"--run-dir {run_dir}", true, do))
+    if problems:
+        raise SettingsError.of(problems)
+    return count, {"names": list(dict.fromkeys(only)) or names, "sizes": sorted({n for n in found if n is not None})}
+
+
+def _bytes_of(text: str) -> int | None:
+    """64MB, 64 MB, 64M or 67108864; None: it is no size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)i?[bB]?\s*", text)
+    return round(float(match[1]) * 1024 ** " kmg".index(match[2].lower() or " ")) if match else None
+
+
+# -- what was found
+
+
+def _ended(outcome: Outcome, folder: Path, json: bool, *, ours: bool) -> int:
+    """Make of what was measured what people and programs read; `ours`: the folder was made for this."""
+    found = collected(folder / LINES, stopped=outcome.stopped or outcome.failure is not None)
+    if outcome.failure is not None:
+        record = outcome.failure.record
+        if json:
+            message = record.message if record else str(outcome.failure)
+            print(json_.dumps({"error": {"exit_status": outcome.exit_status, "message": message, "dir": str(folder)}}))
+        return outcome.exit_status
+    if not found["collectives"] and not found["pairs"]:
+        if ours:
+            shutil.rmtree(folder)
+        print(json_.dumps({"stopped": True, "dir": None}) if json else "Stopped before anything was measured.")
+        return outcome.exit_status
+    told = {**found, "dir": str(folder)}
+    (folder / "bench.json").write_text(json_.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / "bench.html").write_text(page(found), encoding="utf-8")
+    (folder / LINES).unlink()
+    if json:
+        print(json_.dumps(told))
+        return outcome.exit_status
+    for finding in found["findings"]:
+        print(f"\n{finding}")
+    what = "Stopped. What was measured until then is" if found["stopped"] else "All figures and plots are"
+    print(f"\n{what} in {shlex.quote(str(folder / 'bench.html'))}")
+    return outcome.exit_status
+
+
+def collected(file: Path, *, stopped: bool) -> dict[str, Any]:
+    """What the lines of a file say, together: about whom, collectives, pairs, and what follows from them."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows = [json_.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
+    about: dict[str, Any] = next((row["about"] for row in rows if "about" in row), {})
+    pairs = [row for row in rows if "ranks" in row]
+    links = [Link(tuple(row["ranks"]), row["latency_seconds"], row["bytes_per_second"]) for row in pairs]
+    return {
+        "about": about,
+        "stopped": stopped,
+        "collectives": [row for row in rows if "collective" in row],
+        "pairs": pairs,
+        "findings": [str(finding) for finding in findings(links, about.get("hosts", []))],
+    }

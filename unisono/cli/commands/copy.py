@@ -1,0 +1,47 @@
+"""unisono copy: a recipe to own."""
+
+from __future__ import annotations
+
+import json as json_
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from unisono.cli.request.target import recipe_of
+from unisono.errors import SettingsError
+
+
+def copy(
+    recipe: str,
+    dest: Path | None = None,
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> int:
+    """Copy a recipe, to own and change it.
+
+    Parameters
+    ----------
+    recipe
+        A recipe's name.
+    dest
+        The new file, or a folder for it. By default the folder you are in. Nothing is ever overwritten.
+    json
+        Print the new file's path as JSON.
+    """
+    source = recipe_of(recipe)
+    path = Path(source.name) if dest is None else dest / source.name if dest.is_dir() else dest
+    asked = f"unisono copy {recipe}" + (f" {dest}" if dest is not None else "")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        do = shlex.join(["unisono", "copy", recipe, str(path.with_name(f"my_{path.name}"))])
+        raise SettingsError(asked, f"{path} is there already, and nothing is overwritten.", do) from None
+    except OSError as error:
+        do = f"unisono copy {recipe} {Path.home() / source.name}, or another place that you may write to."
+        raise SettingsError(asked, f"{path} cannot be written: {error.strerror}.", do) from None
+    print(json_.dumps({"path": str(path)}) if json else f"Copied to {path}. Next: unisono run {path}")
+    return 0

@@ -1,0 +1,277 @@
+"""unisono doctor: is this machine ready to train, and what should be repaired?
+
+Whatever may crash is looked at in a process of its own: a broken library takes only that one down.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json as json_
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import psutil  # type: ignore[import-untyped]
+from cyclopts import Parameter
+
+import unisono
+from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.request.suggestions import WHOLE
+from unisono.environment import variables
+from unisono.errors import SettingsError
+from unisono.launcher import local_launch
+
+NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "safetensors", "fsspec")
+SIBLINGS = ("torchvision", "torchaudio")
+"""Not needed, but other libraries fail to import where one of them is installed and broken."""
+SHM_BYTES = 256 * 2**20
+DISK_BYTES = 2 * 2**30
+
+ASK_TORCH = """
+import json, torch, torch.distributed as dist
+b = torch.backends
+devices = []
+if torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator().type
+    module = getattr(torch, kind)
+    for i in range(torch.accelerator.device_count()):
+        p = module.get_device_properties(i) if hasattr(module, "get_device_properties") else None
+        devices.append([f"{kind}:{i}", getattr(p, "name", kind), getattr(p, "total_memory", 0)])
+x = torch.randn(64, 64, requires_grad=True)
+(x @ x).sum().backward()
+names = ["gloo", "nccl", "mpi", "ucc", "xccl"]
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
+    "instructions": b.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
+    "back ends": [n for n, has in {
+        "mkl": b.mkl.is_available(), "mkldnn": b.mkldnn.is_available(), "openmp": b.openmp.is_available(),
+        "cuda": b.cuda.is_built(), "cudnn": b.cudnn.is_available(), "mps": b.mps.is_built(),
+    }.items() if has],
+    "exchange": [n for n in names if dist.is_available() and getattr(dist, f"is_{n}_available", lambda: False)()],
+    "devices": devices,
+}))
+"""
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    level: Literal["ok", "note", "broken"]
+    what: str
+    true: str
+    do: str = ""  # what to type to repair it
+
+
+def doctor(
+    *,
+    rehearse: Annotated[str | None, Parameter(metavar="TARGET")] = None,
+    ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
+    request: Request = Request(),  # noqa: B008  (frozen)
+) -> int:
+    """Look whether this machine is ready, and say what to type where it is not.
+
+    Two processes are started and exchange real data. Exit status 1 if something is broken.
+
+    Parameters
+    ----------
+    rehearse
+        Play failures against this recipe or script, instead: what is survived, and how long does each take?
+    ranks
+        In how many processes that is played.
+    """
+    if rehearse is not None:
+        from unisono.cli.commands import rehearse as rehearsal
+
+        return rehearsal.rehearse(rehearse, ranks, request)
+    json = request.json
+    if request != Request(json=json) or ranks != 2:
+        line = request.line("unisono", "doctor")
+        do = "unisono doctor, or with a script to play failures against: unisono doctor --rehearse text"
+        raise SettingsError(str(line), "Without --rehearse no script is run, so there is nothing to set.", do)
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not json:
+            print_finding(finding)
+    broken = [finding for finding in findings if finding.level == "broken"]
+    if json:
+        print(json_.dumps({"broken": len(broken), "findings": [finding._asdict() for finding in findings]}))
+    else:
+        devices = [f for f in findings if f.what == "device" and ":" in f.true.partition(" ")[0]]
+        more = " --cpu-ranks 1" if len(devices) == 1 else ""  # the second process has none
+        print(f"{len(broken)} broken." if broken else f"Ready. Next: unisono run text --ranks 2{more}")
+    return 1 if broken else 0
+
+
+def print_finding(finding: Finding) -> None:
+    """A line, and what to do below it; colours only on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    style = {"ok": "green", "note": "yellow", "broken": "bold red"}[finding.level]
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(Text.assemble((f"{finding.level:7}", style), f"{finding.what:14} {finding.true}"))
+    if finding.do:
+        console.print(Text(f"{'':22} Next: {finding.do}"))
+
+
+def examine() -> Iterator[Finding]:
+    """Everything, in the order of how much it matters; the slow part last."""
+    yield from _machine()
+    yield from _versions()
+    torch, finding = _ask_torch()
+    yield finding
+    if torch is not None:
+        yield from _about_torch(torch)
+    for name in SIBLINGS:
+        yield from _sibling(name)
+    yield from _room()
+    if torch is not None:
+        yield _collective()
+
+
+def _machine() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = psutil.virtual_memory()
+    true = f"{platform.system()} {platform.release()}, {_processor()}, {cores} cores to use, "
+    true += f"{gigabytes(memory.total)} memory ({gigabytes(memory.available)} free)"
+    yield Finding("ok", "machine", true)
+    set_here = variables(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"])
+    if set_here:
+        yield Finding("note", "environment", ", ".join(f"{k}={v}" for k, v in set_here.items()))
+    name = local_launch.loopback_name()
+    if name is None:
+        do = "ip link set lo up"
+        yield Finding("broken", "loopback", "no network interface has 127.0.0.1, so processes cannot meet", do)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable}), unisono {unisono.__version__}")
+    found, missing = [], []
+    for name in NEEDED:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    yield Finding("ok", "libraries", ", ".join(found))
+    if missing:
+        do = f"{sys.executable} -m pip install {' '.join(missing)}"
+        yield Finding("broken", "libraries", f"not installed: {', '.join(missing)}", do)
+
+
+def _ask_torch() -> tuple[dict[str, Any] | None, Finding]:
+    answer, error = in_a_process(ASK_TORCH)
+    if answer is None:
+        do = f"{sys.executable} -m pip install --force-reinstall torch"
+        return None, Finding("broken", "torch", f"does not work: {error}", do)
+    about: dict[str, Any] = json_.loads(answer)
+    build = f"CUDA {about['cuda']}" if about["cuda"] else f"ROCm {about['hip']}" if about["hip"] else "CPU only"
+    true = f"{about['version']} ({build}); back ends {', '.join(about['back ends'])}; "
+    true += f"exchange over {', '.join(about['exchange']) or 'nothing'}"
+    if "gloo" not in about["exchange"]:
+        do = f"{sys.executable} -m pip install --force-reinstall torch"
+        return about, Finding("broken", "torch", f"{true}: without gloo processes on CPU cannot exchange", do)
+    return about, Finding("ok", "torch", true)
+
+
+def _about_torch(torch: dict[str, Any]) -> Iterator[Finding]:
+    true = f"{torch['instructions']}; a run uses 1 thread a process unless told --set threads=N "
+    yield Finding("ok", "instructions", true + f"(alone, torch would take {torch['threads']})")
+    for device, name, memory in torch["devices"]:
+        yield Finding("ok", "device", f"{device} {name}" + (f", {gigabytes(memory)}" if memory else ""))
+    if not torch["devices"]:
+        if not Path("/proc/driver/nvidia/version").exists():
+            yield Finding("ok", "device", "cpu")
+        elif torch["cuda"]:
+            do = "nvidia-smi (it shows the driver's version; a newer driver, or a torch for an older CUDA, is needed)"
+            yield Finding("broken", "device", f"a GPU, but torch for CUDA {torch['cuda']} cannot use it", do)
+        else:
+            do = f"{sys.executable} -m pip install --force-reinstall torch (PyPI's build for Linux has CUDA)"
+            yield Finding("note", "device", "cpu; there is a GPU, but this torch is built without CUDA", do)
+
+
+def _sibling(name: str) -> Iterator[Finding]:
+    """A package that is built for one exact torch."""
+    if importlib.util.find_spec(name) is None:
+        return
+    answer, error = in_a_process(f"import {name}; print({name}.__version__)")
+    if answer is None:
+        do = f"{sys.executable} -m pip uninstall {name} (Unisono does not need it), or install its build for this torch"
+        yield Finding("broken", name, f"is installed and cannot be imported: {error}", do)
+    else:
+        yield Finding("ok", name, answer)
+
+
+def _room() -> Iterator[Finding]:
+    for what, path, least, do in (
+        ("disk", Path.cwd(), DISK_BYTES, "free some, or: unisono run text --run-dir /path/on/another/disk"),
+        ("temporary", Path(tempfile.gettempdir()), 2**20, "free some: df -h " + tempfile.gettempdir()),
+        ("shared memory", Path("/dev/shm"), SHM_BYTES, "docker run --shm-size=1g ...; or --set loader.workers=0"),
+    ):
+        if not path.exists():
+            yield Finding("note", what, f"there is no {path}", do)
+            continue
+        free = shutil.disk_usage(path).free
+        enough = free >= least
+        yield Finding("ok" if enough else "note", what, f"{gigabytes(free)} free in {path}", "" if enough else do)
+
+
+def _collective() -> Finding:
+    """Two processes exchange data, through the same launcher as a run."""
+    with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as folder:
+        result = Path(folder) / "result.json"
+        script = Path(__file__).parents[1] / "benchmark" / "probe.py"
+        logs = Path(folder) / "log"
+        outcome = local_launch.run(script, [str(result)], ranks=2, logs=logs, screen=None, say=False)
+        if outcome.failure is not None:
+            record = outcome.failure.record
+            true = record.message if record else str(outcome.failure)
+            do = "check that a firewall lets 127.0.0.1 through, then: unisono doctor"
+            return Finding("broken", "exchange", f"two processes could not exchange data: {true}", do)
+        if not result.exists():
+            return Finding("note", "exchange", "stopped before it was measured", "unisono doctor")
+        measured = json_.loads(result.read_text())
+    true = f"all_reduce between two processes: {measured['latency_seconds'] * 1e6:.0f} us for 4 bytes, "
+    true += f"{measured['bytes_per_second'] / 1e9:.2f} GB/s for 16 MB; "
+    true += "they share memory" if measured["neighbours"] else "they share no memory: gradients travel as messages"
+    if not measured["sum_is_right"]:
+        do = f"{sys.executable} -m pip install --force-reinstall torch"
+        return Finding("broken", "exchange", "two processes added 1 and 1, and it was not 2", do)
+    return Finding("ok", "exchange", true)
+
+
+def in_a_process(code: str) -> tuple[str | None, str]:
+    """What the code prints, in a Python of its own; None and the last line of the error where it fails."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return None, "it did not answer within 120 seconds"
+    if done.returncode < 0:
+        return None, f"it crashed (signal {-done.returncode})"
+    if done.returncode:
+        return None, (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return done.stdout.strip().splitlines()[-1], ""
+
+
+def gigabytes(count: int) -> str:
+    """Bytes as people say them."""
+    return f"{count / 2**30:.1f} GB"

@@ -1,0 +1,337 @@
+"""unisono prove: do placements compute what one process computes? The same few steps under each, side by side."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from unisono.cli.commands.run_command import checked
+from unisono.cli.compare.layout_spec import ALONE, PlacedLine, Placement, fitting, placement_of
+from unisono.cli.compare.trial_runner import Trial, Trials, reason_of, refuse_unfit
+from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.request.suggestions import WHOLE
+from unisono.config import Line, plural, size, toml
+from unisono.errors import Problem, SettingsError
+from unisono.launcher.supervisor import Outcome
+
+if TYPE_CHECKING:
+    from unisono.cli.compare.tensor_diff import Agreement, Error, Limits, Written
+
+TOLERANCE = 1e-5
+HALF = 0.1
+"""A tolerance for bfloat16, which has eight bits of every number."""
+KINDS = ("parameters", "gradients", "optimizer")
+UNEVEN = 1.1
+"""If the longest stretch of a pipeline's layers has more than that times the mean, this is told."""
+
+
+def prove(
+    target: str,
+    /,
+    *,
+    parallel: Annotated[
+        tuple[str, ...], Parameter(name="--parallel", metavar="PLACEMENT", show_default=False, group=WHERE)
+    ] = (),
+    steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
+    tolerance: Annotated[float, Parameter(metavar="X", group=WHERE)] = TOLERANCE,
+    request: Request = Request(),  # noqa: B008  (frozen)
+) -> int:
+    """Do placements agree? Run the same few steps on one process and under each, and compare every gradient.
+
+    A table tells how far they are from one process, and the first tensor that disagrees is named. Nothing is kept of
+    these runs. Exit status 1: one disagrees, or fails.
+
+    Parameters
+    ----------
+    target
+        A recipe's name, or the path to a script.
+    parallel
+        Settings of `parallel`, as in shard=2,gather=step. Repeatable; by default all that fit on 4 processes.
+    steps
+        How many steps are compared.
+    tolerance
+        The largest relative error of a gradient. That of a loss is a tenth of it.
+    """
+    words = [word for each in parallel for word in ("--parallel", each)]
+    words += ["--steps", str(steps)] if steps != 3 else []
+    words += ["--tolerance", f"{tolerance:g}"] if tolerance != TOLERANCE else []
+    line = request.line("unisono", "prove", target, *words)
+    refuse_unfit(line, steps, request)
+    if not 0 <= tolerance < 1:
+        true = "It is a part of a gradient's norm, from 0 (the same numbers) to 1."
+        raise SettingsError(f"--tolerance {tolerance:g}", true, str(line.flag("--tolerance", f"{TOLERANCE:g}")))
+    placements = [placement_of(text, line) for text in parallel] or list(fitting())
+    script, threads, *_ = checked(target, 1, replace(request, sets=(*request.sets, *ALONE.sets)), line)
+    misfits = {str(p): wrong for p in placements if (wrong := misfit(target, p, request, line))}
+    if parallel and misfits:
+        raise SettingsError.of([problem for wrong in misfits.values() for problem in wrong])
+    with tempfile.TemporaryDirectory(prefix="unisono-prove-") as folder:
+        proof = Proof(
+            script=script,
+            threads=threads,
+            steps=steps,
+            tolerance=tolerance,
+            request=request,
+            line=line,
+            folder=Path(folder),
+            named=bool(parallel),
+        )
+        return proof.run(placements, misfits)
+
+
+def misfit(target: str, placement: Placement, request: Request, line: Line) -> list[Problem]:
+    """What is wrong with this placement, as far as is known before a process starts."""
+    try:
+        sets = (*request.sets, *placement.sets)
+        checked(target, placement.processes, replace(request, sets=sets), PlacedLine(line.words, placement))
+    except SettingsError as error:
+        return list(error.problems)
+    return []
+
+
+@dataclass
+class Row:
+    """What came of one placement; `processes` to `verdict` stand in the table. Errors are relative, None: not there."""
+
+    placement: str
+    processes: int
+    verdict: str = "agrees"  # or differs, fails, refused
+    loss: float | None = None
+    gradient: float | None = None
+    worst: str = ""  # whose gradient that is
+    norm: float | None = None
+    weights: float | None = None
+    equal: bool | None = None  # to the bit, all of it
+    bytes: dict[str, int] = field(default_factory=dict)  # by kind, on the process that has most
+    share: dict[str, float] = field(default_factory=dict)  # the same, over what would be its part of one process's
+    stretches: list[float] = field(default_factory=list)  # the part of the parameters that each one of the layers has
+    seconds: float | None = None  # a step, without the first one
+    first: str = ""  # the first thing that disagrees
+    error: float | None = None  # how much
+    reason: str = ""  # why it fails or is refused
+
+    @property
+    def uneven(self) -> str:
+        """Why this process of a pipeline holds more than another, in words; "": they hold about the same."""
+        if not self.stretches or max(self.stretches) * len(self.stretches) <= UNEVEN:
+            return ""
+        *others, last = (f"{part:.0%}" for part in self.stretches)
+        over = " (what several use is on each)" if sum(self.stretches) > 1 else ""
+        return f"its stretches of the layers have {', '.join(others)} and {last} of the parameters{over}"
+
+    def line(self, width: int) -> str:
+        """A line of the table."""
+        bits = {True: "equal", False: "other", None: ""}[self.equal]
+        memory = " + ".join(size(self.bytes[kind]) for kind in KINDS) if self.bytes else ""
+        share = f"{max(self.share.values()):.2f}" if self.share else ""
+        cells = [f"{self.placement:{width}}", f"{self.processes:5}", f"{self.verdict:8}"]
+        cells += [f"{_short(e):>8}" for e in (self.loss, self.gradient, self.norm, self.weights)]
+        cells += [f"{bits:5}", f"{memory:>24}", f"{share:>5}"]
+        cells += [f"{self.seconds:8.3f}" if self.seconds is not None else f"{'':8}", self.worst]
+        return "  ".join(cells).rstrip()
+
+
+COLUMNS = {
+    "procs": ">5",
+    "verdict": "8",
+    **dict.fromkeys(("loss", "gradient", "norm", "weights"), ">8"),
+    "bits": "5",
+    "memory: par + grad + opt": ">24",
+    "share": ">5",
+    "s a step": ">8",
+}
+"""How the cells of a row stand between the placement and the worst gradient's name."""
+
+
+def header(width: int) -> str:
+    """The line above the table."""
+    return "  ".join([f"{'placement':{width}}", *(f"{name:{place}}" for name, place in COLUMNS.items()), "worst"])
+
+
+def _short(error: float | None) -> str:
+    return "" if error is None else "0" if error == 0 else f"{error:.0e}"
+
+
+@dataclass(kw_only=True)
+class Proof(Trials):
+    """The trials of one proof. named: somebody asked for these placements."""
+
+    tolerance: float
+    named: bool = True
+    one: Row = field(default_factory=lambda: Row("one process", 1, ""))
+    rows: list[Row] = field(default_factory=list)
+    failed: tuple[Row, Outcome] | None = None
+
+    def run(self, placements: Sequence[Placement], misfits: Mapping[str, Sequence[Problem]]) -> int:
+        """Run them all; `misfits` are problems of those that cannot be run."""
+        from unisono.cli.compare.tensor_diff import Limits, Written, compare  # torch, and that only now
+
+        limits = Limits.of(self.tolerance)
+        outcome = self._steps(ALONE, "truth")
+        if outcome.stopped:
+            return self._stopped()
+        if outcome.exit_status:
+            message = self._say_no_ground(outcome)
+            return self._leave(outcome.exit_status, failed={"placement": self.one.placement, "said": message})
+        truth = self._truth()
+        self.steps = len(truth.main["seconds"])  # the script may have fewer than were asked for
+        self._measured(self.one, truth, truth, ALONE)
+        width = max(len(self.one.placement), *(len(str(placement)) for placement in placements))
+        self._say(header(width))
+        self._say(self.one.line(width))
+        hint: Error | None = None
+        for placement in placements:
+            row = Row(str(placement), placement.processes)
+            self.rows.append(row)
+            if row.placement in misfits:
+                row.verdict, row.reason = "refused", misfits[row.placement][0].true
+            else:
+                outcome = self._steps(placement, "other")
+                if outcome.stopped:
+                    return self._stopped()
+                if outcome.exit_status:
+                    self._fails(row, outcome)
+                else:
+                    other = Written(self.notes("other"))
+                    agreement = compare(other, truth, limits)
+                    self._judge(self._measured(row, other, truth, placement), agreement)
+                    hint = hint or agreement.first
+            self._say(row.line(width))
+        return self._end(truth, limits, hint, placements)
+
+    def _steps(self, placement: Placement, name: str) -> Outcome:
+        return self._run(Trial(name, placement.processes, placement.sets, notes="evidence:{steps}:{folder}"))
+
+    def _truth(self) -> Written:
+        """Raises SettingsError where there is nothing to compare with."""
+        from unisono.cli.compare.tensor_diff import Written
+
+        written = Written(self.notes("truth"))
+        if not written.ranks:
+            true = "It ran, and left its loop before the steps that were to be compared."
+            do = f"{self.line.flag('--steps', '1')}; and: for step in run.steps(train_set), inside of unisono.main."
+            raise SettingsError(str(self.line), true, do)
+        return written
+
+    def _measured(self, row: Row, told: Written, truth: Written, placement: Placement) -> Row:
+        for kind in KINDS:
+            row.bytes[kind] = told.bytes(kind)
+            if whole := truth.bytes(kind) * placement.share(kind):
+                over = (mine["bytes"][kind] / (whole * told.part(i, truth, kind)) for i, mine in enumerate(told.ranks))
+                row.share[kind] = max(over)
+        stage = (
+            len(told.ranks) // placement.axes.pipeline
+        )  # processes with one stretch: neighbours, as mesh_shape.py counts
+        row.stretches = [told.part(first, truth) for first in range(0, len(told.ranks), stage)]
+        seconds = sorted(told.main["seconds"][1:] or told.main["seconds"])  # the first one is always longer
+        row.seconds = seconds[len(seconds) // 2]
+        return row
+
+    def _judge(self, row: Row, agreement: Agreement) -> None:
+        gradient, first = agreement.worst("gradient"), agreement.first
+        row.loss, row.norm, row.weights = (
+            found.error if (found := agreement.worst(kind)) is not None else None
+            for kind in ("loss", "norm", "weights")
+        )
+        if gradient is not None:
+            row.gradient, row.worst = gradient.error, str(gradient) * bool(gradient.error)
+            row.worst = row.worst.removeprefix("the gradient of ")
+        row.equal = agreement.equal
+        if first is not None:
+            row.verdict, row.first, row.error = "differs", str(first), first.error
+
+    def _fails(self, row: Row, outcome: Outcome) -> None:
+        """A run ended with an error. One of our own, where nobody asked for this placement, is no failure: the model
+        does not go with it."""
+        record = outcome.failure.record if outcome.failure is not None else None
+        row.reason = (record.problems[0].true if record.problems else record.message) if record is not None else ""
+        if record is not None and record.problems and not self.named:
+            row.verdict = "refused"
+            return
+        row.verdict = "fails"
+        self.failed = self.failed or (row, outcome)
+
+    # -- what is said
+
+    def _facts(self, status: int) -> dict[str, Any]:
+        return {"agree": status == 0, "steps": self.steps}
+
+    def _end(self, truth: Written, limits: Limits, first: Error | None, placements: Sequence[Placement]) -> int:
+        differs = next((row for row in self.rows if row.verdict == "differs"), None)
+        refused = [row for row in self.rows if row.verdict == "refused"]
+        agree = [row for row in self.rows if row.verdict == "agrees"]
+        status = 1 if differs is not None or self.failed is not None else 0
+        for row in refused:
+            self._say(f"\n{row.placement} is refused: {row.reason}")
+        for row in self.rows:
+            if row.uneven:
+                self._say(f"\n{row.placement} is uneven: {row.uneven}.")
+        more: dict[str, Any] = {}
+        self._say(f"\n{self._verdict(agree)}\nLimits: {limits}.")
+        if differs is not None and first is not None:
+            placement = placements[self.rows.index(differs)]
+            advice = self._advice(placement, first, truth)
+            self._say(
+                f"\n{differs.placement} differs. First: {first}, by {first.error:.2g} of it; the limit is "
+                f"{first.limit:g}.\n{advice}"
+            )
+            more = {"first": {"placement": differs.placement, "what": str(first), **first._asdict()}, "advice": advice}
+        if self.failed is not None:
+            row, outcome = self.failed
+            message, text = reason_of(outcome)
+            status = outcome.exit_status or 1
+            self._say(f"\n{row.placement} fails, and one process does not.\n\n{text}")
+            more |= {"failed": {"placement": row.placement, "said": message}}
+        rows = [asdict(row) for row in self.rows]
+        return self._leave(status, limits=limits._asdict(), one=asdict(self.one), placements=rows, **more)
+
+    def _verdict(self, agree: Sequence[Row]) -> str:
+        exact = sum(bool(row.equal) for row in agree)
+        asked = len(self.rows) - sum(row.verdict == "refused" for row in self.rows)
+        bits = ", to the bit" if exact == len(agree) > 0 else f", {exact} of them to the bit" if exact else ""
+        steps = plural(self.steps, "step")
+        if len(agree) == asked:
+            return f"{plural(asked, 'placement')} agree{'s' * (asked == 1)} with one process in {steps}{bits}."
+        return f"{len(agree)} of {plural(asked, 'placement')} agree with one process in {steps}{bits}."
+
+    def _advice(self, placement: Placement, first: Error, truth: Written) -> str:
+        """What it may be, as far as that is known, and what to type next."""
+        dropout, exchange = truth.main["dropout"], self._settings("truth")["exchange"]
+        shortest = self.line.without("--parallel").flag("--parallel", str(placement)).flag("--steps", "1")
+        low = self._settings("truth").get("parallel.param_dtype", "fp32")
+        if (other := placement.values.get("param_dtype", low)) != low:
+            rest = {name: value for name, value in placement.values.items() if name != "param_dtype"}
+            same = self.line.without("--parallel").flag("--parallel", str(Placement(rest or {"shard": "2"})))
+            said = f"param_dtype={other} is no other placement but another computation, also on one process."
+            return f"  {said}\n  Next: {same.setting(f'parallel.param_dtype={other}')}"
+        if placement.is_exact and exchange != "tree":
+            said = f"exchange={exchange} adds gradients up in another order where there are more processes."
+            return f"  {said}\n  Next: {self.line.setting('exchange=tree')}"
+        if placement.is_exact:
+            words = [word for each in self.request.sets for word in ("--set", each)]
+            said = "It only deals samples and parameters to processes, so the script itself depends on them."
+            return f"  {said}\n  Next: {Line(('unisono', 'check', self.line.words[2], *words))}"
+        if dropout:
+            said = (
+                f"The model drops ({dropout}). Where samples are dealt or parameters shared it drops the same; where "
+                "activations are divided each process draws for its own part, and that is another draw."
+            )
+            return f"  {said}\n  Next: {self.line.setting(*self._without_dropout())}"
+        if low != "fp32" and self.tolerance < HALF:
+            said = f"Sums of {low} that are made in parts round otherwise, by some thousandths of a gradient."
+            return f"  {said}\n  Next: {self.line.without('--tolerance').flag('--tolerance', f'{HALF:g}')}"
+        if first.step > 0:
+            said = f"{plural(first.step, 'step')} before it agree: rounding may have grown on the way."
+            return f"  {said}\n  Next: {shortest}"
+        return f"  Next: {shortest}"
+
+    def _without_dropout(self) -> list[str]:
+        """The settings that seem to say it, at 0."""
+        settings = self._settings("truth").items()
+        names = [n for n, value in settings if "drop" in n and isinstance(value, float) and value > 0]
+        return [f"{name}={toml(0.0)}" for name in names] or ["DROPOUT=0"]

@@ -1,0 +1,1 @@
+"""Run a script again or several ways, and compare traces and tensors."""

@@ -1,0 +1,1 @@
+"""Read a command line: targets, flags, run directories, and suggestions for what is wrong with it."""

@@ -1,0 +1,29 @@
+"""What a request needs of this machine beside processes: devices, a compiler. torch is loaded where it must be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.config import Line
+from unisono.config.validate_parallel import problems_of_mixed
+from unisono.errors import Problem
+
+
+def problems_where_mixed(settings: Any, line: Line) -> list[Problem]:
+    """What cannot be on accelerators and the CPU at once, if this machine has both."""
+    problems = problems_of_mixed(settings, line)
+    if problems:
+        import torch
+
+        return problems if torch.accelerator.is_available() else []
+    return []
+
+
+def problems_here(settings: Any, processes: int, line: Line) -> list[Problem]:
+    """What this machine lacks for these settings, which are well by themselves, and so many processes."""
+    parallel = settings.parallel
+    if parallel.split == parallel.threads == 1 and not parallel.compile:
+        return []
+    from unisono.parallel.one_process.devices import problems_of_machine  # a second
+
+    return problems_of_machine(parallel, processes, line)

@@ -1,0 +1,108 @@
+"""Restart all processes of a run when one of them has died and the others cannot continue without it.
+
+    start --- a process dies (SIGKILL, SIGSEGV, ...) --- start again from the newest checkpoint, or from the beginning
+          --- an exception leaves the script ----------- the run fails; it would fail again
+          --- Ctrl-C or SIGTERM ------------------------ the run stops
+
+A process may also die before the first step: while Python imports torch, while the script downloads its data, while
+the process group is formed. Nothing is lost then, and the other processes wait for it anyway, so restarting all of them
+costs no more time than restarting one.
+
+The number of restarts is bounded: after `RESTARTS` restarts in a row without a new checkpoint the run fails.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from unisono.checkpoint import emergency_dump
+from unisono.checkpoint.storage import checkpoints_at, places_of
+from unisono.cli.request.run_options import Request
+from unisono.errors import UnisonoError
+from unisono.launcher import local_launch
+from unisono.launcher.supervisor import Outcome
+from unisono.launcher.worker_process import CRASHES
+
+RESTARTS = 3
+"""Restarts in a row without a new checkpoint, after which the run fails."""
+
+
+class Ranks(NamedTuple):
+    """The number of processes.
+
+    least    processes that must be left for the others to continue after a death
+    usual    processes that are started
+    elastic  were both numbers given (--ranks MIN:MAX)?
+    on_cpu   ranks from the first number up to, not including, the second compute on the CPU
+    """
+
+    least: int
+    usual: int
+    elastic: bool
+    on_cpu: tuple[int, int] = (0, 0)
+
+
+def run_with_restarts(
+    script: Path,
+    request: Request,
+    run_dir: Path,
+    ranks: Ranks,
+    *,
+    threads: int,
+    screen: int = 1,
+    columns: int = 0,
+    say: bool = True,
+) -> Outcome:
+    """Run the script, and restart all processes whenever one has died and the others could not continue.
+
+    screen, columns, say  as for `launch.local.run`
+    """
+    emergency_dump.clear(run_dir)
+    reached, failures = _saved(run_dir), 0
+    while True:
+        outcome = local_launch.run(
+            script,
+            request.arguments(run_dir),
+            ranks=ranks.usual,
+            logs=run_dir / "log",
+            threads=threads,
+            minimum=ranks.least,
+            elastic=ranks.elastic,
+            on_cpu=ranks.on_cpu,
+            screen=screen,
+            columns=columns,
+            say=say,
+        )
+        if outcome.stopped or not _died(outcome):
+            return outcome
+        saved, behind = _saved(run_dir), emergency_dump.steps_left(run_dir)
+        now = max(saved, behind)
+        failures, reached = (1 if now > reached else failures + 1), now
+        if failures > RESTARTS:
+            print(f"Given up: it died {failures} times without getting further.", file=sys.stderr, flush=True)
+            return outcome
+        where = f"its checkpoint after step {saved}" if saved else "its beginning, since nothing was saved yet"
+        if behind > saved:
+            where = f"what processes have left behind after step {behind}, or {where}"
+        print(f"Starting again from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
+        request = replace(request, resume=True)
+
+
+def _died(outcome: Outcome) -> bool:
+    """Return whether a process died by a signal, rather than failed with an exception. PeerLost is the exception of a
+    process that could not continue without one that died."""
+    failure = outcome.failure
+    if failure is None:
+        return False
+    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLost")
+
+
+def _saved(run_dir: Path) -> int:
+    """Return the step of the newest checkpoint; 0 if there is none, or if its place cannot be read."""
+    with suppress(UnisonoError):
+        return max((steps for there in places_of(run_dir) for steps in checkpoints_at(there)), default=0)
+    return 0

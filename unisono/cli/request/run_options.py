@@ -1,0 +1,195 @@
+"""What one may ask of a run, on the command line of `unisono run` and of every script alike.
+
+The flags are defined once, here. `unisono run text --set steps=20 --resume` hands them on to the script's processes,
+and `python text.py --set steps=20 --resume` reads the same ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from unisono.cli.request.suggestions import parsed
+from unisono.config import Line, entries_of, kind, nearest_name, shown
+from unisono.config.field_comments import comments_of
+from unisono.config.value_types import choices_of
+from unisono.errors import Problem
+
+WHAT = Group("What is computed", sort_key=1)
+WHERE = Group("Where and how", sort_key=2)
+
+
+@Parameter(name="*", negative=())
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The flags of a run.
+
+    Parameters
+    ----------
+    sets
+        Give a setting a value, as in --set batch=64 --set model.width=128. Comes last and wins.
+    settings_file
+        Read settings from a TOML file. A run's settings.toml is one.
+    resume
+        Go on from the newest complete checkpoint.
+    autoresume
+        Go on if there is something in --run-dir, else begin: for whatever types the same line after every failure.
+    accept_change
+        Resume although this field differs from the run's. Its bits then end here, and the promise says so.
+    run_dir
+        The folder for everything the run leaves. By default runs/NAME-TIME, and with --resume the newest of these.
+    json
+        Print the result, or the error, as JSON on the last line.
+    """
+
+    sets: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE", show_default=False, group=WHAT)] = ()
+    settings_file: Annotated[Path | None, Parameter(name="--settings", metavar="FILE", group=WHAT)] = None
+    resume: Annotated[bool, Parameter(show_default=False, group=WHAT)] = False
+    autoresume: Annotated[bool, Parameter(show_default=False, group=WHAT)] = False
+    accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
+    run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
+    json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
+    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]WORDS, for check, prove, replay and audit
+    faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # in words: testing/fault_spec.py
+    own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
+
+    def arguments(self, run_dir: Path | None) -> list[str]:
+        """These flags for a script's command line, with the run directory that was chosen, if it was."""
+        flags = [f"--set={each}" for each in self.sets]
+        flags += [f"--settings={self.settings_file}"] if self.settings_file is not None else []
+        flags += ["--resume"] if self.resume else []
+        flags += ["--autoresume"] if self.autoresume else []
+        flags += [f"--accept-change={each}" for each in self.accept_change]
+        flags += ["--json"] if self.json else []
+        flags += [f"--trace={self.trace}"] if self.trace else []
+        flags += [f"--fault={each}" for each in self.faults]
+        flags += [f"--run-dir={run_dir}"] if run_dir is not None else []
+        return [*flags, *(["--", *self.own] if self.own else [])]
+
+    def line(self, *command: str) -> Line:
+        """These flags after a command, for messages to say it again with something else in it."""
+        words = [word for each in self.sets for word in ("--set", each)]
+        words += ["--settings", str(self.settings_file)] if self.settings_file is not None else []
+        words += ["--run-dir", str(self.run_dir)] if self.run_dir is not None else []
+        words += ["--resume"] if self.resume else []
+        words += ["--autoresume"] if self.autoresume else []
+        words += [word for each in self.accept_change for word in ("--accept-change", each)]
+        words += ["--json"] if self.json else []
+        return Line((*command, *words, *(("--", *self.own) if self.own else ())))
+
+    def earlier(self, run_dir: Path | None) -> Path | None:
+        """The settings.toml of the run that is resumed; None: there is nothing to resume, or it never got so far."""
+        file = run_dir / "settings.toml" if self.resume and run_dir is not None else None
+        return file if file is not None and file.is_file() else None
+
+    def problems_of_accepted(self, known: Collection[str], line: Line) -> list[Problem]:
+        """What is wrong with --accept-change; `known` are the fields that a run's result depends on."""
+        if self.accept_change and not self.resume:
+            asked = " ".join(f"--accept-change {each}" for each in self.accept_change)
+            true = "Only a resumed run has something to differ from."
+            return [Problem(asked, true, str(line.flag("--resume")))]
+        problems = []
+        for name in self.accept_change:
+            if name in known or not known:
+                continue
+            near = nearest_name(name, known)
+            true = f"The result depends on no field of that name; the nearest is {near}."
+            do = str(line.flag("--accept-change", near or "", name))
+            if near is None:
+                true = f"The result depends on no field of that name. There are {', '.join(sorted(known))}."
+                do = f"{line.without('--accept-change', name)} (without it)"
+            problems.append(Problem(f"--accept-change {name}", true, do))
+        return problems
+
+    def problems_of_faults(self, line: Line) -> list[Problem]:
+        """What is wrong with the faults that are to strike this run."""
+        if not self.faults:
+            return []
+        from unisono.testing.fault_spec import fault_of  # with torch
+
+        problems = []
+        for text in self.faults:
+            try:
+                fault_of(text)
+            except ValueError as error:
+                true = f"{str(error)[:1].upper()}{str(error)[1:]}."
+                do = str(line.flag("--fault", "FailAt step=2 phase=backward"))
+                problems.append(Problem(f"--fault {text!r}", true, do))
+        return problems
+
+    @classmethod
+    def parse(cls, argv: Sequence[str], settings: type, script: str) -> Request:
+        """What a script's own command line asks for (`argv` without the script itself).
+
+        `--help` prints the flags and the settings, and leaves with SystemExit(0). Raises SettingsError for anything
+        else that is not a request.
+        """
+        flags, own = split(argv)
+        command = ("python", script)
+        app = App(
+            name=" ".join(command),
+            help=_first_line_of(settings),
+            help_format="plaintext",
+            help_epilogue=table_of(settings),
+            help_flags=["--help", "-h"],
+            version_flags=[],
+            default_parameter=Parameter(negative=()),
+        )
+
+        app.default(_itself)
+        function, bound = parsed(app, command, flags, lambda: settings)
+        result = function(*bound.args, **bound.kwargs)
+        if not isinstance(result, cls):
+            raise SystemExit(0)  # the help was printed
+        return replace(result, own=tuple(own))
+
+
+def _itself(*, request: Request = Request()) -> Request:
+    return request
+
+
+def _first_line_of(settings: type) -> str:
+    """What the script says about itself (a dataclass without a docstring has its signature for one)."""
+    said = settings.__doc__ or ""
+    if said.startswith(f"{settings.__name__}("):
+        said = sys.modules[settings.__module__].__doc__ or ""
+    return said.strip().partition("\n")[0]
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our flags, and what comes after the first `--`, which is the script's own business."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
+def table_of(settings: type) -> str:
+    """The settings with their defaults and meanings, a line each, the script's own first."""
+    said = comments_of(settings)
+    entries = sorted(entries_of(settings), key=lambda entry: entry.source != "script")
+    rows = [
+        (entry.name, shown(entry.default), _with_choices(entry.hint, entry.meaning or said.get(entry.name, "")))
+        for entry in entries
+    ]
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = min(10, max(len(value) for _, value, _ in rows))
+    before = f"{'':{name_width + value_width + 4}}"
+    lines = []
+    for name, value, meaning in rows:
+        first, *more = textwrap.wrap(meaning, max(79 - len(before), 20)) or [""]
+        lines += [f"  {name:{name_width}} {value:{value_width}} {first}", *(before + words for words in more)]
+    return "\n".join(["Settings, their defaults and meanings; change one with --set name=value:", *lines])
+
+
+def _with_choices(hint: Any, meaning: str) -> str:
+    """The meaning, and what there is to choose from, if it does not say that itself."""
+    choices = [shown(choice) for choice in choices_of(hint)]
+    if not meaning or all(choice in meaning for choice in choices):
+        return meaning or kind(hint)
+    return f"{meaning} ({', '.join(choices)})"

@@ -1,0 +1,62 @@
+"""What a run says at its start: processes, devices, virtual ranks, and where its files are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from unisono import __version__
+from unisono.cli.request.run_options import Request
+from unisono.config import Settings, plural
+from unisono.monitor import console
+from unisono.train.recovery.shard_replica import about_shards
+from unisono.train.recovery.step_recovery import may_survive
+
+if TYPE_CHECKING:
+    from unisono.checkpoint.load import Checkpoint
+    from unisono.train.run import Run
+
+
+def say_hello(
+    run: Run[Any], request: Request, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
+) -> None:
+    """Print the lines on rank 0.
+
+    kinds  the type of each process's device
+    fewer  is the number of virtual ranks the default, or less than it for a small batch?
+    """
+    s = run.settings
+    share = -(-s.batch // s.virtual_ranks)
+    micro = min(share, s.micro_batch or share)
+    first, *others = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
+    processes = ", ".join(
+        [f"{plural(first[1], 'process', 'processes')} on {first[0]}", *(f"{n} on {on}" for on, n in others)]
+    )
+    threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
+    more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
+    span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
+    console.say(f"unisono {__version__}: {processes}, {threads}{more}")
+    why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
+    console.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
+    if fewer and resumed is None and (told := about_small_shares(s.batch, s.virtual_ranks, run.size)):
+        console.say(told)
+    if shards := about_shards(s.parallel, run._mesh.axes):
+        console.say(shards)
+    if run.size > max(1, run.world.least) and may_survive(run):
+        console.say("if a process dies, the others finish its step, and another one takes its place")
+        if run._mesh.unit > 1:
+            console.say(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")
+    console.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+
+
+SMALL_SHARE = 2
+"""Samples of a virtual rank, up to which the overhead of each micro-batch is most of a step."""
+
+
+def about_small_shares(batch: int, virtual_ranks: int, processes: int) -> str:
+    """What to say of so many virtual ranks, which are the default, for this batch; "": nothing."""
+    share, enough = -(-batch // virtual_ranks), max(processes, 2)
+    if share > SMALL_SHARE or enough >= virtual_ranks:
+        return ""
+    each = f"a virtual rank gets {plural(share, 'sample')} of the batch of {batch}, which is slow for a small model"
+    return f"{each}: --set virtual_ranks={enough} is faster, on 1 to {enough} processes, with other bits"

@@ -1,0 +1,92 @@
+"""An exchange of a script's own: `run.steps(data, exchange=Mine)`. docs/exchanges.md has one, and its test runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.config.validate_exchange import DIVIDED
+from unisono.distributed.collectives import Collectives
+from unisono.distributed.process_group import Group
+from unisono.errors import LoopError
+from unisono.exchange import PROMISES, Exchange
+
+if TYPE_CHECKING:
+    from unisono.config import Settings
+    from unisono.config.mesh_shape import Axes
+
+Build = Callable[[Sequence[torch.nn.Parameter], int, Collectives], Exchange]
+"""(parameters, virtual ranks, what processes do together) -> an exchange over them. A class is one."""
+
+NEEDED = ("promise", "reason", "params", "finish")
+"""What unisono.Exchange leaves to those that inherit from it."""
+
+
+class Own:
+    """Builds a script's exchange, and knows what it promises.
+
+    name  what it is called in a checkpoint
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        inner = getattr(build, "func", build)  # of a partial
+        self.name = getattr(inner, "__qualname__", type(inner).__name__)
+        self.promise = str(getattr(inner, "promise", "unknown"))
+        self.reason = str(getattr(inner, "reason", f"{self.name} was never built"))
+
+    def __call__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> Exchange:
+        exchange = self.build(params, virtual_ranks, Collectives(group))
+        members = [name for name in dir(Exchange) if not name.startswith("_")]
+        lacks = [name for name in dict.fromkeys([*NEEDED, *members]) if not hasattr(exchange, name)]
+        if getattr(type(exchange), "finish", None) is Exchange.finish:
+            lacks.append("finish")
+        if lacks:
+            raise LoopError(
+                f"run.steps was given {self.name} as its exchange, which built a {type(exchange).__name__}.",
+                f"It lacks {' and '.join(lacks)}.",
+                "class Mine(unisono.Exchange), with promise = 'exact', reason = 'why', self.params = params and "
+                "def finish(self, weight): docs/exchanges.md.",
+            )
+        if exchange.promise not in PROMISES:
+            raise LoopError(
+                f"run.steps was given {self.name} as its exchange, whose promise is {exchange.promise!r}.",
+                f"It goes into result.json, and is one of {len(PROMISES)}: {', '.join(map(repr, PROMISES))}.",
+                f"promise = {PROMISES[2]!r}, say, if its sums depend on the number of processes.",
+            )
+        self.promise, self.reason = exchange.promise, exchange.reason
+        return exchange
+
+
+def own_exchange(build: Any, settings: Settings, axes: Axes) -> Own | None:
+    """The script's exchange, if it has one. Raises LoopError for what cannot be one, and beside settings that nobody
+    would read then."""
+    if build is None:
+        return None
+    if not callable(build):
+        raise LoopError(
+            f"run.steps was given a {type(build).__name__} as its exchange.",
+            "It is built here, over the parameters that train, and again when others train.",
+            "hand in its class, or a function: exchange=lambda params, virtual_ranks, group: Mine(params, group).",
+        )
+    own = Own(build)
+    for name, value, plain in (
+        ("exchange", settings.exchange, "tree"),
+        ("compress.kind", settings.compress.kind, "none"),
+    ):
+        if value != plain:
+            raise LoopError(
+                f"run.steps was given {own.name} as its exchange, and {name} = {value}.",
+                "One of them makes the gradient whole.",
+                f"--set {name}={plain}, or run.steps without exchange=.",
+            )
+    for axis in DIVIDED:
+        if (size := getattr(axes, axis)) > 1:
+            raise LoopError(
+                f"run.steps was given {own.name} as its exchange, and parallel.{axis} = {size}.",
+                "An exchange of one's own gets gradients of whole models.",
+                f"--set parallel.{axis}=1, or run.steps without exchange=.",
+            )
+    return own

@@ -1,0 +1,107 @@
+"""Several exchanges as one: of a process that holds several stages of a pipeline, whose backward passes alternate.
+
+Each stage's micro-batches come in order, so each has an exchange of its own; whoever computes
+(train/pipelining/pipeline_run.py) enters that one. They meet one after the other, first stage first, on all who hold
+these stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.exchange import Exchange, Spans, Weights
+from unisono.plan.reduction_tree import Node
+
+
+class Resting(Exchange):
+    """Of a stage that has nothing to learn just now: it meets nobody."""
+
+    promise = "exact"
+    reason = "nothing is added up"
+    params: Sequence[torch.nn.Parameter] = ()
+    sent = plain = 0.0
+
+    def finish(self, weight: float) -> bool:
+        return True
+
+
+class Several:
+    """parts  an exchange for each stage, over parts of `params`; a parameter that several stages use is in several"""
+
+    promise = "exact"
+    reason = "one fixed tree for each stage adds the gradients of the virtual ranks, wherever they were computed"
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], parts: Sequence[Exchange]) -> None:
+        self.params, self.parts = params, parts
+
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        for part in self.parts:
+            part.begin(spans, pieces, weights)
+
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        raise AssertionError("enter one of its parts")
+
+    def leave(self) -> None:
+        raise AssertionError("leave one of its parts")
+
+    def launch(self) -> None:
+        for part in self.parts:
+            part.launch()
+
+    def held(self) -> Mapping[Node, Any]:
+        return {}
+
+    def finish(self, weight: float) -> bool:
+        """p.grad becomes the sum over all processes and over the stages that use it, first stage first."""
+        whole, sums = True, dict[int, torch.Tensor]()
+        for part in self.parts:
+            whole &= part.finish(weight)
+            for p in part.params:
+                if p.grad is not None:
+                    sums[id(p)] = sums[id(p)].add_(p.grad) if id(p) in sums else p.grad
+        for p in self.params:
+            p.grad = sums.get(id(p))
+        return whole
+
+    def commit(self) -> None:
+        for part in self.parts:
+            part.commit()
+
+    def zero(self) -> None:
+        for part in self.parts:
+            part.zero()
+
+    @property
+    def used(self) -> Sequence[bool]:
+        known: dict[int, bool] = {}
+        for part in self.parts:
+            for p, was in zip(part.params, part.used, strict=True):
+                known[id(p)] = known.get(id(p), False) or was
+        return [known[id(p)] for p in self.params]
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {number: part.state_dict() for number, part in enumerate(self.parts)}
+        return {str(number): state for number, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for number, saved in state.items():
+            self.parts[int(number)].load_state_dict(saved)
+
+    @property
+    def sent(self) -> float:
+        return sum(part.sent for part in self.parts)
+
+    @property
+    def plain(self) -> float:
+        return sum(part.plain for part in self.parts)
+
+    @property
+    def touched(self) -> bool:
+        return any(part.touched for part in self.parts)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()

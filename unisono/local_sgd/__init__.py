@@ -1,0 +1,1 @@
+"""Local SGD and DiLoCo: sites that train alone and synchronize every some steps."""

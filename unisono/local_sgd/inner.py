@@ -1,0 +1,71 @@
+"""Local training, within a site: the exact tree over the site's own virtual ranks. Between two meetings, no more.
+
+    site 0                                        site 1
+    v0 + v1 + v2 + v3 = a     a / its weight      v4 + v5 + v6 + v7 = b     b / its weight
+    its own optimizer step                        its own optimizer step
+                        nothing travels between the sites
+    ...                                           ...
+                        a meeting: outer.py, site_transport.py, local_sgd/sites.py
+
+What a site computes depends on its virtual ranks, not on its processes: the bits are the same on any number of them.
+Up to `local.begin` all processes are one site, and this is the tree over all virtual ranks (post-local SGD: Lin et al.,
+Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.distributed.process_group import Group
+from unisono.errors import LoopError
+from unisono.exchange import Spans, Weights
+from unisono.exchange.tree.tree_fold import Tree
+from unisono.exchange.wrapper import Around
+
+
+class Local(Around):
+    """`group`: the processes that make a step together, a site or all of them."""
+
+    promise = "sites are part of the mathematics"
+    reason = (
+        "exchange=local: between two meetings each site trains by itself, so other sites or other meetings are another "
+        "computation; the number of processes of a site is not"
+    )
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+        self.params, self.group = params, group
+        self.tree: Tree | None = None
+        self.first = 0  # of the virtual ranks of this site
+
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        """`spans`: of all processes of the run. Those of the site are what its tree knows, counted from 0."""
+        ours = [spans[rank] for rank in self.group.members] if self.group.members else spans
+        first, last = ours[0][0], ours[-1][1]
+        if self.tree is None:
+            self.tree, self.first = Tree(self.params, last - first, self.group), first
+        if (first, last) != (self.first, self.first + self.tree.virtual_ranks):
+            raise LoopError(
+                "Virtual ranks were dealt to the processes anew.",
+                f"This site has the virtual ranks {self.first} to {self.first + self.tree.virtual_ranks - 1}, and was "
+                f"given {first} to {last - 1}: what belongs to which site is part of the mathematics.",
+                "deal them within each site.",
+            )
+        self.tree.begin([(a - first, b - first) for a, b in ours], {v - first: n for v, n in pieces.items()}, weights)
+
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        self.inner.enter(virtual_rank - self.first, last=last)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # what sites carry from meeting to meeting is not one exchange's (local_sgd/sites.py)
+
+    def close(self) -> None:
+        if self.tree is not None:
+            self.tree.close()
+
+    @property
+    def inner(self) -> Tree:  # type: ignore[override]  # it is made when a step begins
+        assert self.tree is not None, "a step begins with `begin`"
+        return self.tree

@@ -1,0 +1,143 @@
+"""The outer step: what sites make of the ways that they have gone since they last met.
+
+    anchor    where all sites were after the last meeting
+    gradient  anchor - mean of the sites' weights: the way, backwards, as a gradient is
+    average   anchor <- anchor - gradient, the mean itself          (local SGD: Stich, arXiv 1805.09767)
+    nesterov  velocity <- momentum * velocity + gradient            (DiLoCo: Douillard et al., arXiv 2311.08105)
+              anchor   <- anchor - lr * (gradient + momentum * velocity)
+
+Then every site goes on from the anchor. A model may meet in fragments, one after the other, and a meeting's numbers
+may travel while the sites go on: what then arrives is where a site would be, had it waited, and not where it is. From
+half way between the two it goes on (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from unisono.distributed.process_group import Group
+from unisono.local_sgd.site_transport import Letters, chunk_of, together
+
+MIX = 0.5
+"""How much of a site's own weights stays when a meeting's numbers arrive late."""
+
+
+class Fragment:
+    """Some parameters that meet in the same steps.
+
+    anchors, velocities  beside every parameter, in float32 at least; without momentum there are no velocities
+    left                 what quantising has lost on this process's chunk, by row
+    sent                 how many parameters, the first ones, were sent last: who joins later meets the next time
+    due                  the number of steps after which what is under way is used
+    """
+
+    def __init__(self, device: torch.device, lr: float, momentum: float) -> None:
+        self.device, self.lr, self.momentum = device, lr, momentum
+        self.names: list[str] = []
+        self.params: list[torch.nn.Parameter] = []
+        self.anchors: list[torch.Tensor] = []
+        self.velocities: list[torch.Tensor] = []
+        self.left: list[torch.Tensor] = []
+        self.letters: Letters | None = None
+        self.arrived: tuple[list[list[float]], list[torch.Tensor]] | None = None
+        self.sent = self.due = 0
+
+    def add(self, name: str, p: torch.nn.Parameter, anchor: torch.Tensor, velocity: torch.Tensor | None) -> None:
+        """One more parameter, which was at `anchor` when the sites last met."""
+        self.names.append(name)
+        self.params.append(p)
+        self.anchors.append(wide(anchor).to(p.device, copy=True))
+        if self.momentum:
+            was = torch.zeros_like(self.anchors[-1]) if velocity is None else velocity.to(p.device)
+            self.velocities.append(was)
+        self.left.clear()  # the rows are longer now
+
+    def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What there is of each parameter, or of the first ones, by its name."""
+        return dict(zip(self.names, tensors, strict=False))
+
+    @property
+    def met(self) -> list[torch.Tensor]:
+        """The anchors of what was sent last."""
+        return self.anchors[: self.sent]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the rows."""
+        return kinds(self.anchors)
+
+    def ways(self) -> list[torch.Tensor]:
+        """How far this site has come since the sites last met, backwards: a row for each dtype. They are to be sent."""
+        self.sent = len(self.params)
+        return lay([a - wide(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
+
+    def remainders(self, rows: Sequence[torch.Tensor], site: Group) -> list[torch.Tensor]:
+        """What quantising has lost so far."""
+        if not self.left:
+            self.left += [torch.zeros_like(chunk_of(row, site)) for row in rows]
+        return self.left
+
+    def whole_left(self, site: Group) -> list[torch.Tensor]:
+        """The same of all processes of the site, who call this together. Padded to whole chunks."""
+        return [together(chunk, site) for chunk in self.left]
+
+    def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
+        """The outer step. `keep`: how much of this site's own weights stays."""
+        with torch.no_grad():
+            ways = cut(gradient, self.met)
+            for v, g in zip(self.velocities, ways, strict=False):
+                v.mul_(self.momentum).add_(g)
+                g.add_(v, alpha=self.momentum)
+            for p, a, g in zip(self.params, self.met, ways, strict=False):
+                a.sub_(g, alpha=self.lr)
+                _numbers(p).lerp_(a.to(p.dtype.to_real()), 1.0 - keep) if keep else _numbers(p).copy_(a)
+
+
+def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The numbers of these parameters in `count` stretches, none empty, of about as many elements each."""
+    stretches: list[list[int]] = [[]]
+    done = 0
+    for number, size in enumerate(sizes):
+        to_open = count - len(stretches)
+        full = done + size / 2 > sum(sizes) * len(stretches) / count
+        if stretches[-1] and to_open and (full or len(sizes) - number == to_open):
+            stretches.append([])
+        stretches[-1].append(number)
+        done += size
+    return stretches
+
+
+def kinds(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """Their dtypes, each once, in an order that every process has."""
+    return sorted({tensor.dtype for tensor in tensors}, key=str)
+
+
+def lay(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors side by side: a row [elements] for each dtype, in the order of `kinds`."""
+    return [
+        torch.cat([t.reshape(-1).to(device) for t in tensors if t.dtype == dtype]).contiguous()
+        for dtype in kinds(tensors)
+    ]
+
+
+def cut(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Such rows as tensors again, as `like` were."""
+    streams: Mapping[torch.dtype, list[torch.Tensor]] = {
+        dtype: list(row.split([t.numel() for t in like if t.dtype == dtype]))
+        for dtype, row in zip(kinds(like), rows, strict=True)
+    }
+    return [streams[t.dtype].pop(0).view(t.shape).to(t.device) for t in like]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """What is in a tensor of floating-point or complex numbers, as real ones in float32 at least."""
+    numbers = _numbers(tensor)
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as real numbers. (.data has a version of its own: what a meeting writes there is not taken for
+    the script's doing.)"""
+    return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data

@@ -1,0 +1,128 @@
+"""Between sites: what travels on the thin line when they meet. Every number goes through it once in each direction.
+
+Two sites of two processes; a row of numbers is as long as the model, and each process sends one chunk of it to its
+counterparts, who are at the same place in the other sites:
+
+    site 0      process 0   [ a0 |    ] ---a0--->  (a0 + b0) / 2 = m0  ---m0 within the site--->  [ m0 | m1 ]
+                process 1   [    | a1 ] ---a1--->  (a1 + b1) / 2 = m1  ---m1----------------->    [ m0 | m1 ]
+    site 1      process 0   [ b0 |    ] ---b0--->  (a0 + b0) / 2 = m0  ...
+                process 1   [    | b1 ] ---b1--->  (a1 + b1) / 2 = m1  ...
+
+Sites are added in their order, as everybody has received them (quantize.py), so all sites have the same bits. Chunks
+are whole blocks of the row, so how many processes a site has changes none of them. With more than two sites each sends
+its row to every other one.
+
+With the rows go a few words, and everything that all sites do together begins with words: so it is noticed when one of
+them is elsewhere, and messages between two processes never get out of step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.distributed.process_group import Group, Message, Work, wait_for
+from unisono.exchange.compression.quantize import BLOCK, decode, encode, size_of
+
+
+class Letters:
+    """Words and rows on their way from every site to every other. Nobody need wait before they are opened."""
+
+    def __init__(
+        self, site: Group, across: Group, words: torch.Tensor, codes: list[torch.Tensor], lengths: list[int], bits: int
+    ) -> None:
+        self.site, self.across, self.lengths, self.bits = site, across, lengths, bits
+        others = [other for other in range(across.size) if other != across.rank]
+        self.words = [words if s == across.rank else torch.empty_like(words) for s in range(across.size)]
+        self.codes = [codes if s == across.rank else [torch.empty_like(c) for c in codes] for s in range(across.size)]
+        self._spoken = across.send_and_receive(
+            [Message(words, other) for other in others], [Message(self.words[other], other) for other in others]
+        )
+        self._written: list[Work] = []
+        for row in range(len(codes)):
+            self._written += across.send_and_receive(
+                [Message(codes[row], other) for other in others],
+                [Message(self.codes[other][row], other) for other in others],
+            )
+
+    def heard(self) -> list[list[float]]:
+        """The words of every site."""
+        wait_for(self._spoken)
+        self._spoken = []
+        return [words.tolist() for words in self.words]
+
+    def means(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """The mean of every row over the sites, the same on all of them. All processes of the site call it together."""
+        wait_for(self._written)
+        self._written = []  # gloo's hold its connections: a forked loader worker would close them
+        found = []
+        for row, (length, dtype) in enumerate(zip(self.lengths, dtypes, strict=True)):
+            first, *rest = [decode(codes[row], self.bits, dtype) for codes in self.codes]
+            total = first.clone()
+            for other in rest:
+                total += other
+            total /= self.across.size
+            found.append(together(total, self.site)[:length])
+        return found
+
+
+class Between:
+    """The line between the sites, as this process has it.
+
+    site    the processes of this site
+    across  its counterparts, in the order of sites
+    sent    bytes that this site has sent, all its processes together
+    """
+
+    def __init__(self, site: Group, across: Group) -> None:
+        self.site, self.across, self.sent = site, across, 0
+
+    def tell(self, words: Sequence[float]) -> list[list[float]]:
+        """The words of every site, which all have the same number of them."""
+        return self.send(words, [], 32).heard()
+
+    def send(
+        self,
+        words: Sequence[float],
+        rows: Sequence[torch.Tensor],
+        bits: int,
+        left: Sequence[torch.Tensor] = (),
+    ) -> Letters:
+        """Words and rows [any length] to all other sites.
+
+        bits  of each number on its way
+        left  our chunk of what was lost of every row before (`chunk_of`), which is sent too; what is lost now takes its
+              place. Nothing: nothing is made up for
+        """
+        codes = []
+        for i, row in enumerate(rows):
+            chunk = chunk_of(row, self.site)
+            if left:
+                chunk = chunk.add_(left[i])
+            codes.append(encode(chunk, bits))
+            if left:
+                left[i].copy_(chunk - decode(codes[-1], bits, chunk.dtype))
+            self.sent += (self.across.size - 1) * self.site.size * size_of(len(chunk), bits, chunk.dtype)
+        told = torch.tensor(words, dtype=torch.float64, device=self.site.device)
+        self.sent += (self.across.size - 1) * self.site.size * told.nbytes
+        return Letters(self.site, self.across, told, codes, [len(row) for row in rows], bits)
+
+
+def chunk_of(row: torch.Tensor, site: Group) -> torch.Tensor:
+    """A copy of the chunk of a row that this process of a site sends: whole blocks, with zeros behind the row's end."""
+    blocks = -(-len(row) // BLOCK)
+    length = max(1, -(-blocks // site.size)) * BLOCK
+    chunk = row.new_zeros(length)
+    mine = row[site.rank * length : (site.rank + 1) * length]
+    chunk[: len(mine)] = mine
+    return chunk
+
+
+def together(chunk: torch.Tensor, site: Group) -> torch.Tensor:
+    """The row, with zeros behind its end, from the chunks of all processes of a site."""
+    if site.size == 1:
+        return chunk
+    row = chunk.new_empty(site.size * len(chunk))
+    site.all_gather(row, chunk).wait()
+    return row

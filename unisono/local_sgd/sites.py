@@ -1,0 +1,368 @@
+"""Sites: groups of processes that train by themselves, and meet now and then (exchange=local).
+
+    steps      0 ... begin        ... begin + every        ... begin + 2 every       ...
+    site 0     |  all  |---- its own steps ----|---- its own steps ----|
+               | sites |                    meeting                 meeting
+    site 1     | as one|---- its own steps ----|---- its own steps ----|
+
+Between two meetings nothing travels between sites, not even a flag: what a step agrees on (its sums, its loss, who
+wants to stop) is agreed on within the site. At a meeting every site tells the others how far its weights have come, the
+outer step (local_sgd/outer.py) says where they all go on, and what anybody asked for (a stop, a checkpoint) all do.
+
+Everything else stays a site's own: optimizers, schedules, the scale of fp16, buffers (batch norm's statistics). So a
+checkpoint has these of every site. What is evaluated, saved as the model and left at the end is the mean of the sites'
+weights and buffers (of whole numbers, a counter's: site 0's), made for that moment. Their training does not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono import phases
+from unisono.checkpoint.state_codec import Tensors, pack, unpack
+from unisono.config.wording import plural
+from unisono.distributed.mesh import build_sites
+from unisono.distributed.process_group import Message, peers, wait_for
+from unisono.errors import LoopError
+from unisono.local_sgd.outer import MIX, Fragment, cut, fragments_of, kinds, lay, wide
+from unisono.local_sgd.site_transport import Between, chunk_of
+from unisono.train.modules.buffer_sync import bits_of
+from unisono.train.state.run_state import EXCHANGE, RANDOM
+from unisono.train.step_sync import LOSS, STEP, VERBS
+from unisono.train.sync_points import Met
+
+if TYPE_CHECKING:
+    from unisono.config import Settings
+    from unisono.distributed.mesh import Mesh
+    from unisono.exchange.exchange_state import Carried
+    from unisono.train.loop import Engine
+    from unisono.train.modules.models import Models
+    from unisono.train.state.run_state import State
+    from unisono.train.step import Step
+    from unisono.train.step_sync import Table
+
+MEETING = "A meeting of the sites"
+
+
+class Sites:
+    """The sites of a run, from one of them.
+
+    told  for result.json
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        mesh: Mesh,
+        models: Models,
+        table: Table,
+        state: State,
+        carried: Carried,
+        say: Callable[[str], None],
+    ) -> None:
+        self.settings, self.local = settings, settings.local
+        self.models, self.table, self.state, self.say = models, table, state, say
+        self.number, self.mesh, self.across = build_sites(self.local.sites, mesh.world)
+        self.between = Between(self.mesh.world, self.across)
+        average = self.local.outer == "average"
+        how = (1.0, 0.0) if average else (self.local.lr, self.local.momentum)
+        self.fragments = [Fragment(mesh.world.device, *how) for _ in range(self.local.fragments)]
+        self.parted = False
+        self.met = 0  # steps done when all sites were last together
+        self.began = 0  # steps done when the sites parted
+        self._last: Step | None = None
+        self._saved: Mapping[str, Any] = {}
+        self._own: dict[int, torch.Tensor] = {}  # while all are as one: what this site's tensors were
+        models.heard.append(self._join)
+        carried.keep("sites", self)
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        steps = 0 if self._last is None else self._last.number + 1 - self.began
+        return {"sites": self.local.sites, "bytes_per_step": round(self.between.sent / steps, 1) if steps else 0.0}
+
+    # -- from step to step
+
+    def begin(self, engine: Engine, done: int) -> None:
+        self.met = done
+        every, apart = self.settings.checkpoint.every, self.local.every
+        if every and (every % apart or self.local.begin % apart or self.local.overlap):
+            self.say(f"checkpoints are written when sites have met, {plural(apart, 'step')} apart, and not between")
+        alone = engine.last - max(done, self.local.begin)
+        if 0 < alone < apart:
+            self.say(f"no meeting in the {plural(alone, 'step')} to come: sites are {plural(apart, 'step')} apart")
+        if done >= self.local.begin:
+            self._part(engine)
+
+    def after(self, engine: Engine, step: Step) -> Met | None:
+        """A step is done; if sites meet after it, they do so now. None: they are not together."""
+        done, before, self._last = step.number + 1, self.met, step
+        if not self.parted:
+            self.met, agreed = done, engine.agreed
+            if done == self.local.begin:
+                self._part(engine)
+            return Met(agreed, before)
+        agreed = {}
+        with phases.phase("exchange"), peers(MEETING):
+            for number, fragment in enumerate(self.fragments):
+                if (done - self.local.begin) % self.local.every == self._turn(number):
+                    self._send(fragment, step, engine.agreed)
+            for fragment in self.fragments:
+                if (fragment.letters or fragment.arrived) and fragment.due <= done:
+                    agreed = self._receive(fragment)
+                    self.met = done
+        return Met(agreed, before) if self.met == done else None
+
+    def _turn(self, fragment: int) -> int:
+        """How many steps after the last one's meeting this fragment meets. The last fragment's turn ends the round."""
+        return (fragment + 1) * self.local.every // self.local.fragments % self.local.every
+
+    def _part(self, engine: Engine) -> None:
+        """From the next step on every site is by itself."""
+        share, order = self.settings.virtual_ranks // self.local.sites, engine.order
+        last = order.batch_size(order.steps_per_epoch - 1)
+        if last < self.local.sites and engine.last >= order.steps_per_epoch:
+            better = next(b for b in range(order.batch, 0, -1) if not 0 < order.length % b < self.local.sites)
+            raise LoopError(
+                f"{self.local.sites} sites were to train by themselves.",
+                f"The last step of every epoch of {order.length} samples has {last} of them: not one for every site.",
+                f"--set batch={better}, or more data.",
+            )
+        engine.part(self.mesh, (self.number * share, (self.number + 1) * share))
+        self.table.group, self.table.also = self.mesh.world, self._ask
+        self.models.buffers.group = self.mesh.data
+        self.parted, self.began = True, self.met
+        if self.models.trained:
+            self._join()
+
+    def _join(self) -> None:
+        """What trains now meets as well. Its anchor is what it was until now, which is the same in all sites."""
+        known = {id(p) for fragment in self.fragments for p in fragment.params}
+        fresh = set(map(id, self.models.trained)) - known
+        named = []
+        for i, module in enumerate(self.models.modules):
+            for name, p in module.named_parameters():
+                if id(p) in fresh:  # once, if several models have it
+                    fresh.remove(id(p))
+                    named.append((f"{i}.{name}", p))
+        if not self.parted or not named:
+            return
+        count = len(self.fragments)
+        if not known and len(named) < count:
+            raise LoopError(
+                f"The model was to meet in {plural(count, 'fragment')}.",
+                f"It has {plural(len(named), 'parameter')} that train.",
+                f"--set local.fragments={len(named)}",
+            )
+        stretches = [list(range(len(named)))]
+        if not known:
+            stretches = self._as_before(named) or fragments_of([p.numel() for _, p in named], count)
+        anchors, velocities = self._saved.get("anchors", {}), self._saved.get("velocities", {})
+        for fragment, stretch in zip(self.fragments[-len(stretches) :], stretches, strict=True):
+            for name, p in (named[number] for number in stretch):
+                fragment.add(name, p, anchors.get(name, p), velocities.get(name))
+        if not known:
+            self._take_up()
+
+    # -- a meeting
+
+    def _send(self, fragment: Fragment, step: Step, agreed: Mapping[str, int]) -> None:
+        """This site's way, and a few words with it, go out."""
+        rows = fragment.ways()
+        whole = all(bool(torch.isfinite(row).all()) for row in rows)
+        words = [VERBS.index(STEP), step.number, agreed["stop"], agreed["leave"], whole, *step._sums[LOSS]]
+        left = fragment.remainders(rows, self.mesh.world) if self.local.bits < 32 else ()
+        fragment.letters = self.between.send(words, rows, self.local.bits, left)
+        fragment.due = step.number + 1 + self.local.overlap
+
+    def _receive(self, fragment: Fragment) -> Mapping[str, int]:
+        """Everybody's ways are here: the outer step. Returns what all sites agree on."""
+        self._settle(fragment)
+        assert fragment.arrived is not None
+        (words, rows), fragment.arrived = fragment.arrived, None
+        fragment.step(rows, MIX if self.local.overlap else 0.0)
+        return {"stop": int(sum(said[2] for said in words)), "leave": int(sum(said[3] for said in words))}
+
+    def _settle(self, fragment: Fragment) -> None:
+        """Wait for what is under way; it is used when it is due."""
+        if fragment.letters is None:
+            return
+        words = fragment.letters.heard()
+        self._check(STEP, words)
+        broken = [site for site, said in enumerate(words) if not said[4]]
+        if broken:
+            raise LoopError(
+                f"The sites met after step {int(words[0][1])}.",
+                f"Site {broken[0]} of {len(words)} has weights that are not finite.",
+                "lower the learning rate, or clip (--set clip=1.0).",
+            )
+        fragment.arrived = words, fragment.letters.means(kinds(fragment.met))
+        fragment.letters = None
+
+    def _ask(self, verb: str) -> None:
+        """Every site is about to do this, one of VERBS; raises LoopError on all of them if not."""
+        with peers(verb):
+            self._check(verb, self.between.tell([VERBS.index(verb), *[0.0] * 6]))
+
+    def _check(self, verb: str, words: Sequence[Sequence[float]]) -> None:
+        doing = [VERBS[int(said[0])] for said in words]
+        if set(doing) != {verb}:
+            others = " and ".join(f"site {site} at {other}" for site, other in enumerate(doing))
+            raise LoopError(
+                f"Site {self.number} came to {verb}, which all {len(words)} sites do together.",
+                f"They are not in the same place: {others}.",
+                "call the verbs of the run in every site. Between two meetings step.loss and what follows from it are "
+                "a site's own: decide by the number of the step, and end with run.stop().",
+            )
+
+    # -- as one
+
+    @contextmanager
+    def as_one(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """In it, these models have the mean of the sites' weights and buffers."""
+        if not self.parted:
+            yield
+            return
+        with peers(MEETING):
+            self._unite(models)
+        try:
+            yield
+        finally:
+            own, self._own = self._own, {}
+            for tensor in _tensors(models):
+                if id(tensor) in own:
+                    tensor.data.copy_(own[id(tensor)])
+
+    def rest(self, step: Step | None) -> None:
+        """No more steps will come: all sites are left with the mean of their weights, and know the loss of all."""
+        if not self.parted:
+            return
+        with phases.phase("exchange"), peers(MEETING):
+            self._unite([*self.models.modules, *self.models.tracked])
+            self._own = {}
+            if step is not None:
+                sums = self.across.gather(list(step._sums[LOSS]))
+                step._sums = {**step._sums, LOSS: (sum(total for total, _ in sums), sum(weight for _, weight in sums))}
+
+    def _unite(self, models: Sequence[torch.nn.Module]) -> None:
+        """Tensors that differ between the sites become their mean; `_own` keeps what this site's were. (.data has a
+        version of its own: nobody takes this for the script's doing.)"""
+        for fragment in self.fragments:
+            self._settle(fragment)
+        tensors = _tensors(models)
+        marks = self.across.gather([bits_of(tensor) for tensor in tensors])
+        unlike = [t for t, *others in zip(tensors, *marks, strict=True) if len(set(others)) > 1]
+        self._own = {id(tensor): tensor.detach().clone() for tensor in unlike}
+        numbers = [t for t in unlike if t.is_floating_point() or t.is_complex()]
+        self.across.share_([t.data for t in unlike if not (t.is_floating_point() or t.is_complex())])
+        if not numbers:
+            return
+        parts = [wide(tensor) for tensor in numbers]
+        letters = self.between.send([], lay(parts, self.mesh.world.device), 32)
+        means = letters.means(kinds(parts))
+        for tensor, mean in zip(numbers, cut(means, parts), strict=True):
+            tensor.data.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
+
+    # -- what a checkpoint holds of it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchors and velocities, which all sites share; what is under way; and what each site has of its own. All
+        processes call this together, as one."""
+        if not self.parted:
+            return {}
+        for fragment in self.fragments:
+            self._settle(fragment)
+        under_way = [
+            f.arrived and {"due": f.due, "words": f.arrived[0], "means": f.named(cut(f.arrived[1], f.met))}
+            for f in self.fragments
+        ]
+        left = [fragment.whole_left(self.mesh.world) for fragment in self.fragments]
+        return {
+            "sites": self.local.sites,
+            "fragments": [fragment.names for fragment in self.fragments],
+            "anchors": {name: a for f in self.fragments for name, a in f.named(f.anchors).items()},
+            "velocities": {name: v for f in self.fragments for name, v in f.named(f.velocities).items()},
+            "under_way": under_way,
+            "own": self._gathered({"left": left, "bits": self.local.bits, **self._of_this_site()}),
+        }
+
+    def _of_this_site(self) -> dict[str, Any]:
+        """Everything tracked that is no model, and of models what differs from the other sites' now."""
+        weights: dict[str, dict[str, torch.Tensor]] = {}
+        for name, model in self.state.models.items():
+            named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+            saved = model.state_dict().keys()
+            weights[name] = {key: self._own[id(t)] for key, t in named if id(t) in self._own and key in saved}
+        things = {
+            name: thing.state_dict()
+            for name, thing in self.state.tracked.items()
+            if name not in (RANDOM, EXCHANGE) and name not in weights
+        }
+        return {"weights": weights, "things": things}
+
+    def _gathered(self, mine: dict[str, Any]) -> list[Any]:
+        """What every site has, on the main process. Only those who are first in their site tell it."""
+        if self.mesh.world.rank:
+            return []
+        tensors = Tensors()
+        plain = pack(mine, "own", tensors)
+        about = [[name, list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()]
+        told = self.across.gather({"plain": plain, "about": about})
+        if self.number:
+            sent = [t.to(self.across.device).reshape(-1).view(torch.uint8) for t in tensors.values()]
+            wait_for(self.across.send_and_receive([Message(t, 0) for t in sent], []))
+            return []
+        found = [mine]
+        for site, said in enumerate(told[1:], 1):
+            theirs = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype), device=self.across.device)
+                for name, shape, dtype in said["about"]
+            }
+            came = [Message(t.reshape(-1).view(torch.uint8), site) for t in theirs.values()]
+            wait_for(self.across.send_and_receive([], came))
+            found.append(unpack(said["plain"], theirs))
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: what this site had of its own replaces, as the run's things are tracked, what the main
+        process had. Other sites than these were others' ways: then it means nothing."""
+        if state["sites"] != self.local.sites:
+            return
+        own = state["own"][self.number]
+        self._saved = {**state, "own": own}
+        self.state.own = {**own["things"], **own["weights"]}
+
+    def _as_before(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
+        """The fragments of the run that is resumed: who joined late was in the last one. Empty, if there are none."""
+        before: list[list[str]] = self._saved.get("fragments", [])
+        numbers = {name: number for number, (name, _) in enumerate(named)}
+        found = [[numbers.pop(name) for name in names if name in numbers] for names in before]
+        if len(found) != len(self.fragments):
+            return []
+        found[-1] += numbers.values()
+        return found
+
+    def _take_up(self) -> None:
+        """What was under way, and what quantising had lost."""
+        saved, self._saved = self._saved, {}
+        if len(saved.get("under_way", [])) != len(self.fragments):  # other fragments meet at other steps
+            return
+        for fragment, was, left in zip(self.fragments, saved["under_way"], saved["own"]["left"], strict=True):
+            sent = fragment.names[: len(was["means"])] if was is not None else []
+            if sent and was["means"].keys() == set(sent):
+                fragment.due, fragment.sent = was["due"], len(sent)
+                rows = lay([was["means"][name] for name in sent], self.mesh.world.device)
+                fragment.arrived = was["words"], rows
+            if saved["own"]["bits"] == self.local.bits:
+                length = [sum(a.numel() for a in fragment.anchors if a.dtype == dtype) for dtype in fragment.dtypes]
+                rows = [row[:n].to(self.mesh.world.device) for n, row in zip(length, left, strict=False)]
+                fragment.left = [chunk_of(row, self.mesh.world) for row in rows]
+
+
+def _tensors(models: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """All parameters and buffers of these models, each once."""
+    return list({id(t): t for model in models for t in (*model.parameters(), *model.buffers())}.values())

@@ -1,0 +1,128 @@
+"""Who looks on while a run's steps go by: the clock, the timeline and the progress line of one process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from unisono.monitor import console
+from unisono.monitor.loss_spikes import Spikes
+from unisono.monitor.phase_clock import Clock
+from unisono.monitor.progress import Aside, Progress
+from unisono.monitor.timeline import Timeline
+
+LINE_SECONDS = 0.02
+"""Steps that are faster share a line of the timeline (the last one's number and loss, everybody's seconds)."""
+
+
+class Done(Protocol):
+    """A step that is over."""
+
+    number: int
+    samples: int
+
+    @property
+    def loss(self) -> float: ...
+
+
+class Watcher:
+    """Is told of every step, and what the loop logs.
+
+    run_dir  where the timeline goes
+    output   what the progress line is written to, by rank 0
+    live     is it a terminal, with so many columns (0: look)?
+    """
+
+    def __init__(self, run_dir: Path, rank: int, output: TextIO, *, live: bool, columns: int, color: bool) -> None:
+        self.clock = Clock()
+        self.typed = str(run_dir)
+        """The run directory, as one types it."""
+        self._spikes = Spikes()
+        self._run_dir, self._rank, self._output = run_dir, rank, output
+        self._live, self._columns, self._color = live, columns, color
+        self._progress: Progress | None = None
+        self._timeline: Timeline | None = None
+        self._logged: dict[str, Any] = {}
+        self._last: Done | None = None
+        self._samples = 0  # of the steps since the last line
+        self._line_at = 0.0
+
+    def begin(self, total_steps: int, first_step: int, samples_seen: int, *, resumed: bool) -> None:
+        """The loop begins at `first_step`; `samples_seen` are those of the steps before."""
+        self._timeline = Timeline(self._run_dir / "timeline" / f"rank-{self._rank}.jsonl", note=self.note)
+        if resumed:
+            self._timeline.resumed(first_step)
+        if self._rank == 0:
+            self._progress = Progress(
+                self._output,
+                self._live,
+                total_steps,
+                first_step,
+                samples_seen,
+                color=self._color,
+                columns=self._columns,
+            )
+            console.through(self._progress)
+            if self._live:  # the script's own print goes above the line that is being redrawn
+                sys.stdout = Aside(self._output, self._progress)
+        self._whole = total_steps, samples_seen, first_step
+        self.clock.start()
+
+    def lead(self, steps_done: int) -> None:
+        """This process speaks for all from now on, since the one that did is gone."""
+        if self._progress is None and self._timeline is not None:
+            total, samples, first = self._whole
+            self._rank = 0
+            self._progress = Progress(self._output, False, total, max(first, steps_done), samples, color=False)
+            console.through(self._progress)
+
+    def step(self, step: Done) -> None:
+        """A step is over. Quick steps share a line, so that watching them costs nothing."""
+        self._last = step
+        self._samples += step.samples
+        if self._progress is not None and (typical := self._spikes.hear(step.loss)) is not None:
+            told = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
+            self.note(f"{told} Look at it: unisono replay {self.typed} --step {step.number}")
+        if self._logged or time.perf_counter() > self._line_at:
+            self._look(step)
+
+    def log(self, values: dict[str, Any]) -> None:
+        """What the loop says of the step under way."""
+        self._logged.update(values)
+
+    def event(self, values: dict[str, Any]) -> None:
+        """Write a line of its own into the timeline: something that happens seldom."""
+        if self._timeline is not None:
+            self._timeline.event(values)
+
+    def note(self, text: str) -> None:
+        """Print on rank 0, without disturbing the progress line."""
+        if self._progress is not None:
+            self._progress.note(text)
+        elif self._rank == 0:
+            print(text, file=self._output, flush=True)
+
+    def close(self) -> None:
+        """Stop watching: the last progress line, and the timeline on disk."""
+        self.clock.stop()
+        if self._samples and self._last is not None:
+            self._look(self._last)
+        if self._progress is not None:
+            if isinstance(sys.stdout, Aside):
+                sys.stdout = self._output
+            self._progress.close()
+            console.through(None)
+            self._progress = None
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _look(self, step: Done) -> None:
+        assert self._timeline is not None
+        loss, logged = step.loss, self._logged or None
+        self._timeline.step(step.number, self.clock.lap(), loss, logged)
+        if self._progress is not None:
+            self._progress.update(step.number + 1, loss, self._samples, self.clock, logged)
+        self._samples, self._logged = 0, {}
+        self._line_at = time.perf_counter() + LINE_SECONDS

@@ -1,0 +1,276 @@
+"""`unisono.launch(main, Settings(...), ranks=2)`: a run from a notebook's cell, the interpreter's prompt or a script.
+
+    this process ── RUN/launch/main.pickle (cloudpickle) ──> RUN/launch/main.py in each rank: unisono.main(...)
+         └────────── one updating line <── rank 0's output
+
+It never forks, so it does not matter what this process has loaded or which threads it has. Functions and classes of the
+cells are sent by value, with their source for tracebacks. RUN/launch/main.py is a script as any other: `unisono run`
+resumes it, and `unisono replay RUN` finds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import linecache
+import os
+import pickle
+import re
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from unisono import environment
+from unisono.checkpoint import manifest
+from unisono.cli.commands.run_command import numbers
+from unisono.cli.request.restarts import run_with_restarts
+from unisono.cli.request.run_dir import choose_run_dir, hold, newest_run, write
+from unisono.cli.request.run_options import Request
+from unisono.cli.request.target import problems_of_train
+from unisono.config import Line, Settings, entries_of, gather, shown
+from unisono.config.validate import examine
+from unisono.environment import World
+from unisono.errors import RankFailed, SettingsError, UnisonoError
+from unisono.launcher.worker_process import Failure
+
+SCRIPT = '''\
+"""What unisono.launch has run here. To resume: unisono run THIS_FILE --run-dir RUN --resume"""
+
+import unisono
+from unisono.notebook import received
+
+main, Settings = received(__file__)
+
+if __name__ == "__main__":
+    unisono.main(main, Settings)
+'''
+COLUMNS = 100
+"""Of the updating line in a notebook."""
+
+
+def launch(
+    main: Callable[[Any], None],
+    settings: Settings | type[Settings] = Settings,
+    *,
+    ranks: int | str = 1,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train `main(run)` in `ranks` processes of this host and return what result.json says of the run.
+
+    main      the function that a script hands to unisono.main; it may be of a notebook's cell
+    settings  an instance of a settings class, or the class for its defaults
+    ranks     how many processes, or "MIN:MAX" (see `unisono run --help`)
+    run_dir   the folder for everything the run leaves; None: runs/NAME-TIME, and with `resume` the newest of these
+    resume    go on from the newest complete checkpoint
+
+    Raises SettingsError for a wrong request, before any process starts, and RankFailed, with the traceback of the rank
+    that failed first, if the run fails. After Ctrl-C, or an interrupt of the kernel, the run saves its state, and
+    KeyboardInterrupt is raised.
+    """
+    line = Call(name=getattr(main, "__name__", "main"), ranks=ranks, run_dir=run_dir, resume=resume)
+    if (world := World.current()).size > 1 or environment.assigned():
+        true = f"This process is rank {world.rank} of {world.size} already."
+        raise SettingsError(str(line), true, "unisono.main(main, Settings) in a script that a launcher starts")
+    if not issubclass(settings if isinstance(settings, type) else type(settings), Settings):
+        do = str(replace(line, sets=("steps=100",)))
+        raise SettingsError(str(line), f"settings is {settings!r}, and neither a Settings nor a class of them.", do)
+    asked, stem = numbers(str(ranks), 0, line), _stem()
+    cls = settings if isinstance(settings, type) else type(settings)
+    path = Path(run_dir) if run_dir is not None else None
+    request = Request(sets=_sets(settings), run_dir=path, resume=resume, json=True)
+    problems = problems_of_train(Path(stem), main)
+    earlier = request.earlier(path or newest_run(stem))
+    loaded, more = examine(gather(cls, file=None, sets=request.sets, earlier=earlier, line=line), asked.usual)
+    if problems + more or loaded is None:
+        raise SettingsError.of(problems + more)
+    sent = _by_value(main, cls, line)
+    folder = choose_run_dir(stem, path, resume=resume, line=line)
+    started = time.time()
+    with hold(folder, line):
+        script = _write(folder / "launch", sent)
+        with _shown() as (screen, columns):
+            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False}
+            outcome = run_with_restarts(script, request, folder, asked, threads=loaded.settings.threads, **show)
+    if outcome.stopped:
+        print(_how_to_resume(folder, line), file=sys.stderr, flush=True)
+        raise KeyboardInterrupt
+    if outcome.failure is not None:
+        raise _error_of(outcome.failure, line)
+    result = folder / "result.json"
+    if not result.exists() or (result.stat().st_mtime < started and not resume):
+        raise SettingsError(str(line), "It ended without a result.", f"look into {folder / 'log' / 'rank-0.log'}")
+    content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return content
+
+
+def received(script: str) -> tuple[Any, Any]:
+    """In a rank: the function and the settings class that `launch` has sent, beside this script."""
+    sent = pickle.loads(Path(script).with_name("main.pickle").read_bytes())
+    sys.path += [path for path in sent["path"] if path not in sys.path]
+    for name, lines in sent["lines"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    found: tuple[Any, Any] = pickle.loads(sent["main"])
+    return found
+
+
+@dataclass(frozen=True)
+class Call(Line):
+    """A call of `launch`, for messages to say it again with something else in it."""
+
+    name: str = "main"
+    ranks: int | str = 1
+    run_dir: Any = None
+    resume: bool = False
+    sets: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.name, f"Settings({', '.join(self.sets)})" if self.sets else "settings", f"ranks={self.ranks!r}"]
+        words += [f"run_dir={str(self.run_dir)!r}"] if self.run_dir is not None else []
+        words += ["resume=True"] if self.resume else []
+        return f"unisono.launch({', '.join(words)})"
+
+    def setting(self, *pairs: str, instead_of: str = "") -> Call:
+        return replace(self, sets=(*self.sets, *pairs))
+
+    def flag(self, name: str, value: str = "", instead_of: str = "") -> Call:
+        name = name.removeprefix("--").replace("-", "_")
+        if name == "ranks":
+            return replace(self, ranks=int(value) if value.isdecimal() else value)
+        if name == "run_dir":
+            return replace(self, run_dir=value)
+        return replace(self, resume=True) if name == "resume" else self
+
+    def without(self, name: str, value: str = "") -> Call:
+        empty: dict[str, Any] = {"--run-dir": {"run_dir": None}, "--resume": {"resume": False}}
+        return replace(self, **empty.get(name, {}))
+
+    def in_processes(self, count: int) -> Call:
+        return replace(self, ranks=count)
+
+    def help(self) -> str:
+        return ""
+
+
+def _stem() -> str:
+    """What a run directory is called after: the script, if there is one."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).stem if file else "notebook"
+
+
+def _sets(settings: Settings | type[Settings]) -> tuple[str, ...]:
+    """What an instance says otherwise than its class, as --set takes it."""
+    if isinstance(settings, type):
+        return ()
+    pairs = zip(entries_of(type(settings)), entries_of(type(settings), settings), strict=True)
+    return tuple(f"{mine.name}={shown(mine.default)}" for usual, mine in pairs if usual.default != mine.default)
+
+
+SINGLE = {id(mark): name for name, mark in vars(dataclasses).items() if type(mark).__module__ == "dataclasses"}
+"""Names of what dataclasses compares by identity, as MISSING."""
+
+
+class Pickler(cloudpickle.Pickler):
+    """cloudpickle's, with the marks of dataclasses as what they are: it would make others of the same kind."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in SINGLE:
+            return SINGLE[id(obj)]
+        return super().reducer_override(obj)
+
+
+def _by_value(main: Any, cls: type, line: Line) -> bytes:
+    """`main` and its settings class, with everything of this module (`__main__`) that they use."""
+    lines = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and not Path(name).exists()}
+    path = [str(Path(place).absolute()) for place in sys.path if not place.endswith(".zip")]
+    try:
+        both = io.BytesIO()
+        Pickler(both).dump((main, cls))
+    except Exception as error:  # whatever __reduce__ raises
+        true = f"What it uses of this notebook or script cannot be sent: {type(error).__name__}: {error}"
+        raise SettingsError(str(line), true, "open files, locks and the like inside the function instead.") from error
+    return cloudpickle.dumps({"path": path, "lines": lines, "main": both.getvalue()})
+
+
+def _write(folder: Path, sent: bytes) -> Path:
+    """The script of the run's processes, and what it reads."""
+    folder.mkdir(exist_ok=True)
+    (folder / "main.pickle").write_bytes(sent)
+    write(folder / "main.py", SCRIPT)
+    return folder / "main.py"
+
+
+@contextmanager
+def _shown() -> Iterator[tuple[int, int]]:
+    """A file descriptor for rank 0's output, and the width of its updating line (0: a terminal's own). What is written
+    there comes to sys.stdout, be that a terminal or a notebook's cell."""
+    try:
+        plain = sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.stdout.fileno() == 1
+    except (AttributeError, OSError, ValueError):
+        plain = False
+    if plain:
+        sys.stdout.flush()
+        yield 1, 0
+        return
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_forward, args=(reader, sys.stdout), name="unisono.launch", daemon=True)
+    thread.start()
+    try:
+        yield writer, COLUMNS
+    finally:
+        os.close(writer)
+        thread.join()
+
+
+CODES = re.compile("\x1b\\[[0-9;]*[A-Za-z]")
+
+
+def _forward(reader: int, screen: TextIO) -> None:
+    """Write to `screen` what comes, with lines that end in a carriage return over each other."""
+    width = 0
+    with open(reader, encoding="utf-8", errors="replace", newline="") as stream:
+        piece = ""
+        while char := stream.read(1):
+            if char not in "\r\n":
+                piece += char
+                continue
+            text, piece = CODES.sub("", piece), ""
+            if char == "\n":
+                screen.write("\r" * bool(width) + text.ljust(width) + "\n")
+                width = 0
+            elif text:
+                screen.write("\r" + text.ljust(width))
+                width = max(width, len(text))
+            screen.flush()
+        if width:
+            screen.write("\n")
+
+
+def _how_to_resume(run_dir: Path, line: Call) -> str:
+    again = replace(line, run_dir=run_dir, resume=True)
+    saved = manifest.checkpoints(run_dir)
+    if not saved and manifest.elsewhere(run_dir)[0] is None:
+        return f"Stopped before its first step: nothing to save.\n  Next: {line}"
+    return f"Stopped; {saved[0][1].name if saved else 'its state'} is saved.\n  Next: {again}"
+
+
+def _error_of(failure: Failure, line: Line) -> UnisonoError:
+    """The run's failure as an exception."""
+    record = failure.record
+    if record is not None and record.exit_status == 2 and record.problems:
+        return SettingsError.of(record.problems)
+    kind = record.kind if record is not None else ""
+    asked = f"{line}: rank {failure.rank} of {failure.size} failed" + (f" with {kind}." if kind else ".")
+    said = (record.traceback or record.message).rstrip("\n") if record is not None else str(failure)
+    return RankFailed(
+        asked, said.replace("\n", "\n  "), f"its log is {shlex.quote(str(failure.log))}", failure.rank, kind
+    )

@@ -1,0 +1,1 @@
+"""Context parallel: sequences divided over the processes of an axis."""

@@ -1,0 +1,1 @@
+"""Several devices of one process: layers divided among them, or one replica on each."""

@@ -1,0 +1,1 @@
+"""Pipeline parallel: the layers of a model divided into stages."""

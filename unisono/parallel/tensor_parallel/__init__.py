@@ -1,0 +1,1 @@
+"""Tensor parallel: matrices divided over the processes of an axis."""

@@ -1,0 +1,116 @@
+"""What travels between servers and workers of an asynchronous run: gradients there; parameters and buffers back.
+
+Parameters are known by their number in the run's models, buffers by their place in them, on all sides alike. Of
+parameters those travel that train, to and from the server that holds them. Buffers that a forward pass changes (batch
+norm's statistics) are the worker's that comes: the first server takes them with the gradient, as the newest, and hands
+them on. So with several workers they follow fewer steps than were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unisono.distributed.roles import Crew
+from unisono.errors import LoopError
+from unisono.train.gradient_pass import Gradient
+from unisono.train.modules.buffer_sync import Mark, Slot, slots_of
+from unisono.train.modules.models import Models
+
+
+class Wares:
+    """Of one process, for one list of models."""
+
+    def __init__(self, models: Models, crew: Crew) -> None:
+        self.models, self.crew = models, crew
+        crew.shares.know(models.params)
+        self._marks: dict[int, Mark] = {}  # what buffers were when they came
+        self._moved: set[int] = set()  # buffers that somebody's forward pass changes
+
+    def _slots(self) -> list[Slot]:
+        found: dict[tuple[int, str], Slot] = {}
+        for model in [*self.models.modules, *self.models.tracked]:
+            for slot in slots_of(model):
+                found.setdefault((id(slot.holder), slot.key), slot)
+        return list(found.values())
+
+    # -- parameters and buffers, from a server
+
+    def packed(self, *, everything: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Copies of what trains and is held here, and of the buffers that change; `everything`: for a worker that has
+        nothing yet."""
+        params = [(i, p) for i, p in self._held_by(self.crew.rank) if p.requires_grad or everything]
+        first = self.crew.rank == 0
+        slots = [
+            (i, s.holder[s.key]) for i, s in enumerate(self._slots()) if first and (everything or i in self._moved)
+        ]
+        held = [(i, b) for i, b in slots if b is not None]
+        about = {"params": [i for i, _ in params], "buffers": [i for i, _ in held]}
+        return about, [tensor.detach().to("cpu", copy=True) for _, tensor in [*params, *held]]
+
+    def unpack(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Make them ours."""
+        numbers, count = about["params"], len(self.models.params)
+        if numbers and numbers[-1] >= count:
+            raise self._grown(max(numbers) + 1, count)
+        with torch.no_grad():
+            for number, value in zip(numbers, tensors, strict=False):
+                self.models.params[number].copy_(value)
+        self._take_buffers(about["buffers"], tensors[len(numbers) :])
+
+    def mark(self) -> None:
+        """Buffers are now what they are: what changes from here on, a forward pass has changed."""
+        self._marks = {i: slot.look() for i, slot in enumerate(self._slots())}
+
+    def _held_by(self, server: int) -> list[tuple[int, torch.nn.Parameter]]:
+        return [(i, p) for i, p in enumerate(self.models.params) if self.crew.shares.of(p) == server]
+
+    def _take_buffers(self, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        slots = self._slots()
+        with torch.no_grad():
+            for number, value in zip(numbers, values, strict=True):
+                slot = slots[number]
+                now = slot.holder[slot.key]
+                if now is not None and now.shape == value.shape and now.dtype == value.dtype:
+                    now.copy_(value)
+                else:
+                    slot.holder[slot.key] = value.to(self.models.group.device)
+
+    # -- gradients and buffers, from a worker
+
+    def pushed(self, gradient: Gradient, server: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """What this server holds of the gradient that this process has computed; for the first one also the buffers
+        that were changed by that."""
+        ours = set(map(id, gradient.params))
+        grads = [(i, p.grad) for i, p in self._held_by(server) if id(p) in ours and p.grad is not None]
+        slots = self._slots() if server == 0 else []
+        changed = [(i, s.holder[s.key]) for i, s in enumerate(slots) if s.look() != self._marks.get(i)]
+        held = [(i, b) for i, b in changed if b is not None]
+        about = {"grads": [i for i, _ in grads], "buffers": [i for i, _ in held]}
+        dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in grads]
+        return about, [*dense, *(b for _, b in held)]
+
+    def take(self, gradient: Gradient, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Make p.grad what a worker has sent, and buffers as well."""
+        numbers, params = about["grads"], self.models.params
+        if numbers and max(numbers) >= len(params):
+            raise self._grown(len(params), max(numbers) + 1)
+        ours = set(map(id, gradient.params))
+        for p in gradient.params:
+            p.grad = None
+        for number, grad in zip(numbers, tensors, strict=False):
+            p = params[number]
+            if id(p) in ours:
+                p.grad = grad.to(p.device)
+        gradient.finite, gradient.seen = bool(about["finite"]), True
+        self._moved |= set(about["buffers"])
+        self._take_buffers(about["buffers"], tensors[len(numbers) :])
+
+    def _grown(self, server: int, worker: int) -> LoopError:
+        return LoopError(
+            "A model has grown between two steps.",
+            f"The server has {server} parameters, and a worker {worker}: without steps in common, nobody knows when.",
+            "--set server.staleness=0, or --set exchange=tree.",
+        )

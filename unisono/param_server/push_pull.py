@@ -1,0 +1,207 @@
+"""Parameter servers, in step with each other: workers push gradients and pull parameters; servers have the optimizer.
+
+Some processes compute nothing (distributed/roles.py). They share the parameters, whole ones, and of its own each makes
+the mean gradient, steps the optimizer, and hands out what came of it. Two workers, two servers, parameters p and q:
+
+    worker 2  v0 .. v3  --push: its partial sums of p------->  server 0  ((v0..v3) + (v4..v7)) / weight = p.grad
+                        --push: ... of q-------.     .------>            optimizer.step: p
+    worker 3  v4 .. v7  --push: ... of p-------|-----'
+                        --push: ... of q-------'------------>  server 1  the same of q
+
+              p         <--pull: after the update------------  server 0  (to the other servers as well)
+              q         <--pull-----------------------------   server 1
+
+Virtual ranks are dealt to the workers only. What travels are the tree's partial sums (tree_fold.py), bucket by bucket
+while the last backward still runs, and a server adds them up in the tree's order, whichever comes first: so the bits
+are those of exchange=tree, on any number of workers and servers.
+
+The gradient is where the optimizer is: after the rounds `p.grad` is the mean gradient on the server that holds p, and
+None elsewhere, and torch's optimizers pass over a parameter without a gradient. So a worker's `optimizer.step()` does
+nothing and keeps no state; the pull gives it the new parameters when the gradient is given back (`zero`).
+
+Traffic, for workers that hold r partial sums each: a server receives its share of r gradients from every worker, and
+sends its share of the model to everybody. With W workers, one server's line carries W (r + 1) models a step, where an
+all-reduce needs 2 (W - 1) / W on each line. Several servers share that; still nobody should expect a server in step to
+be faster. What it is for: one place that has the optimizer's state, and the modes without steps in common
+(param_server/async_run.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from unisono.distributed.process_group import Message, Work, peers, wait_for
+from unisono.distributed.roles import Crew
+from unisono.exchange import Weights
+from unisono.exchange.buckets import Copy, Layout, blocks, divide_
+from unisono.exchange.tree.tree_fold import Tree
+from unisono.exchange.tree.tree_transport import IN_FLIGHT
+from unisono.plan.reduction_tree import Plan
+
+ALIGN = 16
+"""In a pull every parameter starts at a multiple of this many bytes."""
+
+
+class Server(Tree):
+    """In a crew, push and pull. A process by itself is its own server: then this is the tree."""
+
+    promise = "exact"
+    reason = "servers add the gradients of the virtual ranks in one fixed tree, wherever they were computed"
+
+    _stepped = False
+    """Is there a gradient that optimizers have had a chance to use? Then parameters may have changed."""
+
+    @property
+    def crew(self) -> Crew | None:
+        return self.group if isinstance(self.group, Crew) else None
+
+    def _lay_out(self) -> Layout:
+        """Buckets that one server holds whole."""
+        if self.crew is None:
+            return super()._lay_out()
+        holders = [self.crew.shares.of(p) for p in self.params]
+        layout = Layout(self.params, 1, holders=holders)
+        self.holders = [holders[bucket.members[0]] for bucket in layout.buckets]
+        """The server of each bucket."""
+        return layout
+
+    def _build_wire(self, plan: Plan) -> Push:
+        assert self.crew is not None
+        return Push(plan, self.layout, self.crew, self.holders)
+
+    def finish(self, weight: float) -> bool:
+        if self.crew is None:
+            return super().finish(weight)
+        assert self._result is not None
+        self.wire.finish()
+        whole = True
+        for flat, holder in zip(self._result.flats, self.holders, strict=True):
+            if holder == self.crew.rank:
+                whole &= divide_(flat, weight)
+        self._result.hand_over(self.params)
+        for number, p in enumerate(self.params):
+            if self.holders[self.layout.bucket_of[number]] != self.crew.rank:
+                p.grad = None
+        return whole
+
+    def commit(self) -> None:
+        super().commit()
+        self._stepped = True
+
+    def zero(self) -> None:
+        """The optimizers have stepped: everybody gets the parameters from who holds them."""
+        super().zero()
+        stepped, self._stepped = self._stepped, False
+        if stepped and self.crew is not None:
+            with peers("The pull of new parameters"), torch.no_grad():
+                self._pull(self.crew)
+
+    def close(self) -> None:
+        self._stepped = False
+        super().close()
+
+    def _pull(self, crew: Crew) -> None:
+        """Each bucket's parameters, as bytes: a parameter may have another dtype than its gradient."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        theirs: list[tuple[list[torch.nn.Parameter], torch.Tensor]] = []
+        for bucket, holder in zip(self.layout.buckets, self.holders, strict=True):
+            params = [self.params[number] for number in bucket.members]
+            if holder == crew.rank:
+                flat = torch.cat([_bytes(p) for p in params])
+                sends += [Message(flat, other) for other in range(crew.size) if other != crew.rank]
+            else:
+                flat = torch.empty(sum(map(_padded, params)), dtype=torch.uint8, device=bucket.device)
+                receives.append(Message(flat, holder))
+                theirs.append((params, flat))
+        wait_for(crew.send_and_receive(sends, receives))
+        for params, flat in theirs:
+            for p, piece in zip(params, flat.split([_padded(p) for p in params]), strict=True):
+                p.copy_(piece[: p.nbytes].view(p.dtype).view(p.shape))
+
+
+def _bytes(p: torch.Tensor) -> torch.Tensor:
+    flat = p.detach().reshape(-1)
+    flat = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, _padded(p) - p.nbytes))
+
+
+def _padded(p: torch.Tensor) -> int:
+    """Bytes that it takes in a message: what follows is aligned."""
+    return -(-p.nbytes // ALIGN) * ALIGN
+
+
+class _Pushed(NamedTuple):
+    """A bucket whose partial sums are on their way to this server."""
+
+    parts: Sequence[torch.Tensor]  # in the order of the plan's arrivals
+    total: torch.Tensor  # where their sum goes
+    works: list[Work]
+
+
+class Push:
+    """The messages of every bucket for one placement: from each worker to the server that holds it, which adds up."""
+
+    def __init__(self, plan: Plan, layout: Layout, crew: Crew, holders: Sequence[int]) -> None:
+        self.layout, self.crew, self.holders = layout, crew, holders
+        self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """From now on partial sums are dealt like this."""
+        self.plan, layout, crew = plan, self.layout, self.crew
+        self.senders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
+        self.additions = plan.additions()
+        held = [b for b, holder in zip(layout.buckets, self.holders, strict=True) if holder == crew.rank]
+        for number, b in enumerate(held):
+            room, needed = (number % IN_FLIGHT, b.dtype, b.device), len(self.senders) * b.size
+            if room not in self.room or self.room[room].numel() < needed:
+                self.room[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
+
+    def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
+        """The weights are known when the step divides: all processes have them from its table."""
+        self.works: list[Work] = []
+        self.kept: list[torch.Tensor] = []  # until it is sent
+        self.coming: deque[_Pushed] = deque()
+        self.count = 0
+
+    def send(self, bucket: int, roots: Sequence[Copy | None], result: Copy) -> None:
+        """A worker's partial sums of a bucket go out; a server waits for everybody's of what it holds."""
+        about, holder = self.layout.buckets[bucket], self.holders[bucket]
+        if holder != self.crew.rank:
+            # .data has a version of its own; a partial sum of nothing is zeros
+            parts = [torch.zeros_like(result.flats[bucket]) if r is None else r.flats[bucket].data for r in roots]
+            self.kept += parts
+            self.works += self.crew.send_and_receive([Message(part, holder) for part in parts], [])
+            return
+        if len(self.coming) == IN_FLIGHT:
+            self._add_up(self.coming.popleft())
+        room = self.room[self.count % IN_FLIGHT, about.dtype, about.device]
+        parts = list(room[: len(self.senders) * about.size].view(-1, about.size))
+        self.count += 1
+        receives = [Message(part, sender) for part, sender in zip(parts, self.senders, strict=True)]
+        works = self.crew.send_and_receive([], receives)
+        self.coming.append(_Pushed(parts, result.flats[bucket].data, works))
+
+    def finish(self) -> None:
+        """Everything of ours is sent, and what we hold is added up."""
+        while self.coming:
+            self._add_up(self.coming.popleft())
+        wait_for(self.works)
+        self.works, self.kept = [], []
+
+    def _add_up(self, pushed: _Pushed) -> None:
+        """In the tree's order, a block at a time, while that is in the processor's cache."""
+        wait_for(pushed.works)
+        for stretch in blocks(pushed.total):
+            block = [part[stretch] for part in pushed.parts]
+            for i, j in self.additions[:-1]:
+                block[i].add_(block[j])
+            for i, j in self.additions[-1:]:
+                torch.add(block[i], block[j], out=pushed.total[stretch])
+            if not self.additions:
+                pushed.total[stretch].copy_(block[0])

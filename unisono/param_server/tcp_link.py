@@ -1,0 +1,213 @@
+"""Links: connections between two processes each, which break one by one.
+
+A group of torch's is for processes that are all there: when one dies, the others' collectives fail. Who must go on
+without the dead talks over links instead. A message is one line of JSON, and tensors:
+
+    | 8 bytes: length of the JSON | {"push": 17, ..., "tensors": [["float32", [128, 64]], ...]} | tensors, 16-aligned |
+
+Nothing that arrives is ever unpickled. A process that dies, however, closes its connections: the system does it. One
+that stands still keeps them, and nobody but its partner waits for it. A host that vanishes is noticed after half a
+minute (TCP keepalive).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from unisono import environment
+from unisono.distributed.process_group import Group
+from unisono.errors import WorldError
+
+ALIGN = 16
+"""Every tensor starts at a multiple of this many bytes."""
+
+MEET_SECONDS = 60.0
+"""Connecting may take this long, once everybody is there."""
+
+TRY_SECONDS = 3.0
+"""And one address of a host of several this long."""
+
+_head = struct.Struct("!Q")
+_GREETING = struct.Struct("!64sI")  # the server's key, and who comes
+
+
+class Link:
+    """A connection with one other process. One thread may send while another receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def send(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send what JSON carries, and tensors. Raises ConnectionError if the other process is gone."""
+        with self._sending:
+            self._socket.sendall(_packed(about, tensors))
+
+    def tell(self, about: Mapping[str, Any]) -> None:
+        """Send a word, if that takes no waiting: who stands still does not hear it, and who is gone neither."""
+        if self._sending.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):
+                    self._socket.send(bytes(_packed(about, ())), socket.MSG_DONTWAIT)
+            finally:
+                self._sending.release()
+
+    def receive(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """The next message, with tensors in the CPU's memory. Raises ConnectionError if the other process is gone."""
+        (length,) = _head.unpack(self._read(_head.size).numpy().tobytes())
+        about = json.loads(self._read(length).numpy().tobytes())
+        kinds = [(getattr(torch, dtype), shape) for dtype, shape in about.pop("tensors")]
+        sizes = [dtype.itemsize * _elements(shape) for dtype, shape in kinds]
+        payload, tensors, start = self._read(sum(map(_padded, sizes))), [], 0
+        for (dtype, shape), size in zip(kinds, sizes, strict=True):
+            tensors.append(payload[start : start + size].view(dtype).view(shape))
+            start += _padded(size)
+        return about, tensors
+
+    def has_word(self) -> bool:
+        """Is something here, or the other process gone?"""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Part: whoever waits for something on either end hears of it. Closing twice changes nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, size: int) -> torch.Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view = memoryview(buffer.numpy().data)
+        while view:
+            count = self._socket.recv_into(view)
+            if not count:
+                raise ConnectionError("Connection closed by peer")
+            view = view[count:]
+        return buffer
+
+
+def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memoryview:
+    """A message as it travels."""
+    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    said = json.dumps({**about, "tensors": kinds}).encode()
+    start = _head.size + len(said)
+    message = torch.zeros(start + sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8)
+    view = memoryview(message.numpy().data)
+    view[:start] = _head.pack(len(said)) + said
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        message[start : start + tensor.nbytes] = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+        start += _padded(tensor.nbytes)
+    return view
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+# -- how they come to be
+
+
+def build_links(group: Group, servers: int) -> dict[int, Link]:
+    """{rank: link}: of the first server with everybody, of another with the first and every worker, of a worker with
+    every server. All of the group must call this.
+
+    Servers listen, on this host alone if everybody is here, and let in who knows a key that only the group was told.
+    """
+    hosts = group.gather(socket.gethostname())
+    here = len(set(hosts)) == 1
+    if group.rank < servers:
+        with socket.create_server(("127.0.0.1" if here else "", 0), backlog=group.size) as door:
+            key = secrets.token_hex(32)
+            addresses = ["127.0.0.1"] if here else _addresses()
+            doors = group.gather({"addresses": addresses, "port": door.getsockname()[1], "key": key})
+            first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank)}
+            return first | _let_in(door, key, set(range(1 if group.rank == 0 else servers, group.size)))
+    doors = group.gather(None)[:servers]
+    return {rank: _enter(rank, about, group.rank) for rank, about in enumerate(doors)}
+
+
+def _addresses() -> list[str]:
+    """Where others may find this host: of the network that gloo was told, or of all."""
+    named = environment.variables(("GLOO_SOCKET_IFNAME",)).get("GLOO_SOCKET_IFNAME")
+    networks = psutil.net_if_addrs()
+    chosen = [networks[named]] if named in networks else networks.values()
+    found = [a.address for of in chosen for a in of if a.family == socket.AF_INET]
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, Link]:
+    links: dict[int, Link] = {}
+    deadline = time.monotonic() + MEET_SECONDS
+    while expected:
+        door.settimeout(max(deadline - time.monotonic(), 0.01))
+        try:
+            connection, _ = door.accept()
+        except TimeoutError as error:
+            raise WorldError(
+                f"A server waited for {len(expected)} processes.",
+                f"Rank {min(expected)} has not come within {MEET_SECONDS:g} seconds.",
+                "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
+            ) from error
+        connection.settimeout(TRY_SECONDS)
+        with contextlib.suppress(OSError):
+            said, rank = _GREETING.unpack(_exactly(connection, _GREETING.size))
+            if hmac.compare_digest(said, key.encode()) and rank in expected:
+                expected.remove(rank)
+                links[rank] = Link(connection)
+                continue
+        connection.close()
+    return dict(sorted(links.items()))
+
+
+def _enter(server: int, about: Mapping[str, Any], rank: int) -> Link:
+    deadline, error = time.monotonic() + MEET_SECONDS, OSError("no address")
+    while time.monotonic() < deadline:
+        for address in about["addresses"]:
+            try:
+                connection = socket.create_connection((address, about["port"]), timeout=TRY_SECONDS)
+                connection.sendall(_GREETING.pack(about["key"].encode(), rank))
+                return Link(connection)
+            except OSError as caught:
+                error = caught
+        time.sleep(0.1)
+    raise WorldError(
+        f"Rank {rank} was to connect to the server on rank {server}.",
+        f"It is not to be reached at {' or '.join(about['addresses'])}, port {about['port']}: {error}",
+        "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
+    ) from error
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionError("Connection closed by peer")
+        data += more
+    return data

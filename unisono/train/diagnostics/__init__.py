@@ -1,0 +1,1 @@
+"""Compare runs and processes: traces, dumps, replays, divergence, redundant computation."""

@@ -1,0 +1,206 @@
+"""A dry run: what a model cannot bear is told before any process of the run starts.
+
+Most of a request is known from settings alone. Whether heads divide, layers are enough for the stages, gradients can be
+compressed, is known once there is a model, and only the script's own code makes one. So one process goes through the
+script as far as its loop, in a group whose other processes are not there (distributed/fake_group.py), and places the
+model as the run will. What is refused there, the run would have refused too, on every process, after all had started.
+
+Nothing else of a dry run counts: it prints nothing, loads no checkpoint, is never the main process, what it evaluates
+is nan, and whatever fails in it in another way is the run's to tell.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.utils.data import default_collate
+
+from unisono.config import Settings
+from unisono.config.validate_parallel import asks_of_the_model
+from unisono.data.loader import Collate, length_of
+from unisono.data.rng import seed_everything
+from unisono.distributed.fake_group import pretended
+from unisono.environment import World
+from unisono.errors import LoopError, SettingsError
+from unisono.exchange import refuse_numbers
+from unisono.parallel.context_parallel.ulysses import Context
+from unisono.plan.rng_keys import SCRIPT, mix
+from unisono.train.evaluation.model_outputs import Forward, call
+from unisono.train.run import Run
+
+S = TypeVar("S", bound=Settings)
+
+
+class Refused(SettingsError):
+    """The run would refuse this model."""
+
+
+class _Seen(BaseException):
+    """The script has come to what needs the others. Not an Exception: no code of the script's is to catch it."""
+
+
+def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
+    """Go through `train` up to its loop. Did it come there? Raises Refused if the run would refuse its model; what else
+    goes wrong, the run will come to as well, and tell."""
+    if not asks_of_the_model(settings):
+        return False
+    folder = Path(world.dry, "run")
+    folder.mkdir()
+    with ExitStack() as kept:
+        nowhere = kept.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        group = kept.enter_context(pretended(world.size))
+        run: DryRun[S] = DryRun(
+            settings, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=nowhere
+        )
+        kept.callback(run.close)
+        seed_everything(mix(settings.seed, SCRIPT))
+        try:
+            train(run)
+        except _Seen:
+            return True
+        except Refused:
+            raise
+        except Exception:
+            pass
+        return False
+
+
+class DryRun(Run[S]):
+    """The run, as its script sees it up to its loop."""
+
+    def __init__(self, settings: S, **more: Any) -> None:
+        super().__init__(settings, **more)
+        self._models.context = _Attention(self._mesh.context)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def is_main(self) -> bool:
+        return False
+
+    def place(self, model: Any, **more: Any) -> Any:
+        more.pop("example", None)  # what takes how long is nothing to refuse
+        with _refusing():
+            placed = super().place(model, **more)
+        if self._mesh.tensor.size > 1:
+            placed.register_forward_pre_hook(_look, prepend=True, with_kwargs=True)
+        return placed
+
+    def track(self, **things: Any) -> None:
+        """Nothing is saved, and nothing loaded."""
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        yield
+
+    def print(self, *values: Any) -> None:
+        """Nobody listens."""
+
+    def log(self, values: Any = None, **named: Any) -> None:
+        """Nobody listens."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Nobody knows, and the loop is still to come."""
+        return _Unknown()
+
+    def steps(self, data: Any = None, *, collate_fn: Collate | None = None, **_: Any) -> Iterator[Any]:
+        """The first step, as far as its first forward pass."""
+
+        def batch() -> Any:
+            """The first micro-batch, if a model must see one."""
+            if self._mesh.tensor.size == self._mesh.context.size == 1 or not hasattr(data, "__getitem__"):
+                raise _Seen
+            share = -(-self.settings.batch // self.settings.virtual_ranks)
+            samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
+            many = hasattr(data, "__getitems__")
+            rows = data.__getitems__(list(samples)) if many else [data[i] for i in samples]
+            return (collate_fn or default_collate)(rows)
+
+        yield _FirstStep(self, batch)
+        raise _Seen
+
+    def _look_at_numbers(self, params: Iterable[torch.nn.Parameter]) -> None:
+        with _refusing():
+            refuse_numbers(list(params), self.settings.compress)
+
+    def _end(self, *_: Any, **__: Any) -> NoReturn:
+        """This needs all processes."""
+        raise _Seen
+
+    predict = deal = _end
+    collectives = property(_end)
+
+
+class _Unknown(dict[str, float]):
+    """What nobody has measured: a comparison with it is false."""
+
+    def __missing__(self, _: str) -> float:
+        return math.nan
+
+
+class _FirstStep:
+    """A step of one micro-batch, which ends where the model is called. What trains is known when its rounds begin."""
+
+    number = epoch = 0
+
+    def __init__(self, run: DryRun[Any], batch: Callable[[], Any]) -> None:
+        self._run, self._batch = run, batch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._rounds(self._run._models.params)
+
+    def over(self, *optimizers: Any) -> Iterator[Any]:
+        return self._rounds([p for o in optimizers for group in o.param_groups for p in group["params"]])
+
+    def run(
+        self, model: torch.nn.Module, _: Any, forward: Forward | None = None, over: Iterable[Any] = (), **__: Any
+    ) -> NoReturn:
+        for batch in self.over(*over) if over else self:
+            (forward or call)(model, batch)
+        raise _Seen
+
+    def _rounds(self, params: Iterable[torch.nn.Parameter]) -> Iterator[Any]:
+        self._run._look_at_numbers(params)
+        with self._run._models.context.part(self._batch()) as batch:
+            yield batch
+        raise _Seen
+
+    def __getattr__(self, _: str) -> NoReturn:
+        raise _Seen
+
+
+class _Attention(Context):
+    """Sequences in slices: the first attention says how many heads there are."""
+
+    def attend(self, query: Any, key: Any, *_: Any, **__: Any) -> NoReturn:
+        with _refusing():
+            self._check(query, key)
+        raise _Seen
+
+
+def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
+    """A model is called, so nothing of it is left to be refused but what its inputs say of its heads."""
+    from unisono.parallel.tensor_parallel.tensor_parallel import Parts  # half a second
+
+    found = inspect.unwrap(model.forward, stop=lambda forward: isinstance(forward, Parts))
+    if isinstance(found, Parts):
+        with _refusing():
+            found.heads.look(args, kwargs)
+    raise _Seen
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except (LoopError, SettingsError) as error:
+        raise Refused.of(error.problems) from error

@@ -1,0 +1,263 @@
+"""The audit: one virtual rank of a step is computed in several places, and compared bit for bit.
+
+    every n steps    rank 0     rank 1     rank 2     rank 3
+    before the step  v5: 8f3a   v5: 8f3a   v5: 07c1   (waits)       rank 2 computes wrongly
+    the step         v0 v1      v2 v3      v4 v5      v6 v7
+                                               '-- must be what it was before
+
+Processors that compute wrongly now and then, without a word, are not rare among many (Hochschild et al., Cores that
+don't count, HotOS 2021; Dixit et al., Silent data corruptions at scale, arXiv 2102.11245). Randomness is keyed and who
+computes a virtual rank is free, so the same work can be given to another process at any time, and must come out the
+same, to the bit. With three processes or more, whoever computes it in this step and two others do, and two outvote the
+third. With two, both do; if they differ, both compute it once more: who contradicts itself is wrong. If each repeats
+its own, two cannot say which is right. One process computes it twice, and a third time if these differ.
+
+It happens before the step's rounds, in rounds of their own, which count for nothing: no loss, no weight, no buffer and
+no message of the exchange knows of them. An audited step takes as much longer as a virtual rank does. Which virtual
+rank it is goes around, and so does who computes it beside its own process.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from unisono.config.wording import plural
+from unisono.distributed.process_group import peers
+from unisono.errors import Diverged
+from unisono.plan.rng_keys import mix
+from unisono.train.diagnostics.divergence import named
+from unisono.train.diagnostics.majority_vote import Verdict, vote
+from unisono.train.diagnostics.tensor_hash import apart, digests, sum_of
+from unisono.train.spare_rounds import computed
+
+if TYPE_CHECKING:
+    from unisono.train.gradient_pass import Gradient
+    from unisono.train.loop import Engine
+    from unisono.train.run import Run
+    from unisono.train.step import Step
+
+WHAT = "An audit"
+
+TURNS = {1: (2, 3), 2: (1, 2)}
+"""How often each of so few processes computes it: at least, and if it does not come out the same. Others: once."""
+
+
+class Made(NamedTuple):
+    """What this process made of the virtual rank, by parameter: the gradients that its backward passes gave, as a
+    number, and their sum, whole."""
+
+    given: Sequence[int]
+    grads: Sequence[torch.Tensor | None]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [mix(given, whole) for given, whole in zip(self.given, digests(self.grads), strict=True)]
+
+
+class Plan(NamedTuple):
+    """Which virtual rank is computed by whom; the first of them has it in this step anyway."""
+
+    virtual_rank: int
+    ranks: Sequence[int]
+
+
+class Audit:
+    """The audits of one process. Every process of the run has one, or none has.
+
+    done   what was compared: step, virtual rank, ranks
+    found  what did not come out the same, for programs; {}: all did
+    """
+
+    def __init__(self, engine: Engine, every: int) -> None:
+        self.engine, self.every = engine, every
+        self.done: list[tuple[int, int, Sequence[int]]] = []
+        self.found: Mapping[str, Any] = {}
+        self._now: Plan | None = None  # what is compared in this step
+        self._right = 0  # what the step's own backward passes must give
+        self._noted: list[list[torch.Tensor]] = []  # by parameter
+        self._hooks: list[Any] = []
+
+    def plan(self, step: int) -> Plan | None:
+        """What is audited in `step`, if anything is."""
+        if (step + 1) % self.every:
+            return None
+        engine, turn = self.engine, (step + 1) // self.every - 1
+        size = engine.mesh.world.size
+        busy = [v for v in range(engine.order.virtual_ranks) if engine.order.micro_bounds(step, v)]
+        virtual_rank = busy[turn % len(busy)]
+        owner = next(r for r, (lo, hi) in enumerate(engine.schedule.at(step)) if lo <= virtual_rank < hi)
+        first = turn // len(busy)
+        others = [(owner + 1 + (first + i) % (size - 1)) % size for i in range(min(size - 1, 2))]
+        return Plan(virtual_rank, (owner, *others))
+
+    # -- before the step's rounds
+
+    def before(self, step: Step, gradient: Gradient) -> Iterator[Any]:
+        """The micro-batches of the audited virtual rank, where this process computes it. Raises Diverged on every
+        process if it does not come out the same. In the first step here, which is looked at closely, nothing."""
+        plan = self.plan(step.number) if gradient.seen else None
+        if plan is None:
+            return
+        world = self.engine.mesh.world
+        least, most = TURNS.get(world.size, (1, 1))
+        turns: list[Made | None] = []  # what this process made
+        said: list[Sequence[Sequence[int] | None]] = []  # what all made: all of it in one number, what backward gave
+        for turn in range(1, most + 1):
+            turns.append((yield from self._compute(step, gradient, plan)) if world.rank in plan.ranks else None)
+            made = turns[-1]
+            with peers(WHAT):
+                said.append(world.gather(made and [mix(*made.numbers), mix(*made.given)]))
+            verdict = vote([(rank, row[0]) for all_of in said for rank, row in enumerate(all_of) if row])
+            if verdict.agree and turn >= least:
+                break
+        self.done.append((step.number, plan.virtual_rank, plan.ranks))
+        if not verdict.agree:
+            self._object(step, plan, verdict, gradient, turns, said)
+        self._now = plan
+        self._right = next(row[1] for row in said[0] if row)
+        self._listen(step, gradient)
+
+    def _compute(self, step: Step, gradient: Gradient, plan: Plan) -> Generator[Any, None, Made]:
+        """The virtual rank's micro-batches, one after the other, as rounds that count for nothing; returns what came
+        of them."""
+        self._now = plan
+        self._listen(step, gradient)
+        grads = yield from computed(step, gradient, plan.virtual_rank)
+        return Made(self._heard(), grads)
+
+    def _listen(self, step: Step, gradient: Gradient) -> None:
+        """From now on, note what the audited virtual rank's backward passes give."""
+        params = gradient.leaves
+        self._noted = [[] for _ in params]
+
+        def note(number: int, grad: torch.Tensor) -> None:
+            if step._place is not None and self._now is not None and step._place.virtual_rank == self._now.virtual_rank:
+                self._noted[number].append(sum_of(grad))
+
+        self._hooks = [p.register_hook(partial(note, number)) for number, p in enumerate(params)]
+
+    def _heard(self) -> list[int]:
+        """What it gave, a number for each parameter; nothing is noted any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        return [mix(*(int(each) for each in found)) for found in self._noted]
+
+    # -- after the rounds
+
+    def after(self, step: Step) -> None:
+        """The rounds are over: was what this step's own gradient is made of the same as before them? Raises Diverged on
+        every process if not."""
+        plan, self._now = self._now, None
+        if plan is None:
+            return
+        computed = any(self._noted)
+        found = mix(*self._heard())
+        with peers(WHAT):
+            everybody = self.engine.mesh.world.gather(found if computed else None)
+        wrong = tuple(r for r, other in enumerate(everybody) if other is not None and other != self._right)
+        if wrong:
+            true = f"In the step itself {named(wrong)} made other gradients of it than before the step, as all agreed."
+            raise self._diverged(step, plan, wrong, true)
+
+    # -- what is said
+
+    def _object(
+        self,
+        step: Step,
+        plan: Plan,
+        verdict: Verdict,
+        gradient: Gradient,
+        turns: Sequence[Made | None],
+        said: Sequence[Sequence[Sequence[int] | None]],
+    ) -> None:
+        """It came out differently. Raises Diverged, and says what is known."""
+        divergence = self.engine.divergence
+        if divergence is not None and not divergence.compare(step.number, now=True):
+            return  # of other weights anybody makes other gradients; they are healed
+        works = [Work(turn, rank, row[0]) for turn, of in enumerate(said) for rank, row in enumerate(of) if row]
+        # two that differ; if it is known who is wrong, that one comes first
+        wrong = next((w for w in works if w.rank in verdict.wrong and w.number != verdict.right), works[0])
+        right = next(w for w in works if w.number != wrong.number and verdict.right in (None, w.number))
+        where = self._where(gradient, turns, wrong, right)
+        who, all_of_them = named(verdict.wrong or plan.ranks), named(plan.ranks)
+        if verdict.right is not None:
+            others = named([rank for rank in plan.ranks if rank not in verdict.wrong])
+            true = f"{who} made another gradient than {others}, first of {where}."
+        elif verdict.wrong:
+            true = f"{who} made another gradient each time, first of {where}."
+        elif len(plan.ranks) == 2:
+            true = f"{all_of_them} made the same again, each its own: nobody knows which is right. First of {where}."
+        else:
+            true = f"{all_of_them} made three different gradients, first of {where}."
+        raise self._diverged(step, plan, verdict.wrong, true[0].upper() + true[1:])
+
+    def _where(self, gradient: Gradient, turns: Sequence[Made | None], wrong: Work, right: Work) -> str:
+        """The first parameter whose gradients differ in these two, and how, in words; the same on every process."""
+        world, params = self.engine.mesh.world, gradient.leaves
+
+        def of(work: Work) -> Made | None:
+            return turns[work.turn] if work.rank == world.rank else None
+
+        mine, theirs = of(wrong), of(right)
+        one = world.gather(mine and mine.numbers)[wrong.rank]
+        other = world.gather(theirs and theirs.numbers)[right.rank]
+        differ = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+        p = params[differ[0]]
+        name = self.engine.models.names.get(id(gradient.params[differ[0]]), "a parameter")
+        shared = dense(p, theirs and theirs.grads[differ[0]]).clone()
+        world.share_([shared], source=right.rank)
+        found = None if mine is None else apart(dense(p, mine.grads[differ[0]]), shared)
+        how = world.gather(None if found is None else str(found))[wrong.rank]
+        return f"{name}{f': {how}' if how else ''} ({len(differ)} of {plural(len(params), 'tensor')})"
+
+    def _diverged(self, step: Step, plan: Plan, wrong: Sequence[int], true: str) -> Diverged:
+        hosts = self.engine.mesh.world.gather(socket.gethostname())
+        self.found = {
+            "step": step.number,
+            "virtual_rank": plan.virtual_rank,
+            "ranks": list(plan.ranks),
+            "wrong": list(wrong),
+            "hosts": [hosts[rank] for rank in wrong],
+        }
+        if wrong and len(wrong) < len(set(plan.ranks)):
+            bad = " and ".join(sorted({hosts[rank] for rank in wrong}))
+            do = f"do without {bad}, and go on with --resume; or look closer:"
+            if len(set(hosts)) == 1:
+                do = f"go on with --resume on another machine than {bad}; or look closer:"
+        else:
+            do = "with three processes two outvote the third; and unisono check SCRIPT tells whether it is the script:"
+        return Diverged(
+            f"Step {step.number}'s virtual rank {plan.virtual_rank} was computed on {named(plan.ranks)}, and compared.",
+            true,
+            f"{do} unisono audit {self.engine.run_dir} --ranks 3",
+        )
+
+
+class Work(NamedTuple):
+    """What a process made in one turn, as a number."""
+
+    turn: int
+    rank: int
+    number: int
+
+
+def dense(p: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    """A gradient of `p`, row after row; zeros where there is none."""
+    full = torch.zeros_like(p) if grad is None else grad
+    return (full if full.layout is torch.strided else full.to_dense()).detach().contiguous()
+
+
+def build_audit(engine: Engine, run: Run[Any]) -> Audit | None:
+    """Who audits a run, if somebody does. Machines that are unlike would accuse each other of their last bits."""
+    if not run.settings.audit_every:
+        return None
+    if run.differences:
+        run.print("nothing is audited (audit_every): these machines do not compute the same bits")
+        return None
+    return Audit(engine, run.settings.audit_every)

@@ -1,0 +1,1 @@
+"""Evaluation and prediction over a data set, on all processes."""

@@ -1,0 +1,53 @@
+"""What processes make of a data set together, between two steps: an evaluation, or a prediction. It can be made again,
+if one of them dies meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from unisono import phases
+from unisono.data.eval_loader import Walk
+from unisono.data.loader import Collate
+from unisono.distributed.process_group import peers
+from unisono.train.evaluation.model_outputs import Forward, Outputs, at_rest
+
+if TYPE_CHECKING:
+    from unisono.train.run import Run
+
+T = TypeVar("T")
+
+
+def made(
+    run: Run[Any],
+    verb: str,
+    fold: Callable[[Outputs], T],
+    model: torch.nn.Module,
+    data: Any,
+    forward: Forward | None,
+    collate: Collate | None,
+) -> T:
+    """What `fold` makes of the model's outputs over the data."""
+    models = run._models
+
+    def body() -> T:
+        if run._last_step is not None:
+            run._last_step.refuse_within(verb)
+        run._table.together(verb)
+        walk = Walk(data, f"The data set of {verb}", run.settings, run._mesh.data, collate, abreast=models.abreast)
+        all_models = [model, *models.modules, *models.tracked]
+        as_one, rest = run._sites.as_one(all_models), at_rest(all_models, run.device)
+        with phases.phase("evaluate"), peers(verb), as_one, rest as fresh, models.around_loss():
+            models.busy = True
+            if run.settings.parallel.gather == "step":
+                models.gather()
+            hurry = lambda: run._leave and run._ended is not None  # noqa: E731
+            over, line = models.over, models.pipeline
+            outputs = Outputs(model, walk, forward=forward, hurry=hurry, over=over, fresh=fresh, pipeline=line)
+            found = fold(outputs)
+            models.busy = False
+        return found
+
+    return run.together(verb, body, again=not isinstance(data, Iterator))  # which can be walked through only once

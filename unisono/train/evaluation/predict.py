@@ -1,0 +1,109 @@
+"""Prediction: one row of output for every sample, in the data's order, on every process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from unisono.checkpoint.sharded_state import whole_here
+from unisono.data.eval_loader import MicroBatch
+from unisono.distributed.process_group import Group
+from unisono.errors import LoopError
+from unisono.train.evaluation.model_outputs import Outputs
+
+
+def predict(outputs: Outputs) -> Any:
+    """See Run.predict."""
+    spec: TreeSpec | None = None
+    numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
+    pieces: list[list[Tensor]] = []
+    for micro_batch, output in outputs:
+        leaves, found = tree_flatten(output)
+        spec = _same_structure(spec, found)
+        rows = [_rows(whole_here(leaf), micro_batch) for leaf in leaves]
+        if outputs.speaks:
+            pieces.append(rows)
+            numbers.append((micro_batch.number, micro_batch.samples))
+    columns = [list(column) for column in zip(*pieces, strict=True)]
+    kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
+    mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
+    everybody = outputs.group.gather(mine)
+    told = next(other for other in everybody if other["spec"] is not None)
+    for other in everybody:
+        _same_structure(told["spec"], told["spec"] if other["spec"] is None else other["spec"])
+    places = [[(number, rows) for number, rows in other["numbers"]] for other in everybody]
+    result = []
+    for leaf in range(len(told["kinds"])):
+        kinds_of = {(d, tuple(shape)) for other in everybody for f in other["kinds"][leaf : leaf + 1] for d, shape in f}
+        dtype, shape = _only(kinds_of)
+        like = torch.empty(0, *shape, dtype=getattr(torch, dtype))
+        result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, outputs.group))
+    return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
+
+
+def _rows(leaf: Any, micro_batch: MicroBatch) -> Tensor:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != micro_batch.samples:
+        got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{type(leaf).__name__}"
+        raise LoopError(
+            f"run.predict asked for the rows of {micro_batch.samples} samples.",
+            f"The model returned {got}.",
+            "return tensors with one row for each sample: forward=lambda model, batch: model(batch[0]).logits, say.",
+        )
+    return leaf.detach().to("cpu", copy=True)  # the model may write there again
+
+
+def _only(kinds: set[tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
+    if len(kinds) > 1:
+        words = [f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:4]]
+        raise LoopError(
+            "run.predict was to put the rows of all micro-batches together.",
+            f"They differ in kind or shape: {' and '.join(words)}.",
+            "make them alike: forward=lambda model, batch: model(batch[0]).argmax(-1), or pad to one length.",
+        )
+    return kinds.pop()
+
+
+def _same_structure(before: Any, now: Any) -> Any:
+    if before is not None and before != now:
+        raise LoopError(
+            "run.predict was to put the rows of all micro-batches together.",
+            f"The model returns outputs of unlike structure: {str(before)[:150]} and {str(now)[:150]}.",
+            "return the same tuple or dict of tensors for every batch.",
+        )
+    return now
+
+
+def _told(spec: TreeSpec) -> Any:
+    """The structure as others can read it."""
+    try:
+        return json.loads(treespec_dumps(spec))
+    except NotImplementedError as error:
+        raise LoopError(
+            "run.predict was to tell the other processes what the model returns.",
+            f"It is of a class that torch cannot name: {str(error).splitlines()[0]}",
+            "return tensors, or tuples, lists and dicts of them: forward=lambda model, batch: tuple(model(batch[0])).",
+        ) from None
+
+
+def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: Group) -> Tensor:
+    """All rows, sorted by the numbers of their micro-batches; places[r] are the (number, rows) that process r has."""
+    counts = [sum(rows for _, rows in place) for place in places]
+    shape, dtype = mine.shape[1:], mine.dtype
+    row_bytes = shape.numel() * mine.element_size()
+    if group.size == 1 or row_bytes == 0:
+        return mine if group.size == 1 else mine.new_empty(sum(counts), *shape)
+    sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=group.device)
+    sent[: counts[group.rank] * row_bytes] = mine.contiguous().reshape(-1).view(torch.uint8).to(group.device)
+    everybody = torch.empty(group.size * len(sent), dtype=torch.uint8, device=group.device)
+    group.all_gather(everybody, sent).wait()
+    parts = []
+    for line, count, place in zip(everybody.cpu().view(group.size, -1), counts, places, strict=True):
+        rows = line[: count * row_bytes].view(dtype).view(count, *shape)
+        cut = rows.split([n for _, n in place])
+        parts += [(number, piece) for (number, _), piece in zip(place, cut, strict=True)]
+    return torch.cat([piece for _, piece in sorted(parts, key=lambda part: part[0])])

@@ -1,0 +1,1 @@
+"""What a run promises, and what it refuses."""

@@ -1,0 +1,98 @@
+"""What a run's bits depend on: its mathematics and its machine. Compared between processes, and at resume."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono import __version__, environment
+from unisono.config import ENVIRONMENT
+from unisono.distributed.process_group import Group
+from unisono.errors import Problem, WorldError
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """The facts about this process's machine that belong in environment.json."""
+    return {
+        "unisono": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "device": device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "variables": environment.variables(
+            (
+                *("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "ATEN_CPU_CAPABILITY"),
+                "PYTHONHASHSEED",
+            )
+        ),
+    }
+
+
+def processor() -> str:
+    """The kind of processor and its caches. The libraries of linear algebra choose and cut their kernels by them: with
+    the same instruction set, two generations of one maker's processors gave other bits (measured; see LOG.md)."""
+    try:
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()]
+    except OSError:
+        return platform.processor() or platform.machine()
+    known = {name.strip(): value.strip() for name, _, value in lines}
+    kind = [known[name] for name in ("vendor_id", "CPU implementer", "CPU part") if name in known]
+    kind += [f"{word} {known[name]}" for name, word in (("cpu family", "family"), ("model", "model")) if name in known]
+    caches = Path("/sys/devices/system/cpu/cpu0/cache")
+    sizes = [
+        (index / "size").read_text().strip()
+        for index in sorted(caches.glob("index*"))
+        if (index / "size").is_file() and (index / "type").read_text().strip() != "Instruction"
+    ]
+    return " ".join([*(kind or [platform.machine()]), *(["caches", "+".join(sizes)] if sizes else [])])
+
+
+def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str) -> list[Problem]:
+    """What keeps `now` from going on where `before` stopped: a problem for every field that differs.
+
+    Both are flat: settings of the mathematics by their names, and the fields of ENVIRONMENT. `command` is what was
+    typed; the way out is to add every field to it, so it is told once, with the last problem.
+    """
+    differ = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    open_ones = [name for name in differ if name not in accepted]
+    accept = "".join(f" --accept-change {name}" for name in open_ones)
+    return [
+        Problem(
+            f"The run was to be resumed with {name} = {now.get(name)}.",
+            f"It was begun with {name} = {before.get(name)}, and the result depends on it.",
+            f"go on with {name} = {before.get(name)}; or, for other bits from here on: {command}{accept}",
+        )
+        for name in open_ones
+    ]
+
+
+def agree(group: Group, mine: dict[str, Any]) -> list[str]:
+    """What differs between the processes, in words: their bits can then not be promised. Threads must be equal."""
+    everybody = group.gather({name: mine[name] for name in ENVIRONMENT})
+    differences = []
+    for name in ENVIRONMENT:
+        values = [facts[name] for facts in everybody]
+        if len(set(values)) > 1:
+            by_rank = ", ".join(
+                f"{value} on rank {rank}" for rank, value in enumerate(values) if values.index(value) == rank
+            )
+            if name == "threads":
+                raise WorldError(
+                    "The processes of a run must use the same number of threads.",
+                    f"They use {by_rank}.",
+                    "leave torch.set_num_threads to the setting `threads`.",
+                )
+            differences.append(f"{name} differs between processes: {by_rank}")
+    return differences

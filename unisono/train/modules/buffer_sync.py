@@ -1,0 +1,437 @@
+"""Buffers that a forward pass changes: batch norm's running statistics, a spectral norm's vectors, a counter.
+
+With several virtual ranks each of them starts a pass from the buffers as they were at its start, whoever computed what
+before it in the same process. What they make of them meets when the pass ends:
+
+    batch norm     running <- a * running + c is affine, with a = (1 - momentum)^forwards: every virtual rank's (a, c)
+                   is one row of a table, and everybody folds the rows in the order of virtual ranks, in float64. It is
+                   what one process would have got that walks through all micro-batches one after the other.
+    anything else  takes the value that the first virtual rank with work made of it. A spectral norm's vectors depend
+                   on the weights alone, so every virtual rank has made the same of them; a counter counts its rounds.
+
+With one virtual rank buffers are the forward pass's own, as in plain torch. Python attributes of modules are treated
+as buffers are (train/modules/module_attributes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono.distributed.process_group import Group, local
+from unisono.errors import LoopError
+from unisono.plan.rng_keys import mix
+from unisono.train.modules import module_attributes
+from unisono.train.modules.module_attributes import Attributes
+
+QUICK = 2**20
+"""Elements of a buffer that are compared whenever it may have changed: 0.2 ms."""
+
+BLOCK = 2**16
+"""Elements of a parameter that are looked at together: eight bytes each are needed beside it."""
+
+Mark = tuple[int, int]
+"""Which tensor, and how often it had been written to."""
+
+
+@dataclass
+class Slot:
+    """A buffer: what it is called, who holds it under which key, and what it was when the pass began."""
+
+    name: str
+    holder: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor | None = None  # the buffer itself, as it was
+    value: torch.Tensor | None = None  # a copy of what was in it
+    mark: Mark = (0, -1)
+    secretly: bool = False  # is it written to without a word? (native batch norm does that)
+    absent: bool = False  # was there no such buffer?
+
+    def look(self) -> Mark:
+        now = self.holder.get(self.key)
+        return id(now), -1 if now is None else version(now)
+
+    def remember(self) -> None:
+        self.tensor, self.mark, self.absent = self.holder.get(self.key), self.look(), self.key not in self.holder
+        self.value = None if self.tensor is None else self.tensor.detach().clone()
+
+    @property
+    def changed(self) -> bool:
+        if self.absent:
+            return self.key in self.holder
+        return self.secretly or self.look() != self.mark or self.differs()
+
+    def differs(self, *, at_any_cost: bool = False) -> bool:
+        """Is something else in it, though its version may not say so? torch's batch_norm and writes through `.data` do
+        not count. Reading is quick for what buffers usually are; on an accelerator it would wait."""
+        now, value = self.holder.get(self.key), self.value
+        if now is None or value is None or now is value:
+            return now is not value
+        quick = now.is_cpu and now.numel() <= QUICK
+        return (quick or at_any_cost) and not (now.shape == value.shape and torch.equal(now, value))
+
+    def put_back(self) -> None:
+        if self.absent:
+            self.holder.pop(self.key, None)
+            return
+        self.holder[self.key] = self.tensor
+        if self.differs(at_any_cost=True):
+            assert self.tensor is not None
+            assert self.value is not None
+            with torch.no_grad():
+                self.tensor.copy_(self.value)
+        self.mark = self.look()
+
+
+def slots_of(model: torch.nn.Module, before: str = "") -> list[Slot]:
+    """All buffers of a model. Their names begin with `before`."""
+    return [
+        Slot(f"{before}{prefix}.{key}", part._buffers, key)
+        for prefix, part in model.named_modules()
+        for key in part._buffers
+    ]
+
+
+@dataclass
+class Norm:
+    """A batch norm with running statistics, and the slots of its counter, mean and variance."""
+
+    module: _BatchNorm
+    count: Slot
+    mean: Slot
+    var: Slot
+
+    def remember(self) -> None:
+        for slot in (self.count, self.mean, self.var):
+            slot.remember()
+
+    def kept(self, forwards: float) -> float:
+        """What is left of the running statistics after so many forwards more: the `a` above."""
+        if self.module.momentum is None:  # a plain average over all forwards there ever were
+            assert self.count.value is not None
+            before = float(self.count.value)
+            return before / (before + forwards) if forwards else 1.0
+        kept = 1.0
+        for _ in range(int(forwards)):
+            kept *= 1.0 - self.module.momentum
+        return kept
+
+
+Row = torch.Tensor
+"""What a virtual rank made of the norms, float64: forwards of each, then every mean's and variance's c, flat."""
+
+Gathered = tuple[list[Row] | None, dict[str, torch.Tensor | None] | None, module_attributes.Gathered | None]
+"""The rows of all virtual ranks; the first one's other buffers, by name; its attributes. None: there is no change of
+that kind."""
+
+NOTHING: Gathered = (None, None, None)
+
+
+@dataclass
+class Buffers:
+    """The buffers of all placed models, through one pass after another."""
+
+    group: Group
+    virtual_ranks: int
+    slots: list[Slot] = field(default_factory=list)
+    norms: list[Norm] = field(default_factory=list)
+    _holders: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # of every module's, by its name
+    _now: int = -1  # the virtual rank whose micro-batches are computed
+    _spare: bool = False  # is somebody else computing it as well, for whom it counts?
+    _first: int = 0  # the first one that has any, on whatever process
+    _first_look: bool = True
+    _rows: dict[int, Row] = field(default_factory=dict)
+    _made: dict[str, torch.Tensor | None] = field(default_factory=dict)  # by the first virtual rank: name, value
+    _others_changed: bool = False
+
+    def __post_init__(self) -> None:
+        self.attributes = Attributes(self.group.device, self.virtual_ranks)
+
+    def look_at(self, modules: Iterable[torch.nn.Module]) -> None:
+        """These are the models now. Of their buffers there is nothing to do with one virtual rank."""
+        modules = list(modules)
+        self.attributes.look_at(modules)
+        if self.virtual_ranks == 1:
+            return
+        found = [(model, slots_of(model, f"{i}/")) for i, model in enumerate(modules)]
+        if self._holders and {_key(s) for _, slots in found for s in slots} == set(map(_key, self.slots)):
+            return
+        known = {_key(slot): slot for _, slots in found for slot in slots}
+        self.slots, self.norms = list(known.values()), []
+        batch_norms = {id(p): p for model, _ in found for p in model.modules() if isinstance(p, _BatchNorm)}
+        for part in batch_norms.values():
+            mine = [
+                known.get((id(part._buffers), key)) for key in ("num_batches_tracked", "running_mean", "running_var")
+            ]
+            count, mean, var = mine
+            if count and mean and var and all(slot.holder[slot.key] is not None for slot in (count, mean, var)):
+                self.norms.append(Norm(part, count, mean, var))
+        self._holders = {
+            f"{i}/{name}": part._buffers for i, (model, _) in enumerate(found) for name, part in model.named_modules()
+        }
+        self._first_look = True
+
+    def begin(self, first: int) -> None:
+        """A pass begins; `first` is the first virtual rank that has work in it, anywhere."""
+        self._first, self._now = first, -1
+        self._rows, self._made, self._others_changed = {}, {}, False
+        self.attributes.begin()
+        for norm in self.norms:
+            if norm.count.changed:  # somebody ran it between two steps; on an accelerator its statistics do not tell
+                norm.remember()
+        for slot in self.slots:
+            if slot.changed:
+                slot.remember()
+
+    def enter(self, virtual_rank: int, *, spare: bool = False) -> None:
+        """A micro-batch of this virtual rank begins; of a spare one nothing is to stay."""
+        if virtual_rank != self._now or spare:
+            self.leave()
+            self._now, self._spare = virtual_rank, spare
+            self.attributes.enter()
+
+    def leave(self) -> None:
+        """The virtual rank is done: note what it made of the buffers, and put them back."""
+        if self._now < 0 or not self._holders:
+            return
+        self.attributes.leave(first=self._now == self._first and not self._spare)
+        if self._first_look:
+            self._find_secrets()
+        self._find_new()
+        norms = [slot for norm in self.norms if norm.count.changed for slot in (norm.count, norm.mean, norm.var)]
+        if norms and not self._spare:
+            self._rows[self._now] = self._row()
+        counted = set(map(id, norms))
+        changed = [slot for slot in self.slots if id(slot) not in counted and slot.changed]
+        self._others_changed |= bool(changed)
+        if self._now == self._first and not self._spare:
+            self._made = {slot.name: _copy(slot.holder.get(slot.key)) for slot in changed}
+        for slot in changed + norms:
+            slot.put_back()
+        self._now = -1
+
+    def _find_new(self) -> None:
+        """A forward may have registered a buffer: it was not there before, so it is changed."""
+        if sum(map(len, self._holders.values())) <= len(self.slots):
+            return
+        known = set(map(_key, self.slots))
+        for name, holder in self._holders.items():
+            for key in holder:
+                slot = Slot(f"{name}.{key}", holder, key, absent=True)
+                if _key(slot) not in known:
+                    known.add(_key(slot))
+                    self.slots.append(slot)
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What is to be met about."""
+        if self.virtual_ranks == 1:
+            return {}
+        return {"norms": bool(self._rows), "buffers": self._others_changed, **self.attributes.flags}
+
+    def keep(self, virtual_ranks: Collection[int]) -> None:
+        """A pass goes on after a death: what these made of the buffers still counts, all else is made again."""
+        self._rows = {v: row for v, row in self._rows.items() if v in virtual_ranks}
+        if self._first not in virtual_ranks:
+            self._made = {}
+        self.attributes.keep(self._first in virtual_ranks)
+
+    def gather(self, flags: Mapping[str, int]) -> Gathered:
+        """What all virtual ranks made of the buffers. Every process calls this with the same flags; nothing changes
+        yet."""
+        rows = self._gather_rows() if flags["norms"] else None
+        values = self._take_from_first() if flags["buffers"] else None
+        return rows, values, self.attributes.gather(self.group) if flags["attributes"] else None
+
+    def settle(self, gathered: Gathered) -> None:
+        """What was gathered becomes what the buffers are, everywhere."""
+        rows, values, others = gathered
+        if rows is not None:
+            self._fold(rows)
+        for name, value in (values or {}).items():
+            self._put(name, value)
+        if others is not None:
+            self.attributes.settle(others)
+
+    # -- batch norm
+
+    def _row(self) -> Row:
+        flat = self._flat([s.holder[s.key] for s in self._running()])
+        # the counter counts one by one; without it, the statistics are anything else's
+        forwards = [float(n.count.look()[1] - n.count.mark[1]) for n in self.norms]
+        flat = flat - self._spread([n.kept(k) for n, k in zip(self.norms, forwards, strict=True)]) * self._before()
+        flat = flat * self._spread([float(k > 0) for k in forwards])
+        return torch.cat([torch.tensor(forwards, dtype=torch.float64, device=flat.device), flat])
+
+    def _fold(self, rows: Sequence[Row]) -> None:
+        """Row after row, in the order of virtual ranks."""
+        total, running = [0.0] * len(self.norms), self._before()
+        for row in rows:
+            forwards = row[: len(self.norms)].tolist()
+            if not any(forwards):
+                continue
+            keep, add = [], []
+            for norm, done, more in zip(self.norms, total, forwards, strict=True):
+                if norm.module.momentum is None:
+                    assert norm.count.value is not None
+                    start = float(norm.count.value)
+                    keep.append((start + done) / (start + done + more) if more else 1.0)
+                    add.append((start + more) / (start + done + more) if more else 0.0)
+                else:
+                    keep.append(norm.kept(more))
+                    add.append(1.0)
+            running = self._spread(keep) * running + self._spread(add) * row[len(self.norms) :]
+            total = [a + b for a, b in zip(total, forwards, strict=True)]
+        values = iter(running.split(self._sizes()))
+        for norm, count in zip(self.norms, total, strict=True):
+            mean, var = next(values), next(values)
+            if count:
+                _write(norm.mean, mean)
+                _write(norm.var, var)
+                assert norm.count.tensor is not None
+                norm.count.tensor += int(count)
+                norm.remember()
+
+    def _gather_rows(self) -> list[Row]:
+        """The rows of all virtual ranks, from whoever has them: one writer each, zeros elsewhere."""
+        width = len(self.norms) + sum(self._sizes())
+        rows = torch.zeros(self.virtual_ranks, width, dtype=torch.float64, device=self.group.device)
+        for virtual_rank, row in self._rows.items():
+            rows[virtual_rank] += row  # -0 becomes +0 here too, where nobody else adds zeros
+        return list(self.group.sum_(rows))
+
+    def _running(self) -> list[Slot]:
+        return [slot for norm in self.norms for slot in (norm.mean, norm.var)]
+
+    def _sizes(self) -> list[int]:
+        return [0 if slot.value is None else slot.value.numel() for slot in self._running()]
+
+    def _before(self) -> torch.Tensor:
+        return self._flat([slot.value for slot in self._running()])
+
+    def _flat(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        return torch.cat([t.detach().flatten().to(self.group.device) for t in tensors if t is not None]).double()
+
+    def _spread(self, values: Sequence[float]) -> torch.Tensor:
+        """One number for each norm, as often as it has elements in the flat row."""
+        if len(set(values)) == 1:
+            return torch.tensor(values[0], dtype=torch.float64, device=self.group.device)
+        sizes = self._sizes()
+        each = torch.tensor([a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True)], device=self.group.device)
+        return torch.tensor(values, dtype=torch.float64, device=self.group.device).repeat_interleave(each)
+
+    # -- anything else
+
+    def _take_from_first(self) -> dict[str, torch.Tensor | None]:
+        """What the first virtual rank made of the other buffers, on every process."""
+        told = {name: None if t is None else [list(t.shape), str(t.dtype)[6:]] for name, t in self._made.items()}
+        values: dict[str, torch.Tensor | None] = {}
+        everybody = self.group.gather(told if self._made else None)
+        owner = next((rank for rank, other in enumerate(everybody) if other is not None), None)
+        if owner is None:  # others than the first one changed some
+            return {}
+        for name, kind in everybody[owner].items():
+            if kind is None:
+                values[name] = None
+            elif owner == self.group.rank:
+                values[name] = self._made[name]
+            else:
+                values[name] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
+        self.group.share_([t for t in values.values() if t is not None], source=owner)
+        return values
+
+    def _put(self, name: str, value: torch.Tensor | None) -> None:
+        holder, _, key = name.rpartition(".")
+        slot = next((slot for slot in self.slots if slot.name == name), None)
+        if slot is None:
+            slot = Slot(name, self._holders[holder], key, absent=True)
+            self.slots.append(slot)
+        was = slot.tensor
+        if was is not None and value is not None and was.shape == value.shape and was.dtype == value.dtype:
+            slot.holder[key] = was
+            with torch.no_grad():
+                was.copy_(value)
+        else:
+            slot.holder[key] = value
+        slot.remember()
+
+    def _find_secrets(self) -> None:
+        """After the very first round: which buffers were written to, though their version says no? (torch's own
+        batch_norm does that to the running statistics it is given.)"""
+        self._first_look = False
+        counted = {id(slot) for norm in self.norms for slot in (norm.mean, norm.var) if norm.count.changed}
+        for slot in self.slots:
+            if id(slot) not in counted and slot.look() == slot.mark:
+                slot.secretly = slot.differs(at_any_cost=True)
+
+
+def _key(slot: Slot) -> tuple[int, str]:
+    """Which buffer it is, whatever it is called: modules can be reached by several names."""
+    return id(slot.holder), slot.key
+
+
+def _write(slot: Slot, value: torch.Tensor) -> None:
+    assert slot.tensor is not None
+    with torch.no_grad():
+        slot.tensor.copy_(value.view_as(slot.tensor))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it was written to, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """How often each was written to."""
+    return [0 if tensor is None else version(tensor) for tensor in tensors]
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+# -- what batch norm cannot do
+
+
+def refuse_sync(model: torch.nn.Module) -> None:
+    """torch's SyncBatchNorm exchanges in the middle of a forward pass, which processes do not reach together here."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.SyncBatchNorm):
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}.",
+                f"Its {name or 'self'} is a SyncBatchNorm, which waits for all processes in every forward pass; they "
+                "compute different numbers of micro-batches.",
+                "use nn.BatchNorm: each micro-batch is normalised by itself, on any number of processes.",
+            )
+
+
+def watch_samples(
+    norms: Iterable[tuple[str, _BatchNorm]], samples: int, tell: Callable[[str], LoopError]
+) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks for a micro-batch of so many samples: raise what `tell(name)` gives if a batch norm in training sees them
+    as its batch. (It may as well see tokens, or anything else that there are more of.)"""
+
+    def hook(name: str) -> Callable[..., None]:
+        def look(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if module.training and len(inputs[0]) == samples:
+                raise tell(name)
+
+        return look
+
+    return [norm.register_forward_pre_hook(hook(name)) for name, norm in norms]
+
+
+def bits_of(tensor: torch.Tensor) -> int:
+    """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
+    flat = local(tensor.detach()).reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    places = torch.arange(min(BLOCK, len(words)), device=flat.device)
+    odd = 2 * (places * places) + 1  # so that no change of a bit is lost
+    found = 0
+    for i, block in enumerate(words.split(BLOCK)):
+        found = mix(found, i, int((block * odd[: len(block)]).sum()))
+    return found

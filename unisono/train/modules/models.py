@@ -1,0 +1,264 @@
+"""The models of a run: what was placed, what of it trains now, and whether it has grown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._pytree import tree_map
+
+from unisono.checkpoint.sharded_state import whole_here
+from unisono.data import alignment
+from unisono.distributed.mesh import Mesh
+from unisono.errors import LoopError
+from unisono.parallel.context_parallel.ulysses import Context
+from unisono.parallel.fsdp.sharded_reductions import reduce_whole
+from unisono.parallel.parallelize import parallelize
+from unisono.parallel.param_attributes import apply_marks, marks_of
+from unisono.train.guarantees.rank_consistency import check_alike
+from unisono.train.modules.buffer_sync import Buffers, Gathered
+
+if TYPE_CHECKING:
+    from unisono.config import ParallelSettings
+    from unisono.parallel.fsdp.fsdp import Layer
+    from unisono.parallel.fsdp.gather_order import Notes
+    from unisono.parallel.parallel_plan import Placement
+    from unisono.parallel.tensor_parallel.tensor_parallel import Plan
+    from unisono.train.pipelining.pipeline_run import Pipeline
+    from unisono.train.pipelining.stage_timing import Example
+
+
+class Models:
+    """What run.place was given.
+
+    params   all parameters, each once
+    trained  those that need a gradient now
+    names    of parameters, by id
+    """
+
+    def __init__(self, mesh: Mesh, virtual_ranks: int) -> None:
+        self.mesh, self.group = mesh, mesh.world
+        self.modules: list[torch.nn.Module] = []
+        self.names: dict[int, str] = {}
+        self.params: list[torch.nn.Parameter] = []
+        self.trained: list[torch.nn.Parameter] = []
+        self.layers: list[Layer] = []
+        """What is gathered at once, of all models, if they are sharded."""
+        self.notes: Notes | None = None
+        """Of who gathers which layer, if they are gathered one by one."""
+        self.pipeline: Pipeline | None = None
+        """Of the model, if it is cut into stages."""
+        self.buffers = Buffers(mesh.data, virtual_ranks)
+        self.buffers.attributes.grew = lambda: self._grew or self._grew_within
+        if mesh.pipeline.size > 1:  # each stage has shadows of the others' modules
+            self.buffers.attributes.enabled = False
+        self.context = Context(mesh.context)
+        self.tracked: list[torch.nn.Module] = []
+        """What has buffers and was tracked, placed or not."""
+        self.busy = False
+        """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
+        self.plans: list[Plan | Placement | None] = []
+        """How each model is cut, where the axis tensor has several processes; None: as is found."""
+        self.comm_hook: tuple[Any, Any] | None = None
+        """The user's own, (state, hook), which goes to every exchange."""
+        self.divided_loss = False
+        """Do logits come out of a model divided by classes?"""
+        self.heard: list[Callable[[], None]] = []
+        """Who is to be told when something else trains than before."""
+        self._undo: Callable[[], None] | None = None  # ends reductions over whole tensors
+        self._signature: list[bool] | None = None
+        self._grew = True  # some module somewhere was given a parameter or another module since we looked
+        self._grew_within = False  # the same, in a forward pass of this process
+        self._notices: list[Any] = []
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def add(
+        self,
+        model: torch.nn.Module,
+        parallel: ParallelSettings,
+        plan: Plan | Placement | None,
+        together: Callable[[], None],
+        example: Example | None = None,
+    ) -> None:
+        """Place a model: every process has the same content of it from here on, or its part of that.
+
+        plan      how it is cut, under tensor parallel
+        together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
+        example   what its layers are timed with, if it is cut into stages
+        """
+        if self.mesh.tensor.size > 1:
+            self.divided_loss = parallel.loss
+            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
+        check_alike(self.group, model.named_parameters(), "run.place was given a model")
+        alignment.align_([*model.parameters(), *model.buffers()])
+        marks = marks_of(model)
+        layers = parallelize(model, self.mesh, parallel, plan)
+        if layers and parallel.gather == "layer":
+            from unisono.parallel.fsdp.gather_order import Notes  # as much as half a second
+
+            self.notes = self.notes or Notes(self.mesh.shard)
+            for layer in layers:
+                layer.listen(self.notes)
+        elif layers:
+            for layer in layers:
+                layer.gather_by(self.mesh.shard)
+        if layers and self._undo is None:
+            self._undo = reduce_whole(self.mesh.shard)
+        self.layers += layers
+        apply_marks(model, marks)
+        self.plans.append(plan)
+        if self.mesh.pipeline.size > 1:
+            from unisono.train.pipelining.pipeline_run import Pipeline  # half a second
+
+            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example)
+        if self.mesh.torchs is not None:
+
+            def meet(*_: Any) -> None:
+                if not self.busy and (self.pipeline is None or self.pipeline.turn is None):
+                    together()
+
+            model.register_forward_pre_hook(meet, prepend=True)
+        self.names |= {id(p): name for name, p in model.named_parameters()}
+        self.modules.append(model)
+        self.params = list({id(p): p for p in [*self.params, *model.parameters()]}.values())
+        self._grew = True
+
+    @property
+    def ties(self) -> str:
+        """Parameters that several stages of a pipeline use, in words: their gradients are added once a step, and not in
+        every micro-batch, which has other bits."""
+        return ", ".join(self.pipeline.names.tied) if self.pipeline is not None else ""
+
+    def track(self, modules: Iterable[torch.nn.Module]) -> None:
+        """These were tracked: their buffers count too, whoever holds their parameters."""
+        self.tracked = list(modules)
+        self._grew = True
+
+    def become(self) -> None:
+        """The processes that share them have a new group, or other replicas beside them (distributed/mesh.py)."""
+        for layer in self.layers:
+            layer.become(self.mesh.shard)
+
+    def batch_norms(self) -> list[tuple[str, _BatchNorm]]:
+        """Every batch norm, with its name."""
+        return [
+            (f"{name} of {type(model).__name__}" if name else "that is placed", part)
+            for model in self.modules
+            for name, part in model.named_modules()
+            if isinstance(part, _BatchNorm)
+        ]
+
+    def listen(self) -> None:
+        """From now on it is noticed when a model grows."""
+        self._notices = [
+            register_module_module_registration_hook(self._notice),
+            register_module_parameter_registration_hook(self._notice),
+            register_module_buffer_registration_hook(self._notice),
+        ]
+
+    def look(self) -> bool:
+        """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
+        new = False
+        if self._grew or self._grew_within:
+            new = self._look_again(share=self._grew)
+            self._grew = self._grew_within = False
+        signature = [p.requires_grad for p in self.params]
+        if signature == self._signature and not new:
+            return False
+        if not any(signature) and self.pipeline is None:  # otherwise other stages may have something to learn
+            raise self.idle()
+        self._signature = signature
+        self.trained = [p for p in self.params if p.requires_grad]
+        for tell in self.heard:
+            tell()
+        return True
+
+    def idle(self) -> LoopError:
+        """Nothing trains."""
+        placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
+        return LoopError(
+            "run.steps was asked for a step.",
+            placed if self.modules else "No model was placed, so there is nothing to train.",
+            "place the model that trains: model = run.place(lambda: Net()).",
+        )
+
+    def _look_again(self, *, share: bool) -> bool:
+        """The modules may have grown. With `share`, between two steps, on every process: what is new is the main
+        process's then, as with run.place."""
+        known = {id(p) for p in self.params}
+        self.params = list({id(p): p for model in self.modules for p in model.parameters()}.values())
+        new = [p for p in self.params if id(p) not in known]
+        if new:
+            if self.pipeline is not None:
+                raise self.pipeline.grown(len(new))
+            self.group.share_(new)
+        buffers = [b for model in self.modules for b in model.buffers()]
+        alignment.align_([*self.params, *buffers])
+        if share:
+            self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])
+        self._buffers = {id(b): b for b in buffers}
+        self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
+        self.buffers.look_at([*self.modules, *self.tracked])
+        return bool(new) or len(self.params) != len(known)
+
+    def _notice(self, *_: Any) -> None:
+        """torch calls this whenever a module, any module, is given a parameter or a module."""
+        if self.busy:
+            self._grew_within = True
+        else:
+            self._grew = True
+
+    def settle(self, gathered: Gathered) -> None:
+        """What was gathered of a pass becomes what buffers and attributes are, everywhere. Buffers that forward passes
+        have replaced, in some process or other, are not new to the next step."""
+        self.buffers.settle(gathered)
+        if gathered[1] is not None:
+            self._buffers = {id(b): b for model in self.modules for b in model.buffers()}
+
+    @property
+    def abreast(self) -> bool:
+        """Does a forward pass need other processes, so that all must compute equally many micro-batches?"""
+        return bool(self.layers) or self.mesh.context.size > 1
+
+    def around_loss(self) -> AbstractContextManager[None]:
+        """In it, torch computes a cross entropy of logits that are divided by classes, and its gradient."""
+        if not self.divided_loss:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel  # half a second
+
+        context: AbstractContextManager[None] = loss_parallel()
+        return context
+
+    def gather(self) -> None:
+        """Every layer is there, until `rest`: then it does not matter who calls which."""
+        for layer in self.layers:
+            layer.gather()
+
+    def rest(self) -> None:
+        """Parameters are what they are between two steps: shards, if somebody has gathered them."""
+        for layer in self.layers:
+            layer.rest()
+
+    def over(self) -> None:
+        """The last forward pass of an evaluation is done."""
+        self.rest()
+        if self.notes is not None:
+            self.notes.end()
+
+    def close(self) -> None:
+        """Let go of torch's hooks; closing twice changes nothing."""
+        self.context.close()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        notices, self._notices = self._notices, []
+        for notice in notices:
+            notice.remove()

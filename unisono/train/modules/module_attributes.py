@@ -1,0 +1,311 @@
+"""Attributes of modules that a forward pass changes: the longest text seen so far, a counter, a cached mask.
+
+With several virtual ranks, each starts a pass from the attributes as they were when the pass began, as it does with
+buffers. After the pass every process has the values of the first virtual rank with work:
+
+    virtual rank   reads   writes                      after the pass, on every process
+    0              16      20                          20
+    1              16      31  (set back to 16)
+    2              16      18  (set back to 16)
+
+An attribute that a forward pass writes before it reads it is an output (an auxiliary loss, attention weights for a
+plot). It carries nothing from one micro-batch to the next, so it is neither set back nor sent. How an attribute is
+used is observed in one virtual rank after its first change, and of an output in all that follow: one that is read after
+all lowers the promise.
+
+With one virtual rank attributes are the forward pass's own, as in plain torch; a checkpoint has what changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from unisono.checkpoint.state_codec import Tensors, described, pack, unpack
+from unisono.distributed.process_group import Group
+from unisono.errors import LoopError
+from unisono.train.modules.attribute_reads import Reads
+from unisono.train.modules.attribute_snapshot import ABSENT, Remembered
+from unisono.train.state.portable_values import copied, is_portable
+
+Key = tuple[str, str]
+"""The module's name, beginning with the number of its model ("0/encoder.0"), and the attribute's."""
+
+
+class Value(NamedTuple):
+    """What a virtual rank made of an attribute. `same`: it wrote into the object that was there."""
+
+    value: Any
+    same: bool
+
+
+Gathered = tuple[dict[Key, Value], list[str]]
+"""The first virtual rank's values, and what cannot be sent, in words."""
+
+INTERNAL = frozenset(vars(torch.nn.Module()))
+"""The attributes of every module that belong to torch: hooks, parameters, buffers, the training flag."""
+
+LARGE = 2**20
+"""Elements of a tensor that has no copy here, and of one that is saved without being known as state."""
+
+
+class Attributes:
+    """The attributes of all placed models, through one pass after another.
+
+    enabled  False: nothing is set back, sent, or saved
+    say      prints a line on the main process
+    opaque   attributes that change and cannot be sent, in words: no bits are promised for them
+    divided  several processes compute the micro-batches of one virtual rank, so none has all that an attribute carries
+    """
+
+    enabled = True
+    divided = False
+
+    def __init__(self, device: torch.device, virtual_ranks: int) -> None:
+        self.device, self.virtual_ranks = device, virtual_ranks
+        self.say: Callable[[str], None] = lambda text: None
+        self.grew: Callable[[], bool] = lambda: False
+        self.opaque: list[str] = []
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._children: dict[str, dict[str, Any]] = {}
+        self._now: Remembered | None = None
+        self._origin: Remembered | None = None
+        self._reads = Reads()
+        self._outputs: set[Key] = set()  # written before they are read
+        self._state: set[Key] = set()  # read first: they carry something on
+        self._moved: set[Key] = set()  # since the loop began
+        self._made: dict[Key, Value] = {}  # by the first virtual rank
+        self._left: list[str] = []  # what changed and cannot be sent, in words
+        self._unclear: dict[Key, str] = {}  # changed while divided, and whether it is read first is not known yet
+        self._swapped: str = ""  # a module that a forward pass has replaced
+        self._waiting: Mapping[str, Any] = {}  # was saved, and its modules are not known yet
+
+    @property
+    def _watches(self) -> bool:
+        return self.enabled and self.virtual_ranks > 1 and self._now is not None
+
+    def look_at(self, models: Iterable[torch.nn.Module]) -> None:
+        """These are the models now."""
+        if not self.enabled:
+            return
+        found = modules_of(models)
+        fresh = found.keys() - self._modules.keys()
+        known = len(found) == len(self._modules) and all(found[n] is m for n, m in self._modules.items() if n in found)
+        if known and not fresh:
+            return
+        self._modules = found
+        self._children = {name: dict(module._modules) for name, module in found.items()}
+        self._take_up()
+        if self.virtual_ranks > 1:
+            self._now = Remembered(found, INTERNAL)
+        if self._origin is None:
+            self._origin = Remembered(found, INTERNAL, copies=False)
+        else:
+            self._origin.add({name: found[name] for name in fresh})
+
+    # -- a pass
+
+    def begin(self) -> None:
+        """A pass begins: what the script has changed since the last one is how it is now."""
+        self._made, self._left, self._swapped = {}, [], ""
+        if not self._watches:
+            return
+        assert self._now is not None
+        for key in self._now.changed():
+            self._now.remember(key)
+            self._moved |= {key} - self._outputs
+
+    def enter(self) -> None:
+        """A micro-batch of another virtual rank begins."""
+        if self._watches:
+            self._observe(self._outputs)
+            self._reads.begin(self._modules)
+
+    def leave(self, *, first: bool) -> None:
+        """A virtual rank is done: set back what it changed. `first`: its values are everybody's after the pass."""
+        if not self._watches:
+            return
+        assert self._now is not None
+        self._learn()
+        if self.grew():
+            self._undo_swaps()
+        for key in self._now.changed():
+            if key in self._outputs:
+                self._now.forget(key)
+                continue
+            self._observe({key} - self._state)
+            now = self._now.value(key)
+            if self.divided:
+                self._unclear[key] = f"{self._words(key, now)}, {DIVIDED}"
+            if not (is_portable(now) and self._now.can_put_back(key)):
+                if key in self._state and self._now.before(key) is not None:  # else it was made when it was needed
+                    self._left.append(self._words(key, now))
+                self._now.remember(key)
+                continue
+            if first and now is not ABSENT:
+                self._made[key] = Value(copied(now), now is self._now.before(key))
+            self._now.put_back(key)
+        self._left += [self._unclear.pop(key) for key in [*self._unclear] if key in self._state]
+
+    def keep(self, first: bool) -> None:
+        """A pass is made again in part. `first`: does what the first virtual rank made still count?"""
+        if not first:
+            self._made, self._left = {}, []
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """What all processes must agree on."""
+        return {"attributes": bool(self._made or self._left or self._swapped)}
+
+    def gather(self, group: Group) -> Gathered:
+        """The values of the first virtual rank. Every process calls this; nothing changes yet. Raises LoopError on
+        every process if a forward pass has replaced a module."""
+        tensors = Tensors()
+        plain = [[*key, pack(made.value, ".".join(key), tensors), made.same] for key, made in self._made.items()]
+        on_cpu = [name for name, tensor in tensors.items() if tensor.is_cpu]
+        said = group.gather([plain, list(tensors), on_cpu, self._left, self._swapped])
+        if swapped := next((each[-1] for each in said if each[-1]), ""):
+            raise _replaced(swapped)
+        left = list(dict.fromkeys(words for each in said for words in each[3]))
+        owner = next((rank for rank, each in enumerate(said) if each[0]), None)
+        if owner is None:
+            return {}, left
+        plain, names, on_cpu, *_ = said[owner]
+        if owner == group.rank:
+            here = {name: tensors[name].to(group.device) for name in names}
+        else:
+            kinds = described([value for _, _, value, _ in plain])
+            here = {name: _room(kinds[name], group.device) for name in names}
+        group.share_(here.values(), source=owner)
+        come = {name: t.to("cpu") if name in on_cpu else t for name, t in here.items()}
+        return {(module, key): Value(unpack(value, come), same) for module, key, value, same in plain}, left
+
+    def settle(self, gathered: Gathered) -> None:
+        """What was gathered becomes what the attributes are."""
+        assert self._now is not None
+        values, left = gathered
+        for key, made in values.items():
+            self._now.become(key, made.value, same=made.same)
+            self._moved.add(key)
+        for words in left:
+            if words not in self.opaque:
+                self.opaque.append(words)
+                self.say(f"The promise is lowered to tolerance: {words}. {CURE}")
+
+    def _words(self, key: Key, value: Any) -> str:
+        module, attribute = key
+        layer = module.partition("/")[2] or "the model"
+        kind = type(self._modules[module]).__name__.removeprefix("FSDP")  # fully_shard derives a class of that name
+        return f"forward of {layer} ({kind}) changes its attribute {attribute}, a {type(value).__name__}, and reads it"
+
+    # -- how an attribute is used
+
+    def _observe(self, keys: Collection[Key]) -> None:
+        """Observe in the next virtual rank whether these are read before they are written."""
+        for module, attribute in keys:
+            self._reads.observe(module, attribute)
+
+    def _learn(self) -> None:
+        for key, read in self._reads.end().items():
+            if read and key in self._outputs:  # what it read was of another virtual rank of this process
+                self._left.append(
+                    f"{self._words(key, vars(self._modules[key[0]]).get(key[1]))}, later than it wrote it"
+                )
+            (self._state if read else self._outputs).add(key)
+            (self._outputs if read else self._state).discard(key)
+            if not read:
+                self._unclear.pop(key, None)
+
+    def _undo_swaps(self) -> None:
+        """A module that was replaced is put back: the next virtual rank begins as this one did."""
+        for name, children in self._children.items():
+            now = self._modules[name]._modules
+            for key, child in children.items():
+                if now.get(key) is not child:
+                    kind = type(self._modules[name]).__name__
+                    words = f"{name.partition('/')[2] or 'the model'} ({kind}) replaced its module {key}"
+                    self._swapped = self._swapped or words
+                    now[key] = child
+
+    # -- a checkpoint, and a process that joins
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that are others than when the loop began, by module and name."""
+        if not self.enabled or self._origin is None:
+            return dict(self._waiting)
+        keys = self._moved if self.virtual_ranks > 1 else self._moved | set(self._origin.changed())
+        found: dict[str, dict[str, Any]] = {}
+        for module, attribute in sorted(keys - self._outputs):
+            value = vars(self._modules[module]).get(attribute, ABSENT) if module in self._modules else ABSENT
+            known = (module, attribute) in self._state
+            if value is not ABSENT and is_portable(value) and (known or not _is_output(value)):
+                found.setdefault(module, {})[attribute] = copied(value)
+        buffers: dict[str, dict[str, Any]] = {}
+        for module, key, tensor in self._origin.changed_buffers():
+            buffers.setdefault(module, {})[key] = tensor.detach().clone()
+        return {"attributes": found, "buffers": buffers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See state_dict. What belongs to models that are not placed yet is kept for them."""
+        self._waiting = state
+        if self._modules:
+            self._take_up()
+            self._now = Remembered(self._modules, INTERNAL) if self.virtual_ranks > 1 else None
+
+    def _take_up(self) -> None:
+        """What was saved of the modules that there are."""
+        waiting, self._waiting = self._waiting, {}
+        for module, values in waiting.get("attributes", {}).items():
+            if module in self._modules:
+                holder = vars(self._modules[module])
+                for attribute, value in values.items():
+                    holder[attribute] = _at_home(value, holder.get(attribute), self.device)
+                    self._moved.add((module, attribute))
+        for module, tensors in waiting.get("buffers", {}).items():
+            if module in self._modules:
+                self._modules[module]._buffers.update({key: t.to(self.device) for key, t in tensors.items()})
+
+
+def remembered(models: Iterable[torch.nn.Module]) -> Remembered:
+    """The attributes of these models as they are now."""
+    return Remembered(modules_of(models) if Attributes.enabled else {}, INTERNAL)
+
+
+def modules_of(models: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """Each module of these models once, by name. (torch.jit.script keeps attributes outside of Python.)"""
+    named = [(f"{i}/{name}", module) for i, model in enumerate(models) for name, module in model.named_modules()]
+    first = {id(module): (name, module) for name, module in reversed(named)}
+    return {name: m for name, m in reversed(first.values()) if not isinstance(m, torch.jit.ScriptModule)}
+
+
+DIVIDED = (
+    "and several processes compute the micro-batches of one virtual rank (not so with micro_batch=none or "
+    "parallel.gather=step)"
+)
+CURE = "Keep it in a buffer (register_buffer), compute it from the input, or draw from torch's default generator."
+
+
+def _room(kind: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    return torch.empty(kind["shape"], dtype=getattr(torch, kind["dtype"]), device=device)
+
+
+def _is_output(value: Any) -> bool:
+    """Does a tensor look as if it was computed to be looked at: part of a graph, or large?"""
+    return isinstance(value, torch.Tensor) and (value.requires_grad or value.numel() > LARGE)
+
+
+def _at_home(value: Any, now: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(now.device if isinstance(now, torch.Tensor) else device)
+    return value
+
+
+def _replaced(what: str) -> LoopError:
+    return LoopError(
+        "A forward pass replaced a module of a placed model.",
+        f"{what}, so what the next micro-batch computes depends on which process computed this one.",
+        'replace it before run.place (a Hugging Face BigBird: attention_type="original_full" in its config), or '
+        "--set virtual_ranks=1.",
+    )

@@ -1,0 +1,1 @@
+"""Steps, states and evaluation of a model whose layers are divided into pipeline stages."""

@@ -1,0 +1,392 @@
+"""The pipeline of a run: a model that is cut into stages, and what a step, an evaluation, a forward pass is with it.
+
+Every process makes the whole model, and keeps the parameters of its own stages; all names stay. Its forward then is
+what is called for every stage: it computes this stage's part of it, and where that is not the last one the rest of the
+user's code (a loss of it, `.logits`) is left by raising `Reached`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+
+from unisono import phases
+from unisono.data.eval_loader import MicroBatch, Walk
+from unisono.data.rng import State, give_state, take_state
+from unisono.distributed.mesh import Mesh
+from unisono.distributed.process_group import peers
+from unisono.errors import LoopError
+from unisono.exchange.per_stage import Several
+from unisono.parallel.layers import Around
+from unisono.parallel.pipeline_parallel.fx_partition import CannotFollow, Chain
+from unisono.parallel.pipeline_parallel.metadata import PLAIN
+from unisono.parallel.pipeline_parallel.partition import Call, Cut
+from unisono.parallel.pipeline_parallel.shadow_partition import Replay
+from unisono.parallel.pipeline_parallel.stage import Line, Tensors
+from unisono.plan.batch_order import Place
+from unisono.train.evaluation.model_outputs import Forward, call, parts
+from unisono.train.guarantees.user_errors import check_loss
+from unisono.train.modules.buffer_sync import versions
+from unisono.train.pipelining.sharded_activations import from_parts, parts_of
+from unisono.train.pipelining.stage_state import Names
+from unisono.train.pipelining.stage_timing import Example, apply_times, told
+from unisono.train.step_sync import LOSS
+
+if TYPE_CHECKING:
+    from unisono.config import ParallelSettings
+    from unisono.distributed.process_group import Group
+    from unisono.train.gradient_pass import Gradient
+    from unisono.train.step import LossFunction, Step
+
+
+class Reached(BaseException):
+    """This stage has done its part of a forward pass. Not an Exception: no code of the user's is to catch it."""
+
+    def __init__(self, sends: Tensors) -> None:
+        super().__init__()
+        self.sends = sends
+
+
+class Piped(Around):
+    """Stands for the forward of a model that is cut."""
+
+    def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
+        super().__init__(model)
+        self.pipeline = pipeline
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn = self.pipeline.turn
+        if turn is None:
+            return self.pipeline.alone(self.module, args, kwargs)
+        if turn.done:
+            raise LoopError(
+                "The model was called twice for one micro-batch.",
+                "In a pipeline one call goes from the first stage to the last, and then the loss is made.",
+                "let one forward do both, and return both results.",
+            )
+        turn.done = True
+        call = Call(self.forward, args, kwargs, turn.begin)
+        output, sends = self.pipeline.cut.compute(self.module, turn.stage, call, turn.received)
+        if turn.stage + 1 < self.pipeline.line.stages:
+            raise Reached(sends)
+        return output
+
+
+@dataclass
+class Turn:
+    """A stage's part of a forward pass, under way. `begin`: torch's generators go on where the stage before it was."""
+
+    stage: int
+    received: Tensors
+    begin: Callable[[], None]
+    done: bool = False
+
+
+class Start(NamedTuple):
+    """Where the generators stand before a micro-batch: torch's, which go on from stage to stage, and the others."""
+
+    dice: torch.Tensor
+    others: State
+
+
+@dataclass
+class Round:
+    """One micro-batch on its way through the stages (a Job, parallel/pipeline_parallel/stage.py).
+
+    start   where the generators stand when its forward pass begins; the same on all processes of the line
+    finish  the micro-batch, as forward has left it, and the output -> what the last stage has to show for it
+    gather  around a backward pass of a stage
+    """
+
+    pipeline: Pipeline
+    model: nn.Module
+    batch: Any
+    call: Callable[[nn.Module, Any], Any]
+    start: Start
+    finish: Callable[[Any, Any], Any]
+    gather: Callable[[int], Any] | None = None
+
+    @property
+    def kind(self) -> Any:
+        leaves = tree_leaves(self.batch)
+        return (self.model.training, type(self.batch), *map(_kind, leaves))
+
+    def forward(self, stage: int, received: Tensors) -> Tensors:
+        phases.enter("forward" if self.gather is not None else "evaluate")
+        pipeline, device = self.pipeline, self.pipeline.line.device
+        *tensors, dice = received or [self.start.dice]
+        give_state(self.start.others)
+        give_dice(self.start.dice, device)
+        across = pipeline.across
+        tensors = from_parts(tensors, across) if across else tensors
+        turn = pipeline.turn = Turn(stage, tensors, partial(give_dice, dice, device))
+        batch = tree_map(_itself, self.batch)  # what forward takes out of a dict is there for the next stage
+        held = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+        before = versions(held)
+        try:
+            output = self.call(self.model, batch)
+        except Reached as reached:
+            sends = parts_of(reached.sends, across) if across else reached.sends
+            return [*sends, dice_of(device).to(device)]
+        finally:
+            pipeline.turn = None
+            if versions(held) != before:
+                raise LoopError(
+                    "A forward pass changed its micro-batch in place.",
+                    "In a pipeline every stage begins with the same micro-batch, and each would change it once more.",
+                    "make a new tensor of it (x = x - 1, not x -= 1), or --set parallel.pipeline=1.",
+                )
+        if not turn.done:
+            raise LoopError(
+                "A forward pass did not call the model.",
+                "In a pipeline each stage does its part when the model that run.place has returned is called.",
+                "call it: forward=lambda model, batch: model(batch[0]).",
+            )
+        return [self.finish(batch, output)]
+
+    @contextmanager
+    def gathering(self, stage: int) -> Iterator[None]:
+        assert self.gather is not None
+        phases.enter("backward")
+        with self.gather(stage):
+            yield
+        phases.enter("exchange")
+
+
+class Pipeline:
+    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it
+    told: where it was cut, in a line"""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        parallel: ParallelSettings,
+        model: nn.Module,
+        before: Pipeline | None,
+        example: Example | None = None,
+    ) -> None:
+        """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
+        if before is not None:
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}, after a {before.cut.name}.",
+                "A pipeline is one model that is cut into stages.",
+                "make one model of them, or --set parallel.pipeline=1",
+            )
+        _refuse_norms(model)
+        self.world: Group = mesh.world
+        self.speaks = mesh.tensor.rank == 0
+        """Do its last stage's outputs count, among those of the processes that share its matrices?"""
+        self.turn: Turn | None = None
+        self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence else None
+        """The processes among which sequences are divided between the stages, if they are."""
+        self.line = line = Line(mesh.pipeline, parallel.schedule, parallel.loops)
+        self.cut: Cut = cut_of(model)
+        begins = self.cut.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
+        if example is not None:
+            apply_times(self.cut, model, example, mesh)
+            begins = self.cut.begins(line.stages, parallel.stages)
+        begins = mesh.world.share(begins)
+        self.told = told(self.cut, begins, named=bool(parallel.stages))
+        self.names = Names(model, mesh, self.cut.users(model, begins), line.owners)
+        self.cut.settle(model, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
+        model.forward = Piped(self, model)
+        line.settle(self.names.of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return self  # an average of the weights goes through the same stages
+
+    @property
+    def has_last(self) -> bool:
+        """Does the last stage belong to this process?"""
+        return self.line.owners[-1] == self.line.group.rank
+
+    def parts_of(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Which of these each stage of this process uses."""
+        wanted = set(map(id, params))
+        return [[p for p in self.names.of(stage) if id(p) in wanted] for stage in self.line.ours]
+
+    def grown(self, count: int) -> LoopError:
+        return LoopError(
+            "run.steps was asked for a step.",
+            f"The model has {count} new parameters, and it is cut into stages already.",
+            "let it grow before run.place, or --set parallel.pipeline=1",
+        )
+
+    def changing(self, step: int) -> LoopError:
+        return LoopError(
+            f"The forward pass of step {step} changed buffers.",
+            "In a pipeline many micro-batches are under way at once, and none may depend on what another left behind.",
+            "change them between two steps, or --set parallel.pipeline=1",
+        )
+
+    # -- a step
+
+    def train(
+        self,
+        step: Step,
+        gradient: Gradient,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        forward: Forward | None,
+        mean: bool,
+    ) -> None:
+        """The rounds of a step, but for their end: every stage of this process has given its gradients to the exchange,
+        and the table has the losses of all micro-batches."""
+        engine, exchange = step._engine, gradient.exchange
+        assert isinstance(exchange, Several)
+        stages = dict(zip(self.line.ours, exchange.parts, strict=True))
+        last: dict[int, Place] = {}
+
+        def finish(place: Place, batch: Any, output: Any) -> torch.Tensor:
+            step._place = place
+            loss, weight = loss_fn(output, *parts(batch))
+            if not gradient.seen:
+                check_loss(loss, mean)
+            loss = loss * weight if mean else loss
+            engine.table.add(place, LOSS, loss, weight)
+            return loss * engine.scale.value if engine.scale.on else loss
+
+        @contextmanager
+        def gather(place: Place, stage: int) -> Iterator[None]:
+            assert stage not in last or last[stage] < place, "micro-batches go backward in order"
+            last[stage] = place
+            stages[stage].enter(place.virtual_rank, last=False)  # what is sent late disturbs no neighbour's turn
+            yield
+            stages[stage].leave()
+
+        rounds: list[Round] = []
+        for place, batch, _ in engine.micro_batches(step.number, 0, gradient, None):
+            rounds.append(
+                Round(
+                    self,
+                    model,
+                    batch,
+                    forward or call,
+                    self.start(),
+                    partial(finish, place),
+                    partial(gather, place),
+                )
+            )
+        with peers(f"Step {step.number}'s pipeline"), engine.models.around_loss():
+            self.line.run(rounds, backward=True)
+            phases.enter("exchange")
+            engine.table.spread(self.line.group)
+        buffers = engine.models.buffers
+        if any(slot.changed for slot in buffers.slots):
+            buffers._others_changed = True
+
+    # -- without gradients
+
+    def outputs(self, model: nn.Module, batches: Sequence[Any], starts: Sequence[Start], forward: Forward) -> list[Any]:
+        """What the model makes of these batches, on the process that has the last stage; elsewhere nothing."""
+        rounds = [
+            Round(self, model, batch, forward, start, _as_it_is) for batch, start in zip(batches, starts, strict=True)
+        ]
+        return [output for (output,) in self.line.run(rounds, backward=False)]
+
+    def walk(self, model: nn.Module, walk: Walk, forward: Forward) -> Iterator[tuple[MicroBatch, Any]]:
+        """(micro-batch, output) of all of them, on the process that has the last stage; elsewhere nothing."""
+        micro_batches = iter(walk)
+        while window := [(found, self.start()) for found in islice(micro_batches, 2 * self.line.stages)]:
+            batches, starts = [found.batch for found, _ in window], [start for _, start in window]
+            outputs = self.outputs(model, batches, starts, forward)
+            yield from zip([found for found, _ in window], outputs, strict=False)
+
+    def alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pass of the loop's own, which all processes make together: its output on all of them, without a
+        gradient."""
+
+        def ended(m: nn.Module, b: Any) -> Any:
+            return m(*b[0], **b[1]), dice_of(self.line.device)
+
+        with torch.no_grad():
+            found = self.outputs(model, [(args, kwargs)], [self.start()], ended)
+            output, dice = self._everywhere(found[0] if found else None)
+        give_dice(dice, self.line.device)
+        return output
+
+    def start(self) -> Start:
+        """Where the generators stand now."""
+        return Start(dice_of(self.line.device), take_state())
+
+    def _everywhere(self, output: Any) -> Any:
+        """What the process with the last stage has, on all of the line."""
+        leaves, spec = tree_flatten(output)
+        strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
+        told = [[*x.shape, str(x.dtype)[6:]] if isinstance(x, torch.Tensor) else [x] for x in leaves if not strange]
+        owner, group = self.line.owners[-1], self.line.group
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        mine = {"spec": None if strange else treespec_dumps(spec), "leaves": told, "tensors": is_tensor}
+        found = group.gather({**mine, "strange": strange} if self.has_last else None)[owner]
+        if found["strange"]:
+            raise LoopError(
+                "The model was called outside of a step, which gives its output to all processes of its pipeline.",
+                f"It returned a {found['strange'][0]}, and only tensors and plain values travel.",
+                "let it return these (Hugging Face: use_cache=False).",
+            )
+        if not self.has_last:
+            leaves = [
+                torch.empty(about[:-1], dtype=getattr(torch, about[-1]), device=group.device) if a_tensor else about[0]
+                for about, a_tensor in zip(found["leaves"], found["tensors"], strict=True)
+            ]
+        group.share_([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], source=owner)
+        return tree_unflatten(leaves, treespec_loads(found["spec"]))
+
+
+def cut_of(model: nn.Module) -> Cut:
+    """How the model can be cut: followed without data, if that is possible, and run with shadows otherwise."""
+    try:
+        return Chain(model)
+    except CannotFollow as error:
+        return Replay(model, str(error))
+
+
+def _as_it_is(batch: Any, output: Any) -> Any:
+    return output
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    if isinstance(leaf, range):
+        return len(leaf)
+    return leaf if leaf is None or isinstance(leaf, bool | int | float) else type(leaf)
+
+
+def dice_of(device: torch.device) -> torch.Tensor:
+    """Where torch's generators stand, the CPU's and the device's, as bytes."""
+    here = torch.default_generator.get_state()
+    return here if device.type == "cpu" else torch.cat([here, torch.get_device_module(device).get_rng_state()])
+
+
+def give_dice(dice: torch.Tensor, device: torch.device) -> None:
+    """Put torch's generators where they stood."""
+    size = len(torch.default_generator.get_state())
+    dice = dice.cpu()
+    torch.default_generator.set_state(dice[:size])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(dice[size:])
+
+
+def _refuse_norms(model: nn.Module) -> None:
+    for name, part in model.named_modules():
+        if isinstance(part, _BatchNorm):
+            raise LoopError(
+                f"run.place was given a {type(model).__name__}, to be cut into the stages of a pipeline.",
+                f"Its {name or 'self'} is a {type(part).__name__}: running statistics go from one micro-batch to the "
+                "next, and here many are under way at once.",
+                "use GroupNorm or LayerNorm, or whole models beside each other: --set parallel.pipeline=1",
+            )

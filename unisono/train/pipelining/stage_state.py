@@ -1,0 +1,268 @@
+"""What processes hold that each have some stages of a model: who holds what, and how it becomes whole again.
+
+A checkpoint, a fingerprint and a gradient's norm are of the whole model, in the order and under the names that it has
+in one process. An optimizer's state_dict knows parameters by their number only, so it is put together by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from unisono.checkpoint.load import fingerprint_of
+from unisono.checkpoint.state_codec import Elsewhere, Tensors, described, pack, unpack
+from unisono.distributed.mesh import Mesh
+from unisono.distributed.process_group import Group, Message, like, local, wait_for
+from unisono.errors import CheckpointError
+from unisono.train.optimization.grad_norm import is_cut, norm_of, rows_of
+
+
+class Shelf(NamedTuple):
+    """Where a process puts what it has of a thing that lies over several, instead of sending it: it will save it.
+
+    tensors  what it saves of everything
+    name     of the thing
+    speaks   is it the first of those that have the same?
+    """
+
+    tensors: Tensors
+    name: str
+    speaks: bool
+
+
+class Names:
+    """The parameters of the whole model, by number in its order, and who holds them.
+
+    stages   of each parameter, those that use it: several, if it is tied
+    holders  the ranks within the line of these, each once; what is said of a parameter is said by the first
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, users: Mapping[int, Sequence[int]], owners: Sequence[int]) -> None:
+        self.line, self.mesh = mesh.pipeline, mesh
+        self.names: list[str] = []
+        self.rows: list[int] = []
+        self.stages: list[Sequence[int]] = []
+        self.holders: list[list[int]] = []
+        self.numbers: dict[int, int] = {}  # of what this process holds, by id
+        self.params: dict[int, nn.Parameter] = {}
+        for number, (name, p) in enumerate(model.named_parameters()):
+            self.names.append(name)
+            self.rows.append(p.numel() if p.dim() < 2 else len(p))
+            self.stages.append(users[id(p)])
+            self.holders.append(list(dict.fromkeys(owners[stage] for stage in users[id(p)])))
+            if self.line.rank in self.holders[-1]:
+                self.numbers[id(p)], self.params[number] = number, p
+
+    def of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters of one of this process's stages."""
+        return [p for number, p in self.params.items() if stage in self.stages[number]]
+
+    @property
+    def speaks(self) -> bool:
+        """Is this line the first of those that have the same stages, or parts of the same?"""
+        return all(getattr(self.mesh, axis).rank == 0 for axis in self.mesh.axes._fields if axis != "pipeline")
+
+    @property
+    def tied(self) -> list[str]:
+        """Parameters that several stages use."""
+        return [name for name, stages in zip(self.names, self.stages, strict=True) if len(stages) > 1]
+
+    def _mine(self, number: int) -> bool:
+        """Does this process speak for that parameter?"""
+        return self.holders[number][0] == self.line.rank
+
+    # -- gradients
+
+    def add_ties(self, params: Sequence[nn.Parameter]) -> bool:
+        """A tied parameter's gradient is the sum over the stages that use it, in their order, on all that hold it. Is
+        what was added up finite?"""
+        tied = [number for number, holders in enumerate(self.holders) if len(holders) > 1]
+        if not tied:
+            return True
+        ours = set(map(id, params))
+        has = {n: p.grad is not None for n, p in self.params.items() if n in tied and id(p) in ours}
+        everybody = self.line.gather(sorted(n for n, yes in has.items() if yes))
+        whole = True
+        for number in tied:
+            givers = [rank for rank in self.holders[number] if number in everybody[rank]]
+            if number not in has or not givers:
+                continue
+            p = self.params[number]
+            others = [rank for rank in self.holders[number] if rank != self.line.rank]
+            mine = None if p.grad is None else local(p.grad).contiguous()
+            parts = {rank: torch.empty_like(local(p.detach())) for rank in givers}
+            sends = [] if mine is None else [Message(mine.view(-1), rank) for rank in others]
+            receives = [Message(parts[rank].view(-1), rank) for rank in givers if rank != self.line.rank]
+            wait_for(self.line.send_and_receive(sends, receives))
+            if mine is not None:
+                parts[self.line.rank] = mine
+            total = parts[givers[0]].clone()
+            for rank in givers[1:]:
+                total.add_(parts[rank])
+            if p.grad is None:
+                p.grad = like(total, p)
+            else:
+                local(p.grad).copy_(total)
+            whole &= bool(torch.isfinite(total).all())
+        return whole
+
+    def total_norm(self, params: Sequence[nn.Parameter]) -> float:
+        """The 2-norm of the gradient of these parameters and of those that other stages hold, to the bit that of one
+        process (grad_norm.py): its rows are brought together, each by who speaks for it, and squared and added in
+        order."""
+        starts = [len(self.rows)]
+        for rows in self.rows:
+            starts.append(starts[-1] + rows)
+        told = torch.zeros(starts[-1], dtype=torch.float64, device=self.line.device)
+        for p in params:
+            number = self.numbers[id(p)]
+            if p.grad is not None and self._mine(number):
+                told[number] = 1.0 + is_cut(p.grad)
+                mine = rows_of(local(p.grad))
+                told[starts[number] : starts[number] + len(mine)] = mine
+        told = self.line.sum_(told)
+        kinds = told[: len(self.rows)].tolist()
+
+        def squares(kind: float) -> float:
+            found = [told[starts[n] : starts[n + 1]] for n, it in enumerate(kinds) if it == kind]
+            return float(torch.cat(found).square().sum()) if found else 0.0
+
+        return norm_of(squares(1.0), squares(2.0), self.mesh.tensor)
+
+    # -- states
+
+    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
+        """The state of a tracked thing as one process would have it: on the main process, with the help of its line.
+        With a shelf, tensors stay where they are."""
+        if isinstance(thing, nn.Module):
+            return self._whole_module(state, shelf)
+        if isinstance(thing, torch.optim.Optimizer):
+            return self._whole_optimizer(thing, state, shelf)
+        prints = self.line.gather(fingerprint_of({"": state}))
+        if len(set(prints)) > 1:
+            raise CheckpointError(
+                f"The state of a {type(thing).__name__} was to be saved.",
+                "It is not the same on the processes of a pipeline, and of which parameter what is cannot be seen.",
+                "keep what belongs to a parameter in the model's buffers, or in a torch.optim.Optimizer's state.",
+            )
+        return state
+
+    def _whole_module(self, state: Mapping[str, Any], shelf: Shelf | None) -> dict[str, Any]:
+        everybody = self.line.gather(list(state))
+        first = {key: rank for rank, keys in reversed(list(enumerate(everybody))) for key in keys}
+        mine = {key: value for key, value in state.items() if first[key] == self.line.rank}
+        return {key: value for part in bring(self.line, mine, shelf) for key, value in part.items()}
+
+    def _whole_optimizer(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shelf: Shelf | None
+    ) -> dict[str, Any]:
+        groups = self._groups(optimizer)
+        here = [number for group in optimizer.param_groups for number in self._numbers(optimizer, group["params"])]
+        mine = {
+            str(number): state["state"][i]
+            for i, number in enumerate(here)
+            if i in state["state"] and self._mine(number)
+        }
+        found = {int(number): of for part in bring(self.line, mine, shelf) for number, of in part.items()}
+        order = [number for group in groups for number in group]
+        ends = iter(range(len(order)))
+        whole_groups = []
+        for group, numbers in zip(state["param_groups"], groups, strict=True):
+            named = {"param_names": [self.names[n] for n in numbers]} if "param_names" in group else {}
+            whole_groups.append({**group, **named, "params": [next(ends) for _ in numbers]})
+        states = {i: found[number] for i, number in enumerate(order) if number in found}
+        return {**state, "state": states, "param_groups": whole_groups}
+
+    def part(self, thing: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a whole state what belongs to this process. All processes of the line must call this together."""
+        if isinstance(thing, nn.Module):
+            ours = thing.state_dict()
+            return {key: value for key, value in state.items() if key in ours}
+        if not isinstance(thing, torch.optim.Optimizer):
+            return state
+        order = [number for group in self._groups(thing) for number in group]
+        saved = sum(len(group["params"]) for group in state["param_groups"])
+        if saved != len(order):
+            raise ValueError(f"it holds the states of {saved} parameters, and all stages together hold {len(order)}")
+        place = {number: i for i, number in enumerate(order)}
+        states, groups, here = {}, [], 0
+        for group, old in zip(thing.param_groups, state["param_groups"], strict=True):
+            numbers = self._numbers(thing, group["params"])
+            for i, number in enumerate(numbers):
+                if place[number] in state["state"]:
+                    states[here + i] = state["state"][place[number]]
+            named = {"param_names": group["param_names"]} if "param_names" in group else {}
+            groups.append({**old, **named, "params": list(range(here, here + len(numbers)))})
+            here += len(numbers)
+        return {**state, "state": states, "param_groups": groups}
+
+    def _numbers(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[int]:
+        strange = [p for p in params if id(p) not in self.numbers]
+        if strange:
+            raise CheckpointError(
+                f"The state of {type(optimizer).__name__} was to be saved or loaded.",
+                f"{len(strange)} of its parameters are not the placed model's, as far as this stage has it.",
+                "make the optimizer from the model that run.place returns.",
+            )
+        return [self.numbers[id(p)] for p in params]
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[int]]:
+        """The numbers of all stages' parameters in each of the optimizer's groups, in the order that they would have in
+        one process: that of the model, or its reverse."""
+        everybody = self.line.gather([self._numbers(optimizer, group["params"]) for group in optimizer.param_groups])
+        if len({len(groups) for groups in everybody}) > 1:
+            raise CheckpointError(
+                f"The state of {type(optimizer).__name__} was to be saved or loaded.",
+                f"On the processes of the line it has {' and '.join(str(len(groups)) for groups in everybody)} groups.",
+                "give every process the same groups, empty ones too.",
+            )
+        found = []
+        for parts in zip(*everybody, strict=True):
+            forth = all(part == sorted(part) for part in parts)
+            if not forth and any(part != sorted(part, reverse=True) for part in parts):
+                raise CheckpointError(
+                    f"The state of {type(optimizer).__name__} was to be saved or loaded.",
+                    "Its parameters are neither in the model's order nor in its reverse, and its state knows them by "
+                    "number: how stages would be put together cannot be seen.",
+                    "give it parameters in the order of model.parameters().",
+                )
+            found.append(sorted({number for part in parts for number in part}, reverse=not forth))
+        return found
+
+
+def bring(group: Group, mine: dict[str, Any], shelf: Shelf | None = None) -> list[dict[str, Any]]:
+    """Everybody's dict, in the order of ranks, on rank 0; on others only their own. Tensors arrive in the CPU's
+    memory; with a shelf, they stay, and an Elsewhere stands for each."""
+    tensors = Tensors()
+    plain = pack(mine, "" if shelf is None else f"{shelf.name}@{group.rank}", tensors)
+    everybody = group.gather(plain)
+    if shelf is not None:
+        if group.rank:
+            shelf.tensors.update(tensors if shelf.speaks else {})
+            return [mine]
+        return [mine, *(unpack(other, _standing(other)) for other in everybody[1:])]
+    if group.rank:
+        flats = [t.to(group.device).contiguous() for t in tensors.values()]
+        wait_for(group.send_and_receive([Message(_bytes(t), 0) for t in flats], []))
+        return [mine]
+    found = [mine]
+    for rank, other in enumerate(everybody[1:], 1):
+        about = described(other)
+        arrived = {
+            name: torch.empty(of["shape"], dtype=getattr(torch, of["dtype"]), device=group.device)
+            for name, of in about.items()
+        }
+        wait_for(group.send_and_receive([], [Message(_bytes(t), rank) for t in arrived.values()]))
+        found.append(unpack(other, {name: t.cpu() for name, t in arrived.items()}))
+    return found
+
+
+def _standing(plain: Any) -> dict[str, Elsewhere]:
+    return {name: Elsewhere(name, of["dtype"], of["shape"]) for name, of in described(plain).items()}
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

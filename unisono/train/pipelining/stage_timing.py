@@ -1,0 +1,90 @@
+"""Where a pipeline is cut, if a user gives an example: by the time that the layers take, as one process measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from unisono.data.loader import to_device
+from unisono.distributed.mesh import Mesh
+from unisono.distributed.process_group import peers
+from unisono.errors import LoopError, Problem
+from unisono.parallel.precision import autocast
+from unisono.train.evaluation.model_outputs import as_before, call
+
+if TYPE_CHECKING:
+    from unisono.parallel.pipeline_parallel.partition import Cut
+
+
+class Example(NamedTuple):
+    """A micro-batch as the data set's collate makes it, and the precision that the run computes with."""
+
+    batch: Any
+    precision: str
+
+
+def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> None:
+    """Let each link of a cut cost the time that it takes the main process to go forward and backward through it.
+
+    The whole model is on every process still. The others wait, and disturb nobody; only those that share the matrices
+    of the main process's layers compute along. What is measured there holds everywhere, so all cut alike. Weights,
+    buffers, gradients and random numbers are as before.
+
+    Raises LoopError on every process if the model cannot be called with the example.
+    """
+    seconds: list[float] = []
+    problem: Problem | None = None
+    if mesh.pipeline.rank == mesh.data.rank == 0:
+        try:
+            seconds = _times(cut, model, example, mesh)
+        except LoopError as error:
+            problem = error.problems[0]
+        except Exception as error:
+            problem = _not_callable(cut.name, error)
+    with peers("Measuring how long a pipeline's layers take"):
+        said = mesh.world.share({"seconds": seconds, "problem": problem})
+    if said["problem"] is not None:
+        raise LoopError(*said["problem"])
+    cut.price(said["seconds"])
+
+
+def _times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
+    from unisono.parallel.pipeline_parallel.fx_partition import Chain  # torch.fx: whoever cuts has it
+    from unisono.parallel.pipeline_parallel.layer_timing import clock_of, seconds_of_links, seconds_of_modules
+
+    device = mesh.world.device
+    args, kwargs = call(_arguments, to_device(example.batch, device))
+    around, clock = autocast(example.precision, device), clock_of(device, together=mesh.tensor.size > 1)
+    with as_before([model], device):
+        if isinstance(cut, Chain):
+            return seconds_of_links(model, cut, cut.bind(args, kwargs), clock, around)
+        return seconds_of_modules(model, cut.links, args, kwargs, clock, around)
+
+
+def _arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def _not_callable(name: str, error: Exception) -> Problem:
+    why = (str(error) or "nothing more is said").splitlines()[0]
+    return Problem(
+        f"run.place was given an example, to cut a {name} by the time that its layers take.",
+        f"The model cannot go forward and backward with it: {type(error).__name__}: {why}",
+        "give a micro-batch as the data set's collate makes it: a tuple, of which the first part goes into the model, "
+        "or a mapping by name. Without an example, stages are balanced by their parameters.",
+    )
+
+
+def told(cut: Cut, begins: Sequence[int], *, named: bool) -> str:
+    """Where the model is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
+    (52 %), by parameters`. `named`: did the user say where?"""
+    stages = []
+    ends = [*begins[1:], len(cut.links)]
+    for first, end, share in zip(begins, ends, cut.shares(begins), strict=True):
+        names = dict.fromkeys((cut.links[first].name, cut.links[end - 1].name))
+        stages.append(f"{' to '.join(names)} ({share:.0%})".replace("%", " %"))
+    by = "time" if cut.timed else "parameters"
+    how = f"as named (shares by {by})" if named else f"by {by}"
+    return f"pipeline: {len(begins)} stages, {', '.join(stages)}, {how}"

@@ -1,0 +1,1 @@
+"""Recovery of a step after the death of a process."""

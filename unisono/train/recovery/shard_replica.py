@@ -1,0 +1,229 @@
+"""The buddy: every shard, with its optimizer state, has a copy on the next process of the axis `shard`.
+
+Whole models beside each other are copies of each other. Of a model that several processes share each part is there
+once, and lost with its process. So each hands a copy on after every step, around a ring:
+
+    process   0          1          2          3
+    has       shard 0    shard 1    shard 2    shard 3
+    keeps     copy of 3  copy of 0  copy of 1  copy of 2     lost with their processes and still there: 0, 2, or both;
+                                                             1 and 2 at once: shard 1 is nowhere any more
+
+(Checkpoints in the memory of others: Wang et al., GEMINI, SOSP 2023.) A copy is packed between two steps, and travels
+while the next one computes:
+
+    step n       ... update | pack n, send n
+    step n + 1   rounds ..... arrived | meet: all have n | update | pack n + 1, send n + 1
+
+Whoever is past the meeting knows that copies of n are whole everywhere, since each waits for its own before it comes.
+Whoever dies later has not necessarily sent n + 1, and the others may have updated: then all go back to n together. So
+each keeps two parcels of its own and two of its neighbour, of which one may be half new; the other is whole. Beside
+what it has, each process then holds four times as much as a shard with its optimizer state. With fewer than four
+shards, whole models beside each other (`parallel.replicate`) need less room than that, and are copies as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from unisono import phases
+from unisono.distributed.process_group import Message, Work, peers, wait_for
+from unisono.errors import CheckpointError, LoopError
+from unisono.train.recovery.snapshot import About, Bag, Content, Parcel, about, content_of, empty_bag, packed, put_back
+
+if TYPE_CHECKING:
+    from unisono.config import ParallelSettings
+    from unisono.config.mesh_shape import Axes
+    from unisono.distributed.mesh import Mesh
+
+
+def survival(parallel: ParallelSettings, axes: Axes, *, survivors: bool = False) -> str:
+    """Who else has what a process has, if it is lost, in words of result.json:
+
+    survivors    whole models, whose processes go on by themselves (train/recovery/step_recovery.py)
+    replicas     others have it, but the run begins again without it
+    buddy        the next one on the axis has it, and hands it to the restarted run (crash_handoff.py)
+    checkpoint   nobody has it as it is after the last step
+    """
+    if survivors and axes.replicate > 1:
+        return "survivors"
+    others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.buddy
+    return " and ".join(others) or "checkpoint"
+
+
+def about_shards(parallel: ParallelSettings, axes: Axes) -> str:
+    """The same of a run with shards, for its first lines; "" where there is nothing that people would not expect."""
+    if parallel.buddy:
+        return "shards: each has a copy on the next process"
+    if axes.shard > 1 and survival(parallel, axes) == "checkpoint":
+        return "shards: no copies but the checkpoint's (--set parallel.buddy=true keeps one of each)"
+    return ""
+
+
+class Travel(NamedTuple):
+    """A parcel under way to us, and ours to somebody else."""
+
+    parcel: Parcel
+    works: Sequence[Work]
+
+
+class Buddy:
+    """This process's place in the ring. `mine` and `theirs`: parcels of two steps, each whole, or None."""
+
+    def __init__(self, tracked: Mapping[str, Any], mesh: Mesh, rest: Callable[[], None]) -> None:
+        """tracked  what a resume needs, by name; more may come until the first step is done
+        rest        lets go of whole parameters, if somebody has gathered them
+        """
+        self.tracked, self.world, self.line, self.rest = tracked, mesh.world, mesh.shard, rest
+        self.mine: list[Parcel | None] = [None, None]
+        self.theirs: list[Parcel | None] = [None, None]
+        self._turn = 0  # where the newest are
+        self._travel: Travel | None = None
+        self._seen: Any = None  # what the last parcel was made of
+        self._left: list[list[About]] = []  # what our neighbour's is made of: what is still, what moves
+        self._next, self._previous = (self.line.rank + 1) % self.line.size, (self.line.rank - 1) % self.line.size
+
+    def copy(self, step: int) -> None:
+        """`step` steps are done: begin to hand a copy on. All processes of the axis call it together."""
+        with phases.phase("exchange"), peers("A copy for a buddy"):
+            self.settle()
+            self.rest()
+            device, content = self.world.device, content_of(self.tracked)
+            last, last_of_theirs, seen = self.mine[self._turn], self.theirs[self._turn], content.seen()
+            known = last is not None and last_of_theirs is not None and seen == self._seen
+            if self.line.max_(torch.tensor([not known], dtype=torch.uint8, device=device)).item():
+                last = last_of_theirs = None
+                self._agree(content)
+            self._seen = seen
+            turn = self._turn = 1 - self._turn
+            (mine, self.mine[turn]), (theirs, self.theirs[turn]) = (self.mine[turn], None), (self.theirs[turn], None)
+            parcel = Parcel(
+                step,
+                last.still if last else packed(content.still, device),
+                packed(content.moving, device, mine.moving if mine else None),
+                content.names,
+                content.plain,
+            )
+            still, moving = self._left
+            room = Parcel(
+                step,
+                last_of_theirs.still if last_of_theirs else empty_bag(still, device),
+                empty_bag(moving, device, theirs.moving if theirs else None),
+            )
+            sends = [Message(bag.data, self._next) for bag in _new(parcel, last)]
+            receives = [Message(bag.data, self._previous) for bag in _new(room, last_of_theirs)]
+            self.mine[turn] = parcel
+            self._travel = Travel(room, self.line.send_and_receive(sends, receives))
+
+    def settle(self) -> None:
+        """What is under way arrives. A process that meets the others after this has a whole copy."""
+        if self._travel is not None:
+            (parcel, works), self._travel = self._travel, None
+            wait_for(works)
+            self.theirs[self._turn] = parcel
+
+    def _agree(self, content: Content) -> None:
+        """Somebody's tensors are others than before, at the first step for instance: how large is our neighbour's?"""
+        still, moving = ([about(tensor) for tensor in tensors] for tensors in (content.still, content.moving))
+        told = self.line.gather([still, moving, content.names])
+        if any(names != content.names for _, _, names in told):
+            raise LoopError(
+                "parallel.buddy was to copy what the run tracks.",
+                f"Optimizers have other states on other processes: {', '.join(f'{len(t[2])} tensors' for t in told)}.",
+                "--set parallel.buddy=false",
+            )
+        self._left = [[About(*each) for each in abouts] for abouts in told[self._previous][:2]]
+
+    # -- the way back
+
+    @property
+    def _members(self) -> Sequence[int]:
+        """The ranks in the run of those in this ring."""
+        return self.line.members or tuple(range(self.line.size))
+
+    def newest(self, lost: Collection[int]) -> int:
+        """The newest step that is whole everywhere, though processes have lost what they had. All processes call it;
+        all raise CheckpointError if there is none."""
+        return step_of(self.world.gather([self._members, _steps(self.mine), _steps(self.theirs)]), lost)
+
+    def restore(self, lost: Collection[int]) -> int:
+        """What processes have lost comes back from their buddies, and all go back to the newest step that is whole
+        everywhere: models, optimizers, schedules, to the bit. Returns that step. Every process of the run calls it,
+        between two steps; those that are new as well, which have placed and tracked the same.
+
+        lost  ranks in the run whose content is gone
+
+        Raises CheckpointError on all of them if two neighbours of a ring are lost: then a checkpoint is the way.
+        """
+        with peers("Going back to what buddies have"):
+            with suppress(RuntimeError):  # what did not arrive does not count
+                self.settle()
+            if is_lost := self.world.rank in lost:
+                self.mine, self.theirs = [None, None], [None, None]
+            self.rest()
+            step = self.newest(lost)
+            members = self._members
+            mine, theirs = _at(step, self.mine), _at(step, self.theirs)
+            gives = members[self._previous] in lost
+            told = None
+            if gives:
+                assert mine
+                assert theirs
+                told = [theirs.still.abouts, theirs.moving.abouts, mine.names, mine.plain]
+            heard = self.line.gather(told)
+            sends = [Message(bag.data, self._previous) for bag in _new(theirs)] if gives else []
+            if is_lost:
+                still, moving, names, plain = heard[self._next]
+                device = self.world.device
+                bags = [empty_bag([About(*each) for each in of], device) for of in (still, moving)]
+                mine = Parcel(step, bags[0], bags[1], names, plain)
+            receives = [Message(bag.data, self._next) for bag in _new(mine)] if is_lost else []
+            wait_for(self.line.send_and_receive(sends, receives))
+        assert mine is not None
+        put_back(mine, self.tracked, self.world.device)
+        self.mine, self.theirs, self._turn, self._seen = [mine, None], [theirs, None], 0, None
+        self.copy(step)
+        self.settle()
+        return step
+
+
+def _new(parcel: Parcel | None, last: Parcel | None = None) -> list[Bag]:
+    """What of a parcel has to travel, if `last` is there already."""
+    assert parcel is not None
+    return [parcel.moving] if last is not None else [parcel.still, parcel.moving]
+
+
+def _steps(parcels: Sequence[Parcel | None]) -> list[int]:
+    return [parcel.step for parcel in parcels if parcel is not None]
+
+
+def _at(step: int, parcels: Sequence[Parcel | None]) -> Parcel | None:
+    return next((parcel for parcel in parcels if parcel is not None and parcel.step == step), None)
+
+
+def step_of(said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], lost: Collection[int]) -> int:
+    """The newest step that can be had everywhere. Of each process of the run: the members of its ring, the steps of
+    which it has its own parcel, and those of which it has its neighbour's."""
+    there: list[set[int]] = []
+    for rank, (members, mine, _) in enumerate(said):
+        if rank not in lost:
+            there.append(set(mine))
+            continue
+        buddy = members[(members.index(rank) + 1) % len(members)]
+        if buddy in lost:
+            raise CheckpointError(
+                f"Processes {', '.join(map(str, sorted(lost)))} were lost, and their shards were to come back.",
+                f"The copy of process {rank}'s was on process {buddy}, which is among them.",
+                "go on from the newest checkpoint: the same command with --resume.",
+            )
+        there.append(set(said[buddy][2]))
+    if not (whole := set.intersection(*there)):
+        raise CheckpointError(
+            f"Processes {', '.join(map(str, sorted(lost)))} were lost, and their shards were to come back.",
+            "There is no step of which every shard has a whole copy: the first one was not over yet.",
+            "go on from the newest checkpoint, or begin anew: the same command with --resume.",
+        )
+    return max(whole)

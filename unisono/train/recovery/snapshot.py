@@ -1,0 +1,209 @@
+"""What a resume needs of this process, as bytes: packed into flat memory that can travel, and put back from it.
+
+    still    parameters that do not train                                     travel again when one was written to
+    moving   parameters that do, buffers, and what optimizers and others      travel after every step
+             keep in tensors
+    plain    numbers and words beside them (a learning rate)                  the same on all processes of the axis
+
+Of a tensor that lies over several processes it is the part that lies here. What optimizers hold goes by the names that
+a checkpoint gives it (checkpoint/state_codec.py), and comes back through their own load_state_dict: so a state that is
+made at an optimizer's first step is there from then on, and one that a new process has never seen is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from unisono.checkpoint.state_codec import Tensors, pack, unpack
+from unisono.distributed.process_group import lies_apart, like, local
+from unisono.errors import LoopError
+from unisono.train.modules.buffer_sync import version
+from unisono.train.state.run_state import LAYOUT, RANDOM, keep_dtypes
+
+PART = "~part"
+"""Marks a tensor that is a part of one that lies over several processes: {PART: it, LIKE: the weight it lies like}."""
+
+LIKE = "~like"
+
+ALIGNED = 16
+"""Bytes. Every tensor begins at a multiple of it, as every dtype likes."""
+
+
+class About(NamedTuple):
+    """Of a tensor: all that it takes to know it in a row of bytes. `device` is where it is at home, "cpu" or not."""
+
+    dtype: str
+    shape: Sequence[int]
+    device: str
+
+
+def about(tensor: torch.Tensor) -> About:
+    """Of a tensor that lies here."""
+    return About(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+
+
+class Bag(NamedTuple):
+    """Tensors, one behind the other, in `data`, uint8."""
+
+    abouts: Sequence[About]
+    data: torch.Tensor
+
+    def views(self) -> list[torch.Tensor]:
+        """The tensors, in this memory."""
+        found, begin = [], 0
+        for each in self.abouts:
+            dtype = getattr(torch, each.dtype)
+            size = prod(each.shape) * dtype.itemsize
+            found.append(self.data[begin : begin + size].view(dtype).view(tuple(each.shape)))
+            begin += _room(size)
+        return found
+
+
+def _room(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def empty_bag(abouts: Sequence[About], device: torch.device, old: Bag | None = None) -> Bag:
+    """Room for such tensors: that of `old`, which nobody needs any more, if it is as large."""
+    size = sum(_room(prod(each.shape) * getattr(torch, each.dtype).itemsize) for each in abouts)
+    if old is not None and len(old.data) == size:
+        return Bag(abouts, old.data)
+    return Bag(abouts, torch.empty(size, dtype=torch.uint8, device=device))
+
+
+def packed(tensors: Sequence[torch.Tensor], device: torch.device, old: Bag | None = None) -> Bag:
+    """A copy of these."""
+    bag = empty_bag([about(tensor) for tensor in tensors], device, old)
+    for view, tensor in zip(bag.views(), tensors, strict=True):
+        view.copy_(tensor)
+    return bag
+
+
+class Parcel(NamedTuple):
+    """What was here after `step` steps. The last tensors of `moving` have these names in `plain`, by thing."""
+
+    step: int
+    still: Bag
+    moving: Bag
+    names: Sequence[str] = ()
+    plain: Mapping[str, Any] = {}
+
+
+class Content(NamedTuple):
+    """What is here now: the tensors themselves, and not a copy.
+
+    stands  of what stands still, which tensors these are and how often they were written to
+    """
+
+    still: list[torch.Tensor]
+    moving: list[torch.Tensor]
+    names: list[str]
+    plain: dict[str, Any]
+    stands: list[tuple[int, int, int, int]]
+
+    def seen(self) -> tuple[Any, ...]:
+        """Changes when the tensors are other ones, or what stands still has been written to."""
+        return self.stands, [about(tensor) for tensor in self.still], [about(tensor) for tensor in self.moving]
+
+
+def content_of(tracked: Mapping[str, Any]) -> Content:
+    """Of these things, by name: models, optimizers, schedules, anything with a state_dict."""
+    with torch.no_grad():  # DTensors then give what lies here without making a copy of themselves
+        weights = _weights(tracked)
+        places = _places(weights)
+        tensors = Tensors()
+        plain = {
+            name: pack(tree_map_only(torch.Tensor, lambda t: _marked(t, places), thing.state_dict()), name, tensors)
+            for name, thing in _others(tracked).items()
+        }
+        frozen = [t for t in weights if _is_still(t)]
+        still, moving = [local(t) for t in frozen], [local(t) for t in weights if not _is_still(t)]
+        # a DTensor may give another object for what lies here each time, so that one's identity says nothing
+        stands = [(id(t), version(t), here.data_ptr(), version(here)) for t, here in zip(frozen, still, strict=True)]
+        return Content(still, moving + list(tensors.values()), list(tensors), plain, stands)
+
+
+def put_back(parcel: Parcel, tracked: Mapping[str, Any], device: torch.device) -> None:
+    """Everything is as it was when the parcel was packed. `device` is that of the run."""
+    with torch.no_grad():
+        layout = tracked.get(LAYOUT)
+        if layout is not None:  # first: what is still, and what moves, is sorted by what trains
+            layout.load_state_dict(unpack(parcel.plain[LAYOUT], {}))
+            layout.apply()
+        weights = _weights(tracked)
+        here = [t for t in weights if _is_still(t)] + [t for t in weights if not _is_still(t)]
+        bytes_ = [*zip(parcel.still.abouts, parcel.still.views(), strict=True)]
+        bytes_ += zip(parcel.moving.abouts, parcel.moving.views(), strict=True)
+        for tensor, (_, view) in zip(here, bytes_, strict=False):
+            local(tensor).copy_(view)
+        home: Callable[[str], Any] = lambda kind: "cpu" if kind == "cpu" else device  # noqa: E731
+        copies = [view.to(home(each.device), copy=True) for each, view in bytes_[len(here) :]]
+        tensors = dict(zip(parcel.names, copies, strict=True))
+        for name, thing in _others(tracked).items():
+            state = _laid(unpack(parcel.plain[name], tensors), weights)
+            if layout is not None and hasattr(thing, "param_groups"):
+                layout.fit(name, thing)
+            thing.load_state_dict(state)
+            if isinstance(thing, torch.optim.Optimizer):
+                keep_dtypes(thing, state)
+
+
+def _weights(tracked: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Every parameter and every buffer, once."""
+    models = [thing for thing in tracked.values() if isinstance(thing, torch.nn.Module)]
+    return list({id(t): t for model in models for t in (*model.parameters(), *model.buffers())}.values())
+
+
+def _is_still(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def _others(tracked: Mapping[str, Any]) -> dict[str, Any]:
+    """All but models; and without the generators of random numbers, which several virtual ranks seed anew each step."""
+    return {name: thing for name, thing in tracked.items() if name != RANDOM and not isinstance(thing, torch.nn.Module)}
+
+
+Places = Mapping[tuple[Any, ...], int]
+"""How weights lie over processes, and the number of the first one that lies so."""
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    return tensor.shape, tensor.placements, tensor.device_mesh
+
+
+def _places(weights: Sequence[torch.Tensor]) -> Places:
+    found: dict[tuple[Any, ...], int] = {}
+    for number, weight in enumerate(weights):
+        if lies_apart(weight):
+            found.setdefault(_place(weight), number)
+    return found
+
+
+def _marked(tensor: torch.Tensor, places: Places) -> Any:
+    """What lies here of a tensor of somebody's state, and how the whole of it lies."""
+    if not lies_apart(tensor):
+        return tensor
+    if (place := _place(tensor)) not in places:
+        raise LoopError(
+            "parallel.buddy was to copy what the run tracks.",
+            f"An optimizer's state has a tensor of shape {tuple(tensor.shape)} that lies over processes as no "
+            "parameter does, so another process would not know how to lay it.",
+            "--set parallel.buddy=false",
+        )
+    return {PART: local(tensor), LIKE: places[place]}
+
+
+def _laid(state: Any, weights: Sequence[torch.Tensor]) -> Any:
+    """The state in which parts are parts of something again."""
+    if isinstance(state, dict):
+        if PART in state:
+            return like(state[PART], weights[state[LIKE]])
+        return {key: _laid(value, weights) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_laid(value, weights) for value in state)
+    return state

@@ -1,0 +1,1 @@
+"""The state of a run: what checkpoints hold, and how a resume restores it."""

@@ -1,0 +1,352 @@
+"""The state of a run: what is tracked, how it is saved between two steps, and how a resume finds it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from unisono import phases
+from unisono.checkpoint import load as loading
+from unisono.checkpoint.save import Saver, packed
+from unisono.checkpoint.sharded_state import apart, simple, start_of, tied, whole
+from unisono.checkpoint.state_codec import Tensors
+from unisono.checkpoint.storage import Place, place_of
+from unisono.data import alignment
+from unisono.distributed.mesh import Mesh
+from unisono.distributed.process_group import lies_apart
+from unisono.errors import CheckpointError, SettingsError
+from unisono.train.modules.buffer_sync import version
+from unisono.train.pipelining.stage_state import Shelf
+from unisono.train.state.parameter_layout import Layout
+
+if TYPE_CHECKING:
+    from unisono.config import CheckpointSettings
+
+RANDOM = "random_numbers"
+"""What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
+
+SCALE = "loss_scale"
+"""The same of what fp16 scales losses by."""
+
+EXCHANGE = "exchange_state"
+"""The same of what exchanges carry from step to step."""
+
+LAYOUT = "layout"
+"""The same of the parameters' order, which of them train, and the optimizers' groups."""
+
+ATTRIBUTES = "module_attributes"
+"""The same of what modules keep in Python attributes, and in buffers that their state_dict leaves out."""
+
+LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
+"""What torch's schedules call the number of steps that they were made for."""
+
+
+class DividedState(Protocol):
+    """State of which each process holds a part: stages of a pipeline, or parameter servers.
+
+    speaks  whether this process sends its part when the state is gathered
+    """
+
+    @property
+    def speaks(self) -> bool: ...
+
+    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any: ...
+
+    def part(self, thing: Any, state: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+class State:
+    """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
+
+    def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None) -> None:
+        self.run_dir, self.mesh, self.group, self.resumed = run_dir, mesh, mesh.world, resumed
+        self.saver = Saver(mesh.world)
+        self._place: Place | None = None
+        self.tracked: dict[str, Any] = {}
+        self.stages: DividedState | None = None
+        """Who holds which parameter, if stages of a pipeline or servers hold some each."""
+        self.stretched: list[Any] = []
+        self.own: Mapping[str, Mapping[str, Any]] = {}
+        """What this process's site had of its own, by name (local_sgd/sites.py): it counts more than what all had."""
+        self.changes: list[tuple[str, Any, Any]] = []
+        """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
+        self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
+        self.saved_after: int | None = resumed.steps if resumed else None
+        self.placed: Sequence[torch.nn.Module] = ()
+        self.layout = Layout(self._named, self._optimizers, lambda: self.stages is None)
+        self.track(**{LAYOUT: self.layout})
+
+    @property
+    def models(self) -> dict[str, torch.nn.Module]:
+        return {name: thing for name, thing in self.tracked.items() if isinstance(thing, torch.nn.Module)}
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return {f"{i}/{name}": p for i, model in enumerate(self.placed) for name, p in model.named_parameters()}
+
+    def _optimizers(self) -> dict[str, Any]:
+        return {name: thing for name, thing in self.tracked.items() if hasattr(thing, "param_groups")}
+
+    def track(self, **things: Any) -> None:
+        """See Run.track."""
+        for name, thing in things.items():
+            if name in self.tracked:
+                raise CheckpointError(
+                    f"run.track was given {name!r} twice.",
+                    "Each name is one thing in a checkpoint.",
+                    "rename one of them.",
+                )
+            if isinstance(thing, dict):
+                thing = Kept(thing)
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise CheckpointError(
+                    f"run.track was given {name!r}, a {type(thing).__name__}.",
+                    "It has no state_dict() and load_state_dict().",
+                    f"run.track({name}=kept), with kept = {{...}}, a dict that the loop changes; or give it both.",
+                )
+            self.tracked[name] = thing
+            if self.resumed is not None:
+                self._restore(name, thing, self.resumed)
+
+    def take(self, checkpoint: loading.Checkpoint) -> None:
+        """Everything that is tracked becomes what it is there, between two steps."""
+        for name, thing in self.tracked.items():
+            self._restore(name, thing, checkpoint)
+
+    def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
+        if name not in checkpoint.states:
+            there = checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE, ATTRIBUTES, LAYOUT}
+            raise CheckpointError(
+                f"{name!r} was to be resumed from {checkpoint.path}.",
+                f"That holds {', '.join(sorted(there)) or 'nothing'}.",
+                "track the same names as the run that saved it, or start anew in another --run-dir.",
+            )
+        state = checkpoint.states[name]
+        if name in self.own:
+            state = {**state, **self.own[name]}
+        try:
+            if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+                state = self._with_its_length(name, thing, state)
+            if self.stages is not None:
+                state = self.stages.part(thing, state)
+            if hasattr(thing, "param_groups"):
+                self.layout.fit(name, thing)
+            thing.load_state_dict(state := apart(state, thing))
+            if isinstance(thing, torch.optim.Optimizer):
+                keep_dtypes(thing, state)
+                alignment.align_(v for of in thing.state.values() for v in of.values() if isinstance(v, torch.Tensor))
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
+                f"Its state does not fit: {error}",
+                "resume with the script that began the run, or start anew in another --run-dir.",
+            ) from error
+
+    def _with_its_length(self, name: str, schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The state that was saved, for a schedule that is now longer: its length is the script's to say, as with
+        `--resume --set steps=N`. Otherwise OneCycleLR would raise at its old end, and a cosine would climb again."""
+        new = {k: vars(schedule)[k] for k in LENGTHS if k in state and vars(schedule).get(k, state[k]) != state[k]}
+        if new and schedule not in self.stretched:
+            self.stretched.append(schedule)
+        self.changes += [(f"{name}.{k}", state[k], new[k]) for k in new if not k.startswith("_")]
+        if "_schedulers" in state:  # of a SequentialLR, or a ChainedScheduler
+            inner = zip(schedule._schedulers, state["_schedulers"], strict=False)
+            new["_schedulers"] = [self._with_its_length(f"{name}.{i}", *pair) for i, pair in enumerate(inner)]
+        return {**state, **new}
+
+    def begin(self) -> None:
+        """Everything is loaded: what trained when it was saved trains now. Schedules that became longer say their
+        learning rates again: torch's own step multiplies the last rate, and one at 0 would stay there."""
+        self.changes += self.layout.apply()
+        for thing in self.tracked.values():
+            voice = _voice(thing)
+            if voice in self.stretched and hasattr(voice, "_get_closed_form_lr"):
+                voice._last_lr = thing._last_lr = voice._get_closed_form_lr()
+                for group, lr in zip(voice.optimizer.param_groups, voice._last_lr, strict=True):
+                    group["lr"] = lr
+        self.stretched = []
+
+    def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
+        """After a step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
+        covered = {id(t) for model in self.models.values() for t in (*model.parameters(), *model.buffers())}
+        forgotten = [m for m in placed if any(id(t) not in covered for t in (*m.parameters(), *m.buffers()))]
+        forgotten += [
+            s for s in steppers if hasattr(s, "state_dict") and not any(s is t for t in self.tracked.values())
+        ]
+        missing = set(self.resumed.states) - set(self.tracked) if self.resumed else set()
+        if missing:
+            raise CheckpointError(
+                f"The run resumed from {self.resumed.path if self.resumed else ''}.",
+                f"It holds {', '.join(sorted(missing))} as well, which this run does not track.",
+                "track the same names as the run that saved it.",
+            )
+        if forgotten:
+            names = [type(thing).__name__ for thing in forgotten]
+            words = ", ".join(f"{_word(thing)}=..." for thing in forgotten)
+            raise CheckpointError(
+                "A step is done, and its state was to be checked for the checkpoints.",
+                f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} part of it but not tracked: "
+                "a resume would silently start that anew.",
+                f"run.track({words}) before the loop.",
+            )
+
+    def check_length(self, length: int | str, accepted: Sequence[str]) -> list[dict[str, Any]]:
+        """The training data has so many samples now: what changes if that is another number than at the beginning."""
+        before = self.resumed.about["identity"].get("length", length) if self.resumed else length
+        if before == length:
+            return []
+        if "length" not in accepted:
+            raise SettingsError(
+                f"The run was to be resumed with {length} samples of training data.",
+                f"It was begun with {before}, and the order of all samples depends on it.",
+                "resume with the same data set, or add --accept-change length.",
+            )
+        return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
+
+    def check_exchange(self, name: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
+        """The script's own exchange is called `name` ("none": it has none): what changes if it was another one."""
+        before = self.resumed.about["identity"].get("own exchange", "none") if self.resumed else name
+        if before == name:
+            return []
+        if "exchange" not in accepted:
+            raise SettingsError(
+                f"The run was to be resumed with exchange={name} in run.steps.",
+                f"It was begun with {before}, and the result depends on how gradients meet.",
+                "resume with the same exchange, or add --accept-change exchange.",
+            )
+        return [{"step": self.saved_after or 0, "field": "exchange", "from": before, "to": name}]
+
+    def check_ties(self, ties: str) -> list[dict[str, Any]]:
+        """What stages of a pipeline share now: as with another layout, it is another way to the same, to rounding."""
+        before = self.resumed.about["identity"].get("ties", "none") if self.resumed else ties
+        return [{"step": self.saved_after or 0, "field": "ties", "from": before, "to": ties}] if before != ties else []
+
+    def seal(self, *, half_done: bool) -> None:
+        """The loop is being left with break; `half_done`: in the middle of a step. What the script does from here on is
+        no part of the training, but a checkpoint is written only when the script returns."""
+        self._sealed = (half_done, self._weights())
+        self.tracked[RANDOM].hold()
+
+    def touched_since_break(self, *, one_stream: bool) -> str:
+        """Why the state is not what the last step left behind, in words; "" if it is."""
+        if self._sealed is None:
+            return "something nobody saw: the loop was left behind"
+        half_done, weights = self._sealed
+        if half_done and one_stream:  # its random numbers are drawn
+            return "that of a step which was left half done"
+        if [(id(t), seen) for t, seen in weights] != [(id(t), seen) for t, seen in self._weights()]:
+            return "what the script made of the weights after its loop"
+        return ""
+
+    def _weights(self) -> list[tuple[torch.Tensor, int]]:
+        return [(t, version(t)) for model in self.models.values() for t in [*model.parameters(), *model.buffers()]]
+
+    # -- saving
+
+    def save(self, steps: int, about: dict[str, Any], how: CheckpointSettings, *, beside: bool = False) -> None:
+        """Save what is there after `steps` steps. Every process must call it; all raise if it cannot be saved.
+
+        beside  return when everything is copied, and write beside what comes next, if the settings allow that
+        """
+        with phases.phase("checkpoint"):
+            self.settle()  # before anything is copied: there is one memory, and one writer
+            self.layout.check_alike(self.group)
+            main = self.group.rank == 0
+            tensors = Tensors(speaks=main, begins=partial(start_of, mesh=self.mesh))
+            states = self._parts(tensors)
+            state = packed(states, {**about, "models": sorted(self.models)}, tensors)
+            keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)
+            if self._place is None:  # the first one: nothing more will be read of what the run goes on from
+                self._place = place_of(self.run_dir)
+                loading.let_go(self.resumed.path) if self.resumed is not None else None
+            self.saver.begin(self._place, steps, state, keep, wait=wait)
+            self.saved_after = steps
+
+    def settle(self) -> None:
+        """What is being written beside the steps is written; all raise if it could not be. Every process calls it."""
+        with phases.phase("checkpoint"):
+            if not self.saver.settle():
+                self.saved_after = None
+
+    def _parts(self, tensors: Tensors) -> dict[str, Any]:
+        """The states of all that is tracked, by name. What lies over several processes does so here as well."""
+        stages = self.stages
+        found = {name: thing.state_dict() for name, thing in self.tracked.items()}
+        if stages is not None:  # one that is divided as well is whole on the first process of those that share it
+            states = {name: whole(state, keep=stages.speaks) for name, state in found.items()}
+        else:
+            states = {name: simple(state, self.mesh) for name, state in found.items()}
+        for name in states.keys() & self.models.keys():
+            states[name] = tied(states[name], self.models[name])
+        if stages is not None:
+            shelves = {name: Shelf(tensors, name, stages.speaks) for name in states}
+            return {n: stages.whole(self.tracked[n], state, shelves[n]) for n, state in states.items()}
+        return states
+
+    def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
+        """Their states by name: whole on the main process, together with the others."""
+        states = {
+            name: whole(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
+            for name, thing in things.items()
+        }
+        for name in states.keys() & self.models.keys():
+            states[name] = tied(states[name], self.models[name])
+        if self.stages is not None:
+            return {name: self.stages.whole(things[name], state) for name, state in states.items()}
+        return states
+
+    def fingerprint(self) -> str:
+        """sha256 over the tracked models' weights and buffers. All processes must call this together."""
+        parted = self.stages is not None or any(
+            lies_apart(p) for model in self.models.values() for p in model.parameters()
+        )
+        if self.stages is None and parted:  # one tensor after the other is whole, and then forgotten
+            found = loading.fingerprint_of(
+                {name: tied(model.state_dict(), model) for name, model in self.models.items()},
+                lambda tensor: whole(tensor, keep=self.group.rank == 0),
+            )
+        else:
+            found = loading.fingerprint_of(self._whole(self.models))
+        return str(self.group.share(found)) if parted else found
+
+
+class Kept:
+    """A dict of plain values that the loop changes: the best loss so far, since when, what was seen."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[Any, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[Any, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """torch loads an optimizer's floating-point state in the dtype of its parameter; what was saved in float32 beside a
+    parameter in bfloat16 (NAdam's mu_product, or a state of one's own) would lose bits."""
+    loaded = optimizer.state_dict()["state"]
+    for number, values in saved["state"].items():
+        for name, value in values.items():
+            now = loaded[number][name]
+            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                loaded[number][name] = value.to(now.device, copy=True)
+
+
+def _voice(schedule: Any) -> Any:
+    """The schedule that says the learning rate at this moment: within a SequentialLR, the one whose turn it is."""
+    while isinstance(schedule, torch.optim.lr_scheduler.SequentialLR):
+        schedule = schedule._schedulers[bisect_right(schedule._milestones, schedule.last_epoch)]
+    return schedule
+
+
+def _word(thing: Any) -> str:
+    if isinstance(thing, torch.nn.Module):
+        return "model"
+    return "optimizer" if hasattr(thing, "zero_grad") else "schedule"

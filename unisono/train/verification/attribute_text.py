@@ -1,0 +1,44 @@
+"""What placed modules keep in Python attributes, as text that two processes or two moments can compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from unisono.train.modules.attribute_snapshot import MARKS
+
+OF_TORCH = frozenset(vars(torch.nn.Module())) | {"training"}
+"""Attributes that every module has."""
+
+PLAIN = (int, float, str, bool, type(None))
+
+
+def attributes_of(models: Iterable[torch.nn.Module]) -> dict[str, str]:
+    """Return {module.attribute: value as text} of plain values, of the lengths of containers and of tensors' shapes."""
+    found = {}
+    for model in models:
+        for prefix, part in model.named_modules():
+            for name, value in vars(part).items():
+                if name not in OF_TORCH and not name.startswith(MARKS) and (shown := _shown(value)) is not None:
+                    found[f"{prefix or type(model).__name__}.{name}"] = shown
+    return found
+
+
+def first_change(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """Return the first attribute that differs, with both values; "" if none does."""
+    for name in sorted({*one, *other}):
+        if one.get(name) != other.get(name):
+            return f"{name} ({one.get(name, 'absent')} and {other.get(name, 'absent')})"
+    return ""
+
+
+def _shown(value: Any) -> str | None:
+    if isinstance(value, PLAIN):
+        return repr(value)[:80]
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple, dict, set)):
+        return f"{type(value).__name__} of {len(value)}"
+    return None

@@ -1,0 +1,137 @@
+"""Find the cause of a difference: compute the virtual rank again in several ways, and see which of them agree."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from unisono.config.wording import plural
+from unisono.distributed.process_group import peers
+from unisono.plan.batch_order import Place
+from unisono.train.diagnostics.content_hash import content_digest
+from unisono.train.verification import causes
+from unisono.train.verification.attribute_text import first_change
+from unisono.train.verification.causes import Cause
+from unisono.train.verification.pass_record import Facts
+
+if TYPE_CHECKING:
+    from unisono.train.gradient_pass import Gradient
+    from unisono.train.step import Step
+    from unisono.train.verification.verification import Checked, Verification
+
+Row = dict[str, Any]
+"""What one process found out; JSON carries it."""
+
+
+class Diagnosis(NamedTuple):
+    """where  the first tensor that differs, and what agrees."""
+
+    cause: Cause
+    where: str
+
+
+class Tried(NamedTuple):
+    """What a process computed: once, once more, and with its batch at other addresses."""
+
+    once: Facts
+    again: Facts
+    moved: Facts
+    operators: Sequence[str]
+
+
+def diagnose(
+    verification: Verification, step: Step, gradient: Gradient, checked: Checked, kind: str
+) -> Generator[Any, None, Diagnosis]:
+    """Yield spare rounds where the virtual rank was computed, and return what all processes find together.
+
+    kind  what differs first: "loss" or "gradient"
+    """
+    tried: Tried | None = None
+    if verification.alone and (checked.before is not None or checked.inside is not None):
+        tried = yield from _try(verification, step, gradient)
+    models = verification.engine.models.modules
+    names = [verification.engine.models.names.get(id(p), "a parameter") for p in gradient.params]
+    mine: Row = {
+        "numbers": [noted.gradients for noted in (checked.before, checked.inside) if noted is not None],
+        "tried": tried,
+        "names": content_digest(names),
+        "attributes": checked.attributes,
+    }
+    with peers("The verification of the promise"):
+        rows = verification.engine.mesh.world.gather(mine)
+    return Diagnosis(_cause(rows, models, kind), _where(rows, names, kind))
+
+
+def _try(verification: Verification, step: Step, gradient: Gradient) -> Generator[Any, None, Tried]:
+    batches, found = verification.batches, list[str]()
+
+    def compute(fetch: Callable[[Place], Any]) -> Generator[Any, None, Facts]:
+        noted = verification.noted(gradient)
+        yield from verification.rounds(step, gradient, noted, fetch)
+        return noted.facts()
+
+    once = yield from compute(batches.fetch)
+    with naming_operators(found):
+        again = yield from compute(batches.fetch)
+    moved = yield from compute(batches.fetch_moved)
+    return Tried(once, again, moved, sorted(set(found)))
+
+
+def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) -> Cause:
+    tried = [Tried(*row["tried"]) for row in rows if row["tried"] is not None]
+    scripted, compiled = causes.scripted_in(models), causes.compiled_in(models)
+    seen = [of for row in rows for of in row["attributes"]]
+    changed = next((text for of in seen if (text := first_change(seen[0], of))), "")
+    if any(row["names"] != rows[0]["names"] for row in rows):
+        return causes.ORDER
+    if scripted:
+        return causes.scripted(scripted)
+    unstable = any(each.once != each.again for each in tried)
+    if unstable and (known := sorted({name for each in tried for name in each.operators})):
+        return causes.operators(known)
+    if not unstable and any(each.once != each.moved for each in tried):
+        return causes.ALIGNMENT
+    if changed:
+        return causes.attribute(changed)
+    if unstable:
+        return causes.UNKEYED
+    if compiled:
+        return causes.compiled(compiled)
+    if kind == "gradient":
+        return causes.BACKWARD
+    return causes.PROCESS if any(each.once != tried[0].once for each in tried) else causes.STATE
+
+
+def _where(rows: Sequence[Row], names: Sequence[str], kind: str) -> str:
+    """Name the first parameter whose gradient differs, and say what agrees."""
+    numbers = [of for row in rows for of in row["numbers"]]
+    differ: set[int] = set()
+    for of in numbers:
+        for micro_batch, mine in of.items():
+            theirs = next(other[micro_batch] for other in numbers if micro_batch in other)
+            differ |= {i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b}
+    if not differ:
+        return "The samples agree."
+    agrees = "The samples and the loss agree." if kind == "gradient" else "The samples agree."
+    return f"First in {names[min(differ)]} ({len(differ)} of {plural(len(names), 'gradient')} differ). {agrees}"
+
+
+@contextmanager
+def naming_operators(found: list[str]) -> Iterator[None]:
+    """Collect the operators of which torch knows no deterministic kernel, within this block."""
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(strict, warn_only=warns)
+            setattr(torch.utils.deterministic, "fill_uninitialized_memory", fill)  # noqa: B010
+    found += [str(each.message).split(" ")[0] for each in said if "deterministic" in str(each.message)]

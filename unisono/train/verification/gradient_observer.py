@@ -1,0 +1,84 @@
+"""Hear the gradient that each backward pass gives each parameter, under every placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.exchange.tree.reduce_scatter import Chunk, Drop, Scatter
+
+if TYPE_CHECKING:
+    from unisono.train.gradient_pass import Gradient
+
+Note = Callable[[int, torch.Tensor], None]
+"""Called with a parameter's number in `gradient.leaves` and its whole gradient."""
+
+
+@contextmanager
+def listening(gradient: Gradient, note: Note, *, spare: bool) -> Iterator[None]:
+    """Call `note` for every gradient within this block.
+
+    spare  no exchange takes these gradients: they are dropped as soon as they were noted
+    """
+    exchange = gradient.exchange
+    if isinstance(exchange, Scatter):
+        with _layers(exchange, gradient, note, spare=spare):
+            yield
+        return
+    handles: list[Any] = []
+    for number, p in enumerate(gradient.leaves):
+        if not p.requires_grad:
+            continue
+        if spare:
+            handles.append(p.register_post_accumulate_grad_hook(partial(_take, note, number)))
+        else:
+            handles.append(p.register_hook(partial(note, number)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _take(note: Note, number: int, p: torch.Tensor) -> None:
+    """Note the gradient that autograd has put there, and let go of it."""
+    if p.grad is not None:
+        note(number, p.grad)
+        p.grad = None
+
+
+@contextmanager
+def _layers(exchange: Scatter, gradient: Gradient, note: Note, *, spare: bool) -> Iterator[None]:
+    """Hear of layers that are gathered one by one: FSDP2 hands over the whole gradient of a layer, flat."""
+    numbers = {id(p): number for number, p in enumerate(gradient.params)}
+
+    def heard(chunk: Chunk, flat: torch.Tensor) -> None:
+        for p, whole in zip(chunk.params, chunk.wholes(flat), strict=True):
+            if id(p) in numbers:
+                note(numbers[id(p)], whole)
+
+    if spare:
+        for chunk in (*exchange.chunks, *exchange.dropped):
+            chunk.layer.reduce_by(Heard(chunk, heard))
+        yield
+        return
+    exchange.heard = heard
+    try:
+        yield
+    finally:
+        exchange.heard = None
+
+
+class Heard(Drop):
+    """Take a layer's gradient, note it, and drop it."""
+
+    def __init__(self, chunk: Chunk, heard: Callable[[Chunk, torch.Tensor], None]) -> None:
+        super().__init__(chunk.layer, chunk.params, chunk.scatter, chunk.size)
+        self._heard = heard
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
+        self._heard(self, input_tensor)

@@ -1,0 +1,121 @@
+"""Find a script that computes with its part of a parameter as if it were the whole.
+
+Under `parallel.shard` the parameters and gradients that a script sees between its rounds are torch's DTensors, of which
+each process holds rows. Elementwise code has the same bits on every placement. A reduction has not: a norm of the rows
+that are here differs between processes, and a norm over all rows is added up in another order. In a verified step the
+operators that the script calls are looked at, between the rounds and the next step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import unisono
+from unisono.distributed.process_group import lies_apart, local
+from unisono.train.verification.gradient_sums import is_partial
+
+if TYPE_CHECKING:
+    from unisono.train.modules.models import Models
+
+UNISONO, TORCH = (str(Path(module.__file__ or "").parent) + os.sep for module in (unisono, torch))
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class PartsWatch(TorchDispatchMode):
+    """Look for reductions over rows of divided parameters.
+
+    found  "operator at file:line" of the first; "": none
+    """
+
+    def __init__(self, models: Models) -> None:
+        super().__init__()
+        self.found = ""
+        self._models = models
+        self._on = False
+
+    def begin(self) -> None:
+        """Look from now on."""
+        if not self._on:
+            self._on = True
+            held = [
+                local(t.detach()) for p in self._models.params for t in (p, p.grad) if t is not None and lies_apart(t)
+            ]
+            self._memory: dict[int, StorageWeakRef] = {}
+            self._remember(held)
+            self.__enter__()
+
+    def end(self) -> None:
+        """Stop looking; ending twice changes nothing."""
+        if self._on:
+            self._on = False
+            self.__exit__(None, None, None)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.found or self._models.busy or func.namespace != "aten" or func.is_view:
+            return out
+        given = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and self._is_part(t)]
+        if given and (where := caller()):
+            made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+            if reduces(given, made):
+                self.found = f"{func.__name__.partition('.')[0]} at {where}"
+            self._remember(made)
+        return out
+
+    def _remember(self, parts: Iterable[torch.Tensor]) -> None:
+        """What was computed of parts, element by element, is a part as well."""
+        for t in parts:
+            if type(t) in PLAIN and t.layout is torch.strided and t.numel():
+                storage = t.untyped_storage()
+                self._memory[storage.data_ptr()] = StorageWeakRef(storage)
+
+    def _is_part(self, tensor: torch.Tensor) -> bool:
+        if lies_apart(tensor):
+            return _is_cut(tensor)
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            return False
+        known = self._memory.get(tensor.untyped_storage().data_ptr())
+        return known is not None and not known.expired()  # a gradient may be gone, and its memory another tensor's
+
+
+def reduces(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
+    """Return whether what was made of these parts is smaller than they are, or a sum that processes have yet to add."""
+    if any(map(lies_apart, given)):
+        return any(map(is_partial, made))
+    smallest = min(t.numel() for t in given)
+    return any(t.numel() < smallest for t in made)
+
+
+def _is_cut(tensor: Any) -> bool:
+    """Has this process rows of it, so that elementwise code computes the rows of the result?"""
+    return lies_apart(tensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
+def caller() -> str:
+    """Return file:line of the nearest frame outside of torch; "" if it is one of the library's own."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or _is_torch(frame.f_code.co_filename)):
+        frame = frame.f_back
+    name = frame.f_code.co_filename
+    return "" if name.startswith(UNISONO) else f"{name}:{frame.f_lineno}"
+
+
+def _is_torch(name: str) -> bool:
+    return name.startswith((TORCH, "<"))

@@ -1,0 +1,74 @@
+"""Verify the update of a step in which processes hold rows of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from unisono.data.rng import undisturbed
+from unisono.train.guarantees.user_errors import by_element
+from unisono.train.optimization.sharded_step import differs_in_shards
+from unisono.train.verification import causes
+from unisono.train.verification.causes import Cause
+from unisono.train.verification.partial_reductions import PartsWatch
+from unisono.train.verification.whole_update import WholeUpdate, differing_by_rows
+
+if TYPE_CHECKING:
+    from unisono.distributed.process_group import Group
+    from unisono.train.modules.models import Models
+
+
+class ShardedUpdate:
+    """The update of one verified step, on this process.
+
+    random  let random parameters be updated as well, which takes longer
+    found   (what differs, why): the same on no two processes, so they compare it later
+    """
+
+    def __init__(self, models: Models, group: Group, turn: int, *, random: bool) -> None:
+        self.models, self.group, self.turn, self.random = models, group, turn, random
+        self.found: list[tuple[str, Cause]] = []
+        self._parts = PartsWatch(models)
+
+    def begin(self) -> None:
+        """The gradient is whole: from now on the script computes with rows of it."""
+        self._parts.begin()
+
+    @contextmanager
+    def stepping(self, optimizer: Any) -> Iterator[None]:
+        """Step whole parameters beside the rows, within this block, if it is an optimizer of torch's.
+
+        One of the script's own may keep anything anywhere, so it is not stepped twice: its `by_element` is believed.
+        """
+        known = isinstance(optimizer, torch.optim.Optimizer) and by_element(optimizer)
+        known &= not hasattr(optimizer, "by_element")
+        if not known or differs_in_shards(optimizer, self.models.layers):  # then the promise says so already
+            yield
+            return
+        with self._unseen():
+            whole = WholeUpdate(optimizer, self.group, self.turn)
+        yield
+        with self._unseen():
+            differing = whole.differing()
+            if not differing and self.random:
+                differing = differing_by_rows(optimizer, self.group, self.turn)
+        names = [self.models.names.get(id(p), "a parameter") for p in differing]
+        if names:
+            what = f"The update of {names[0]} by rows differs from the update of the whole parameter"
+            self.found.append((what, causes.optimizer(optimizer)))
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """A block that changes no generator, and whose operators nothing looks at."""
+        with undisturbed(self.group.device), _disable_current_modes():
+            yield
+
+    def end(self) -> None:
+        """The next step begins, or the run ends."""
+        self._parts.end()
+        if self._parts.found:
+            self.found.insert(0, ("The script reduced rows of a parameter", causes.part(self._parts.found)))

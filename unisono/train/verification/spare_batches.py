@@ -1,0 +1,90 @@
+"""The batches of spare rounds, fetched in another way than those of the step's own rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import _utils
+
+from unisono.data.loader import Numbers
+from unisono.data.rng import undisturbed
+from unisono.plan.batch_order import Place
+from unisono.train.diagnostics.content_hash import content_digest
+
+if TYPE_CHECKING:
+    from unisono.train.loop import Engine
+
+CPU = torch.device("cpu")
+
+
+class Unfetched(Exception):
+    """A batch could not be fetched once more."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Batches:
+    """Fetch micro-batches of a step once more.
+
+    differs  "worker": the data set gives other samples in a loader worker; "data": whenever it is read; "": neither
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.differs = ""
+
+    def fetch(self, place: Place) -> Any:
+        """Fetch a batch in this process."""
+        return self.engine._loader.fetch(place)[1]
+
+    def fetch_moved(self, place: Place) -> Any:
+        """Fetch a batch in this process, and move it to other addresses: each tensor begins its own memory."""
+        return tree_map_only(torch.Tensor, moved, self.fetch(place))
+
+    def fetch_otherwise(self, place: Place) -> Any:
+        """Fetch a batch as the step's own rounds do not: without a worker if they have workers. If they have none,
+        the data set is read as in a worker too, and tensors are at addresses as a worker's are.
+
+        Raises Unfetched if the data set raises an error.
+        """
+        try:
+            return self._fetch_otherwise(place)
+        except Exception as error:
+            raise Unfetched(error) from error
+
+    def _fetch_otherwise(self, place: Place) -> Any:
+        if self.engine.settings.loader.workers:
+            return self.fetch(place)
+        fetcher = self.engine._loader.fetcher
+        if fetcher.rows or isinstance(fetcher.data, Numbers):  # no code of the script reads these
+            return self.fetch_moved(place)
+        with undisturbed(CPU), as_in_a_worker(fetcher):
+            in_worker = content_digest(self.fetch(place))
+        batch = self.fetch_moved(place)
+        if in_worker != content_digest(batch):
+            with undisturbed(CPU):
+                self.differs = "worker" if content_digest(self.fetch(place)) == content_digest(batch) else "data"
+        return batch
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same tensor in memory of its own, which begins where an allocation does."""
+    return tensor.clone() if tensor.layout is torch.strided and not tensor.requires_grad else tensor
+
+
+@contextmanager
+def as_in_a_worker(data: Any) -> Iterator[None]:
+    """Let torch.utils.data.get_worker_info() say within this block that this is the only loader worker."""
+    worker = _utils.worker
+    info = worker.WorkerInfo(id=0, num_workers=1, seed=torch.initial_seed(), dataset=data)
+    before, worker._worker_info = worker._worker_info, info
+    try:
+        yield
+    finally:
+        worker._worker_info = before
