@@ -19,7 +19,7 @@ import torch
 from benchmarks.machine import parser, ratio, show
 from benchmarks.tasks import TASKS, loss_of
 from unisono.config import DivergenceSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
 

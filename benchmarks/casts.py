@@ -20,10 +20,10 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
 from unisono.config import ParallelSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.parallel.fsdp.gather_order import Gather
-from unisono.recipes.text import GPT, Model, surprise
+from unisono.parallel.fsdp.gather_order import AllGather
+from unisono.recipes.text import GPT, Model, loss_sum
 from unisono.testing import build_run, run_ranks
 
 KINDS = {"float32": ("fp32", "fp32"), "autocast": ("bf16", "fp32"), "param_dtype": ("fp32", "bf16")}
@@ -40,7 +40,7 @@ class Counter:
 
     def watch(self) -> None:
         """Count from now on what FSDP2 gathers."""
-        for kind in (_fsdp_collectives.DefaultAllGather, Gather):  # once a step, and layer by layer
+        for kind in (_fsdp_collectives.DefaultAllGather, AllGather):  # once a step, and layer by layer
             kind.__call__ = self._counted(kind.__call__)  # type: ignore[method-assign]
 
     def _counted(self, as_it_is: Any) -> Any:
@@ -67,7 +67,7 @@ def counted(world: World, kind: str, gather: Any, model: Model, folder: str) -> 
         for step in run.steps(TensorDataset(tokens[:, :-1], tokens[:, 1:].contiguous())):
             if step.number == 1:
                 counter.watch()
-            step.run(placed, surprise)
+            step.run(placed, loss_sum)
             step.update(optimizer)
         run.close()
     return counter.bytes

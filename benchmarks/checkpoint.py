@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks.machine import Spread, parser, ratio, show, spread
 from unisono.config import CheckpointSettings, Settings
-from unisono.distributed.init import group
+from unisono.distributed.init import join_process_group
 from unisono.environment import World
 from unisono.testing import build_run
 from unisono.train.run import Run
@@ -104,7 +104,7 @@ def measure(rounds: int, width: int, steps: int, folder: Path, *, torchs: bool) 
     torch.set_num_threads(1)
     world = World(rank=0, size=1, local_rank=0, local_size=1, store=f"file://{folder}/store", launcher="test")
     settings = Settings(steps=10_000, virtual_ranks=1, checkpoint=CheckpointSettings(keep=1))
-    with group(world) as alone:
+    with join_process_group(world) as alone:
         run = build_run(settings, world, alone, folder)
         bench = Bench(run, width, steps, folder)
         ways = {"waiting": bench.waiting, "beside": bench.beside}

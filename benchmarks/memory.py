@@ -31,9 +31,9 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.machine import parser, show
 from unisono.config import Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.plan.assignment import place_evenly
+from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import copies, subtrees
 from unisono.testing import build_run, run_ranks
 
@@ -118,7 +118,7 @@ def rise(world: World, who: str, virtual_ranks: int, width: int, folder: str) ->
 def measure(who: str, size: int, virtual_ranks: int, width: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(rise, size, who, virtual_ranks, width, folder)
-    spans = place_evenly(virtual_ranks, size)
+    spans = assign_evenly(virtual_ranks, size)
     return {
         "who": who,
         "processes": size,

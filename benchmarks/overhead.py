@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from benchmarks.machine import parser, ratio, show, spread
 from benchmarks.tasks import Points, mlp
 from unisono.config import Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run
 from unisono.train.run import Run

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import line
-from unisono.cli.commands.prove import KINDS, Row, size
+from unisono.cli.commands.prove import KINDS, LayoutRow, size
 from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +107,7 @@ def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
     for found in rows:
         words = [f"{found['verdict']}. {found['reason'].rstrip('.')}"] if found["reason"] else []
         words += [f"it holds {kind} for {share:.2f} shares" for kind, share in found["share"].items() if share > MOST]
-        words += [uneven] if (uneven := Row(**found).uneven) else []
+        words += [uneven] if (uneven := LayoutRow(**found).uneven) else []
         for each in words:
             those.setdefault(each, []).append(f"`{found['placement']}`")
     return [f"- {', '.join(names)}: {words}." for words, names in those.items()]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.machine import parser, ratio, show, spread
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import Message, wait_for
-from unisono.distributed.ring_allreduce import ring_
+from unisono.distributed.ring_allreduce import ring_all_reduce_
 from unisono.environment import World
 from unisono.testing import run_ranks
 
@@ -40,7 +40,7 @@ def turns(world: World, megabytes: int, count: int) -> dict[str, Any]:
         right, left = Message(sent, (rank + 1) % n), Message(came, (rank - 1) % n)
         calls = {
             "gloo": lambda: group.all_reduce(tensor).wait(),
-            "ring": lambda: ring_(group, tensor),
+            "ring": lambda: ring_all_reduce_(group, tensor),
             "bound": lambda: wait_for(group.send_and_receive([right], [left])),
         }
         taken: dict[str, list[float]] = {name: [] for name in calls}

@@ -42,7 +42,7 @@ def main(run: unisono.Run[Settings]) -> None:
             began, before = time.perf_counter(), sent()
         # the first step begins here, the last meeting is before the last one's end: steps - 1 whole ones
         steps, seconds, line = step.number, time.perf_counter() - began, sent() - before
-        step.run(model, text.surprise)
+        step.run(model, text.loss_sum)
         step.update(optimizer, schedule)
     run.log(loop_samples_per_second=steps * settings.batch / seconds, line_bytes_per_step=line / max(steps, 1))
     if settings.validate:

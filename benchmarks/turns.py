@@ -32,11 +32,11 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.machine import parser, ratio, show, spread
 from benchmarks.tasks import TASKS, Task, loss_of
 from unisono.config import Settings
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
-from unisono.plan.assignment import place_evenly
-from unisono.plan.batch_order import Order
+from unisono.plan.assignment import assign_evenly
+from unisono.plan.batch_order import BatchOrder
 from unisono.testing import SlowAt, build_run, run_ranks
 
 PROCESSES = 2
@@ -58,9 +58,9 @@ class Course(NamedTuple):
     """Where a loop runs: what all of a race have in common."""
 
     settings: Settings
-    order: Order
+    order: BatchOrder
     world: World
-    group: Group
+    group: ProcessGroup
     model: nn.Module
     data: Dataset[Any]
     folder: Path
@@ -68,7 +68,7 @@ class Course(NamedTuple):
     def steps(self) -> Iterator[Iterator[tuple[int, Any]]]:
         """For a loop by hand: step by step, (how many follow, batch) of this process's micro-batches."""
         order = self.order
-        span = place_evenly(order.virtual_ranks, self.group.size)[self.group.rank]
+        span = assign_evenly(order.virtual_ranks, self.group.size)[self.group.rank]
         steps = [[samples for _, samples in order.places(step, span)] for step in range(order.steps_per_epoch)]
         batches = iter(DataLoader(self.data, batch_sampler=list(itertools.chain(*steps))))
         for micro_batches in steps:
@@ -99,7 +99,7 @@ class Race:
         return list(dict.fromkeys([*self.beside, *self.beside.values()]))
 
 
-def ours(course: Course, settings: Settings, group: Group, loop: str) -> Iterator[Turn]:
+def ours(course: Course, settings: Settings, group: ProcessGroup, loop: str) -> Iterator[Turn]:
     """The public loop; advanced by one, it takes one step."""
     run = build_run(settings, course.world, group, course.folder / loop)
     model = run.place(copy.deepcopy(course.model))
@@ -119,7 +119,7 @@ def compete(world: World, race: Race, name: str, virtual_ranks: int, start: int,
     torch.manual_seed(1)
     total = steps + warm_up
     settings = Settings(epochs=1, batch=task.batch, virtual_ranks=virtual_ranks)
-    order = Order(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
+    order = BatchOrder(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
     with join(world) as group, SlowAt(1.0) if race.times else nullcontext() as slow:
         course = Course(settings, order, world, group, task.build(), task.data(total * task.batch), Path(folder))
         running = {loop: race.build(course, loop) for loop in shuffled(loops, f"start {start}")}

@@ -22,7 +22,7 @@ import torch
 from benchmarks.machine import parser, show, spread
 from benchmarks.tasks import loss_of, text
 from unisono.config import ParallelSettings, PromiseSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
 

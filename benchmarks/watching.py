@@ -43,14 +43,14 @@ from benchmarks.machine import parser, ratio, show
 from benchmarks.tasks import TASKS, loss_of
 from unisono import phases
 from unisono.config import DivergenceSettings, Settings, StuckSettings
-from unisono.distributed.init import group as join
-from unisono.distributed.membership.membership import SCHEME, Company
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.environment import World
 from unisono.launcher import failure_record
-from unisono.launcher.elastic_policy import Survival
-from unisono.launcher.hang_watcher import Lookout
-from unisono.monitor.loss_spikes import Spikes
-from unisono.monitor.status_thread import Watch
+from unisono.launcher.elastic_policy import ElasticLauncher
+from unisono.launcher.hang_watcher import HangWatcher
+from unisono.monitor.loss_spikes import LossSpikes
+from unisono.monitor.status_thread import StatusThread
 from unisono.testing import build_run, run_ranks
 
 EVERY = DivergenceSettings.every
@@ -64,14 +64,14 @@ GPT_WARM_UP = 2
 class Threads:
     """The watching threads of one process, turned on and off, and what they used while they were on (seconds)."""
 
-    def __init__(self, world: World, company: Company, place: Path) -> None:
+    def __init__(self, world: World, company: Membership, place: Path) -> None:
         self.world, self.company, self.place = world, company, place
         self.used = {"heartbeat": 0.0, "watch": 0.0}
         company._left.set()  # the heartbeat that it has begun with ends
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        with Watch(StuckSettings(), self.world) as watch:
+        with StatusThread(StuckSettings(), self.world) as watch:
             self.company._left.clear()
             beat = threading.Thread(target=self.company._beat, name="company", daemon=True)
             beat.start()
@@ -196,17 +196,17 @@ def lines() -> dict[str, float]:
     """Seconds in a step of what is always there."""
     line = min(timeit.repeat("Here.moves += 1", "from unisono.phases import Here", number=100_000, repeat=5)) / 100_000
     begin = min(timeit.repeat("f(3)", "from unisono.phases import begin_step as f", number=100_000, repeat=5)) / 100_000
-    phases.Here.steps = 0
-    spikes = Spikes()
+    phases.Position.steps = 0
+    spikes = LossSpikes()
     hears = [2.0 + number % 7 for number in range(20_000)]
-    look = min(timeit.repeat(lambda: [spikes.hear(each) for each in hears], number=1, repeat=3)) / len(hears)
+    look = min(timeit.repeat(lambda: [spikes.observe(each) for each in hears], number=1, repeat=3)) / len(hears)
     return {"counting": CHANGES * line + begin, "a look for spikes": look}
 
 
 def measure(pairs: int, steps: int, width: int, compared: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        door, survival = Path(folder) / "door", Survival(1, build=lambda *_: None)  # type: ignore[arg-type]
-        with survival.open(door, 2, [sys.executable, "-u", "-P"]), Lookout(Path(folder)) as lookout:
+        door, survival = Path(folder) / "door", ElasticLauncher(1, build=lambda *_: None)  # type: ignore[arg-type]
+        with survival.open(door, 2, [sys.executable, "-u", "-P"]), HangWatcher(Path(folder)) as lookout:
             assert survival.meeting is not None
             beside = {
                 "meeting place": f"{survival.meeting.pid}",

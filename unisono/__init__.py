@@ -1,6 +1,6 @@
 """Unisono: train on one process or a hundred and get the same model, to the last bit.
 
-The names below are all there is to learn. They are resolved when first used, so `import unisono` loads no torch.
+The names below are the public API. Each is imported when it is first used, so `import unisono` loads no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unisono import environment as environment  # at once: it notes the working 
 
 __version__ = "0.1.0"
 
-_door = {
+_EXPORTS = {
     "main": "unisono.entrypoint",
     "launch": "unisono.notebook",
     "Settings": "unisono.config",
@@ -20,11 +20,11 @@ _door = {
     "LoaderSettings": "unisono.config",
     "ParallelSettings": "unisono.config",
     "PromiseSettings": "unisono.config",
-    "Sequence": "unisono.parallel.context_parallel.sequence_split",
+    "SequenceDims": "unisono.parallel.context_parallel.sequence_split",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streaming.stream",
-    "Placement": "unisono.parallel.parallel_plan",
+    "ParallelPlan": "unisono.parallel.parallel_plan",
     "Exchange": "unisono.exchange",
     "Collectives": "unisono.distributed.collectives",
     "World": "unisono.environment",
@@ -34,12 +34,14 @@ _door = {
     "DataError": "unisono.errors",
     "LoopError": "unisono.errors",
     "CheckpointError": "unisono.errors",
-    "RankFailed": "unisono.errors",
-    "Diverged": "unisono.errors",
-    "PromiseBroken": "unisono.errors",
+    "RankFailedError": "unisono.errors",
+    "DivergenceError": "unisono.errors",
+    "PromiseBrokenError": "unisono.errors",
+    "PeerLostError": "unisono.errors",
+    "StuckError": "unisono.errors",
 }
 
-__all__ = ["__version__", *_door]
+__all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from unisono.config import CheckpointSettings as CheckpointSettings
@@ -53,17 +55,19 @@ if TYPE_CHECKING:
     from unisono.environment import World as World
     from unisono.errors import CheckpointError as CheckpointError
     from unisono.errors import DataError as DataError
-    from unisono.errors import Diverged as Diverged
+    from unisono.errors import DivergenceError as DivergenceError
     from unisono.errors import LoopError as LoopError
-    from unisono.errors import PromiseBroken as PromiseBroken
-    from unisono.errors import RankFailed as RankFailed
+    from unisono.errors import PeerLostError as PeerLostError
+    from unisono.errors import PromiseBrokenError as PromiseBrokenError
+    from unisono.errors import RankFailedError as RankFailedError
     from unisono.errors import SettingsError as SettingsError
+    from unisono.errors import StuckError as StuckError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
     from unisono.exchange import Exchange as Exchange
     from unisono.notebook import launch as launch
-    from unisono.parallel.context_parallel.sequence_split import Sequence as Sequence
-    from unisono.parallel.parallel_plan import Placement as Placement
+    from unisono.parallel.context_parallel.sequence_split import SequenceDims as SequenceDims
+    from unisono.parallel.parallel_plan import ParallelPlan as ParallelPlan
     from unisono.train.run import Run as Run
     from unisono.train.step import Step as Step
 
@@ -73,8 +77,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _door:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_door[name]), name)
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

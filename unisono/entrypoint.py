@@ -26,37 +26,52 @@ from typing import Any, TypeVar
 import torch
 
 from unisono.checkpoint import manifest
-from unisono.checkpoint.load import Checkpoint, about, here, newest, opened
-from unisono.checkpoint.storage import settle_in
-from unisono.cli.request.autoresume import again, mark
+from unisono.checkpoint.load import Checkpoint, localize, metadata_of, newest, open_checkpoint
+from unisono.checkpoint.storage import prepare_storage
+from unisono.cli.request.autoresume import resume_words, write_job_mark
 from unisono.cli.request.device_checks import problems_here
 from unisono.cli.request.launcher_flags import without_local_rank
-from unisono.cli.request.run_dir import choose_run_dir, hold, newest_run, not_writable, problems_of_run_dir, write
-from unisono.cli.request.run_options import Request
-from unisono.cli.request.start_message import say_hello
+from unisono.cli.request.run_dir import (
+    choose_run_dir,
+    lock_run_dir,
+    newest_run,
+    not_writable,
+    problems_of_run_dir,
+    write,
+)
+from unisono.cli.request.run_options import RunRequest
+from unisono.cli.request.start_message import print_start
 from unisono.cli.request.target import problems_of_train, recipes
-from unisono.config import ENVIRONMENT, Line, Loaded, Settings, explain, gather, mathematics
+from unisono.config import (
+    ENVIRONMENT,
+    CommandLine,
+    LoadedSettings,
+    Settings,
+    gather,
+    numeric_settings,
+    provenance_lines,
+)
 from unisono.config.mesh_shape import fill, layout, wanted
 from unisono.config.validate import examine
 from unisono.config.validate_parallel import problems_of_mixed
 from unisono.data.rng import seed_everything
-from unisono.distributed.existing_group import taken_over
-from unisono.distributed.init import group as join
+from unisono.distributed.existing_group import take_over
+from unisono.distributed.init import join_process_group as join
 from unisono.distributed.init import kind_of
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World, in_a_kernel, variables
-from unisono.errors import Problem, SettingsError, Stopped, UnisonoError, Unreachable, WorldError
+from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
 from unisono.launcher import failure_record
 from unisono.monitor import console, summary
-from unisono.monitor.status_thread import Watch
+from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import limits_named
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train.guarantees.run_identity import agree, compare, describe_environment
-from unisono.train.guarantees.user_errors import parts_told
-from unisono.train.loop import Engine
-from unisono.train.recovery.crash_handoff import leave
+from unisono.train.guarantees.user_errors import sharded_parameters_error
+from unisono.train.loop import StepLoop
+from unisono.train.recovery.crash_handoff import dump_replicas
 from unisono.train.run import Run
-from unisono.train.run_classes import run_kind
+from unisono.train.run_classes import run_class
 
 S = TypeVar("S", bound=Settings)
 
@@ -75,21 +90,23 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         do = "unisono.launch(main, Settings(steps=100), ranks=2) (docs/notebooks.md)"
         raise SettingsError("unisono.main was called in a notebook.", true, do)
     try:
-        world = taken_over(World.current())
+        world = take_over(World.current())
     except WorldError as error:  # nothing of ours has been at work: no traceback tells more
         if failure_record.path() is not None:  # our launcher says it
             raise
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)
     try:
-        with console.patiently():
+        with console.broken_pipe_safe():
             _main(train, settings, world)
         if "torch.distributed.fsdp" in sys.modules:
             gc.collect()  # shards hold their group in cycles; one that lives until the interpreter ends may abort it
         if world.dry:
             sys.exit()  # what the script does with a run's results is not to be done before there are any
     except UnisonoError as error:
-        if isinstance(error, Unreachable) and world.launcher != "unisono":  # the same for all processes of a host
+        if (
+            isinstance(error, UnreachableHostError) and world.launcher != "unisono"
+        ):  # the same for all processes of a host
             if world.local_rank == 0:
                 print(error, file=sys.stderr)
             sys.exit(error.exit_status)
@@ -102,9 +119,9 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
-    request = Request.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
-    request = again(request, script.stem, Asked(script, request, world).line(), restarts=world.restarts)
-    asked = Asked(script, request, world)
+    request = RunRequest.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
+    request = resume_words(request, script.stem, StartRequest(script, request, world).line(), restarts=world.restarts)
+    asked = StartRequest(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
@@ -115,7 +132,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             dry_run(train, loaded.settings, world)
         return
     divided = loaded.settings.parallel.shard != 1
-    with Watch(loaded.settings.stuck, world), join(world, divided=divided) as group, ExitStack() as kept:
+    with StatusThread(loaded.settings.stuck, world), join(world, divided=divided) as group, ExitStack() as kept:
         shown, path, resumes = _on_main(group, lambda: (*asked.run_dir(kept), request.resume))
         run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed
         request = replace(asked.request, run_dir=Path(shown), resume=resumes)
@@ -124,27 +141,27 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         differences = agree(group, facts)
         if group.mixed and (problems := problems_of_mixed(loaded.settings, asked.line())):
             raise SettingsError.of(problems)
-        kinds = group.gather(kind_of(group.device))
+        kinds = group.all_gather_object(kind_of(group.device))
         if group.mixed:  # whoever speaks for all now or later
-            facts["device"] = " and ".join(sorted(set(group.gather(facts["device"]))))
+            facts["device"] = " and ".join(sorted(set(group.all_gather_object(facts["device"]))))
         parallel = loaded.settings.parallel
         axes = fill(wanted(parallel), group.size)
         assert axes is not None, "checked with the settings"
-        identity = {**mathematics(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
+        identity = {**numeric_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
         console.start(group.rank if world.number is None else world.number, world.size)
         if not world.joins:  # who joins later finds all that
             where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
             if world.local_rank == 0:
-                manifest.keep_elsewhere(run_dir, where)  # each host has a run directory, if they share none
+                manifest.record_external_folder(run_dir, where)  # each host has a run directory, if they share none
         resumes = request.resume and not world.joins  # who joins later is told by the others
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if resumes else None
-        resumed = opened(here(Path(found), run_dir)) if found else None
+        resumed = open_checkpoint(localize(Path(found), run_dir)) if found else None
         if not world.joins:
             _on_main(group, lambda: asked.write_down(run_dir, loaded, {**facts, "differences": differences}))
         color = world.terminal and not variables(("NO_COLOR",))
-        kind, engine = (Run, Engine) if not request.trace else _traced(request.trace, group.rank)
-        run: Run[S] = run_kind(loaded.settings, kind)(
+        kind, engine = (Run, StepLoop) if not request.trace else _record_trace(request.trace, group.rank)
+        run: Run[S] = run_class(loaded.settings, kind)(
             loaded.settings,
             world=world,
             group=group,
@@ -159,21 +176,21 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         run.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
         run.changes += _changes(resumed, identity, request)
         run.differences = differences
-        say_hello(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
+        print_start(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(run), _own_arguments(request), _planted(request.faults, run):
             _train(train, run, asked, color)
 
 
-def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bool) -> None:
+def _train(train: Callable[[Run[S]], None], run: Run[S], asked: StartRequest, color: bool) -> None:
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
-        with parts_told(run.settings.parallel), limits_named():
+        with sharded_parameters_error(run.settings.parallel), limits_named():
             train(run)
         run.finish()
-    except Stopped:
+    except RunStopped:
         pass
     except Exception as error:
-        leave(run, error)
+        dump_replicas(run, error)
         raise
     finally:
         run.close()
@@ -185,12 +202,12 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: Asked, color: bo
     if ended is not None:  # it was over already: nothing was computed, so nothing is written
         result = ended
         more = asked.line().flag("--resume").setting(f"steps={2 * run.steps_done}")
-        console.say(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
+        console.print_line(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
     run.together("the run's end", lambda: _leave_result(run, result, new=ended is None))
     if run.is_main:
         if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
-            lines = summary.closing(
+            lines = summary.closing_lines(
                 result,
                 run.dir,
                 shown=asked.request.run_dir,
@@ -209,14 +226,14 @@ def _leave_result(run: Run[Any], result: dict[str, Any], *, new: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StartRequest:
     """What was asked for, and the decisions about it that one process takes for all."""
 
     script: Path
-    request: Request
+    request: RunRequest
     world: World
 
-    def line(self) -> Line:
+    def line(self) -> CommandLine:
         """The command line that asked for this, whoever started the process."""
         if self.world.launcher in ("srun", "mpirun"):
             return self.request.line(self.world.launcher, "-n", str(self.world.size), "python", str(self.script))
@@ -229,7 +246,7 @@ class Asked:
         target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
         return self.request.line("unisono", "run", target, *ranks)
 
-    def settings(self, cls: type[S], train: Callable[[Run[S]], None]) -> Loaded[S]:
+    def settings(self, cls: type[S], train: Callable[[Run[S]], None]) -> LoadedSettings[S]:
         """The settings. Raises SettingsError with everything that is wrong with the request, or with `train`."""
         request, stem = self.request, self.script.stem
         gathered = gather(
@@ -256,17 +273,17 @@ class Asked:
         if self.world.launcher != "unisono":  # our launcher chose it, and holds it
             with chdir(self.world.folder):
                 path = choose_run_dir(self.script.stem, path, resume=request.resume, line=self.line())
-                kept.enter_context(hold(path, self.line()))
+                kept.enter_context(lock_run_dir(path, self.line()))
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 
-    def write_down(self, run_dir: Path, loaded: Loaded[Any], facts: dict[str, Any]) -> None:
+    def write_down(self, run_dir: Path, loaded: LoadedSettings[Any], facts: dict[str, Any]) -> None:
         """What is computed here, and on what. Raises SettingsError where that cannot be written, as on a full disk."""
         started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
         started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
-        started |= {"folder": self.world.folder, **mark(self.request)}
+        started |= {"folder": self.world.folder, **write_job_mark(self.request)}
         try:
-            write(run_dir / "settings.toml", explain(loaded.settings, loaded.sources))
+            write(run_dir / "settings.toml", provenance_lines(loaded.settings, loaded.sources))
             write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
         except OSError as error:
             shown = self.request.run_dir or run_dir
@@ -277,27 +294,27 @@ class Asked:
         Raises SettingsError."""
         if where is not None and "://" not in where:
             where = str(Path(self.world.folder, where))
-        settle_in(run_dir, where, resume=self.request.resume)
+        prepare_storage(run_dir, where, resume=self.request.resume)
         self.lead(run_dir, kept)
-        return manifest.elsewhere(run_dir)[0]
+        return manifest.external_folder(run_dir)[0]
 
     def lead(self, run_dir: Path, kept: ExitStack, *, patience: float = 0.0) -> None:
         """This process writes the checkpoints from now on: their folder, where it is not in the run directory, is ours
         until `kept` is closed. Raises SettingsError where another run has it, and keeps it for so many seconds."""
-        where = manifest.elsewhere(run_dir)[0]
+        where = manifest.external_folder(run_dir)[0]
         if where is None or "://" in where:
             return
         Path(where).mkdir(parents=True, exist_ok=True)
         try:
-            kept.enter_context(hold(Path(where), self.line(), patience=patience))
+            kept.enter_context(lock_run_dir(Path(where), self.line(), patience=patience))
         except SettingsError as error:
             another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
             raise SettingsError(f"checkpoint.dir = {where}", error.problems[0].true, str(another)) from None
 
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
         """The checkpoint to go on from; None: there is none yet. Raises SettingsError if it does not fit."""
-        path = newest(run_dir, console.say)
-        before = about(path)["identity"] if path is not None else {}
+        path = newest(run_dir, console.print_line)
+        before = metadata_of(path)["identity"] if path is not None else {}
         fields = {*before, *identity, "length"} - {*TOLD}
         problems = self.request.problems_of_accepted(fields, self.line())
         known = {name: value for name, value in before.items() if name not in CHANGING}
@@ -307,11 +324,11 @@ class Asked:
         if problems:
             raise SettingsError.of(problems)
         if path is None:
-            console.say(f"There is no checkpoint in {self.request.run_dir} yet: starting at step 0.")
+            console.print_line(f"There is no checkpoint in {self.request.run_dir} yet: starting at step 0.")
         return str(path) if path is not None else None
 
 
-def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: Request) -> list[dict[str, Any]]:
+def _changes(resumed: Checkpoint | None, identity: dict[str, Any], request: RunRequest) -> list[dict[str, Any]]:
     """The changes of the mathematics that this resume accepts, as the promise will tell them. Another layout need not
     be accepted: it is another way to the same, to rounding."""
     if resumed is None:
@@ -338,23 +355,23 @@ CHANGING = (*KNOWN_LATER, "layout")
 
 
 WATCHING = {
-    "evidence": "unisono.train.diagnostics.dump:told",
+    "evidence": "unisono.train.diagnostics.dump:dump_run",
     "replay": "unisono.train.diagnostics.replay_step:replayed",
     "audit": "unisono.train.diagnostics.audited_run:audited",
 }
 """Who watches a script for a command, by what its flag --trace begins with. For `unisono check` it begins with none."""
 
 
-def _traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+def _record_trace(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
     """The run and the engine of who watches."""
     kind, _, words = asked.partition(":")
     module, name = WATCHING.get(kind, "unisono.train.diagnostics.trace:traced").split(":")
     build: Callable[[str, int], Any] = getattr(importlib.import_module(module), name)
-    made: tuple[type[Run[Any]], type[Engine]] = build(words if kind in WATCHING else asked, rank)
+    made: tuple[type[Run[Any]], type[StepLoop]] = build(words if kind in WATCHING else asked, rank)
     return made
 
 
-def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
+def _on_main(group: ProcessGroup, decide: Callable[[], Any]) -> Any:
     """What the main process decides, on every process; its error is raised on all of them."""
     decided: Any = None
     error: UnisonoError | None = None
@@ -363,7 +380,9 @@ def _on_main(group: Group, decide: Callable[[], Any]) -> Any:
             decided = decide()
         except UnisonoError as caught:
             error = caught
-    told = group.share({"value": decided, "problems": error.problems if error else [], "kind": type(error).__name__})
+    told = group.broadcast_object(
+        {"value": decided, "problems": error.problems if error else [], "kind": type(error).__name__}
+    )
     if told["problems"]:
         from unisono import errors
 
@@ -383,7 +402,7 @@ def _planted(faults: tuple[str, ...], run: Run[Any]) -> AbstractContextManager[N
 
 
 @contextmanager
-def _own_arguments(request: Request) -> Iterator[None]:
+def _own_arguments(request: RunRequest) -> Iterator[None]:
     """The script sees its own arguments only, what came after `--`: its argparse would not know ours."""
     ours = sys.argv
     sys.argv = [*ours[:1], *request.own]

@@ -53,7 +53,7 @@ class WorldError(UnisonoError):
     """The processes of this run do not fit together, or cannot reach each other."""
 
 
-class Unreachable(WorldError):
+class UnreachableHostError(WorldError):
     """A host's name does not resolve, so the processes of this run cannot meet. Its message needs no traceback."""
 
 
@@ -69,23 +69,23 @@ class CheckpointError(UnisonoError):
     """A checkpoint cannot be written, read, or is not the state of this run."""
 
 
-class PeerLost(WorldError):
+class PeerLostError(WorldError):
     """Another process of this run died, or its host is gone."""
 
 
-class Diverged(UnisonoError):
+class DivergenceError(UnisonoError):
     """Processes that must hold the same, or have computed the same, do not: a fault of a machine, or of the loop."""
 
 
-class PromiseBroken(UnisonoError):
+class PromiseBrokenError(UnisonoError):
     """A computation that was made twice has other bits the second time, so the promise of equal bits does not hold."""
 
 
-class Stuck(WorldError):
+class StuckError(WorldError):
     """Nothing in the run has gone on for longer than the settings allow."""
 
 
-class RankFailed(UnisonoError):
+class RankFailedError(UnisonoError):
     """A run that `unisono.launch` started has failed: `rank` with an exception of the type `kind` ("": it died)."""
 
     def __init__(self, asked: str, true: str = "", do: str = "", rank: int = 0, kind: str = "") -> None:
@@ -93,7 +93,7 @@ class RankFailed(UnisonoError):
         self.rank, self.kind = rank, kind
 
 
-class Stopped(BaseException):
+class RunStopped(BaseException):
     """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
 
 

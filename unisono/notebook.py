@@ -33,14 +33,14 @@ from unisono import environment
 from unisono.checkpoint import manifest
 from unisono.cli.commands.run_command import numbers
 from unisono.cli.request.restarts import run_with_restarts
-from unisono.cli.request.run_dir import choose_run_dir, hold, newest_run, write
-from unisono.cli.request.run_options import Request
+from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, write
+from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train
-from unisono.config import Line, Settings, entries_of, gather, shown
+from unisono.config import CommandLine, Settings, entries_of, gather, shown
 from unisono.config.validate import examine
 from unisono.environment import World
-from unisono.errors import RankFailed, SettingsError, UnisonoError
-from unisono.launcher.worker_process import Failure
+from unisono.errors import RankFailedError, SettingsError, UnisonoError
+from unisono.launcher.worker_process import WorkerFailure
 
 SCRIPT = '''\
 """What unisono.launch has run here. To resume: unisono run THIS_FILE --run-dir RUN --resume"""
@@ -73,11 +73,11 @@ def launch(
     run_dir   the folder for everything the run leaves; None: runs/NAME-TIME, and with `resume` the newest of these
     resume    go on from the newest complete checkpoint
 
-    Raises SettingsError for a wrong request, before any process starts, and RankFailed, with the traceback of the rank
-    that failed first, if the run fails. After Ctrl-C, or an interrupt of the kernel, the run saves its state, and
+    Raises SettingsError for a wrong request, before any process starts, and RankFailedError, with the traceback of the
+    rank that failed first, if the run fails. After Ctrl-C, or an interrupt of the kernel, the run saves its state, and
     KeyboardInterrupt is raised.
     """
-    line = Call(name=getattr(main, "__name__", "main"), ranks=ranks, run_dir=run_dir, resume=resume)
+    line = LaunchCall(name=getattr(main, "__name__", "main"), ranks=ranks, run_dir=run_dir, resume=resume)
     if (world := World.current()).size > 1 or environment.assigned():
         true = f"This process is rank {world.rank} of {world.size} already."
         raise SettingsError(str(line), true, "unisono.main(main, Settings) in a script that a launcher starts")
@@ -87,7 +87,7 @@ def launch(
     asked, stem = numbers(str(ranks), 0, line), _stem()
     cls = settings if isinstance(settings, type) else type(settings)
     path = Path(run_dir) if run_dir is not None else None
-    request = Request(sets=_sets(settings), run_dir=path, resume=resume, json=True)
+    request = RunRequest(sets=_sets(settings), run_dir=path, resume=resume, json=True)
     problems = problems_of_train(Path(stem), main)
     earlier = request.earlier(path or newest_run(stem))
     loaded, more = examine(gather(cls, file=None, sets=request.sets, earlier=earlier, line=line), asked.usual)
@@ -96,7 +96,7 @@ def launch(
     sent = _by_value(main, cls, line)
     folder = choose_run_dir(stem, path, resume=resume, line=line)
     started = time.time()
-    with hold(folder, line):
+    with lock_run_dir(folder, line):
         script = _write(folder / "launch", sent)
         with _shown() as (screen, columns):
             show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False}
@@ -124,7 +124,7 @@ def received(script: str) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Call(Line):
+class LaunchCall(CommandLine):
     """A call of `launch`, for messages to say it again with something else in it."""
 
     name: str = "main"
@@ -139,10 +139,10 @@ class Call(Line):
         words += ["resume=True"] if self.resume else []
         return f"unisono.launch({', '.join(words)})"
 
-    def setting(self, *pairs: str, instead_of: str = "") -> Call:
+    def setting(self, *pairs: str, instead_of: str = "") -> LaunchCall:
         return replace(self, sets=(*self.sets, *pairs))
 
-    def flag(self, name: str, value: str = "", instead_of: str = "") -> Call:
+    def flag(self, name: str, value: str = "", instead_of: str = "") -> LaunchCall:
         name = name.removeprefix("--").replace("-", "_")
         if name == "ranks":
             return replace(self, ranks=int(value) if value.isdecimal() else value)
@@ -150,11 +150,11 @@ class Call(Line):
             return replace(self, run_dir=value)
         return replace(self, resume=True) if name == "resume" else self
 
-    def without(self, name: str, value: str = "") -> Call:
+    def without(self, name: str, value: str = "") -> LaunchCall:
         empty: dict[str, Any] = {"--run-dir": {"run_dir": None}, "--resume": {"resume": False}}
         return replace(self, **empty.get(name, {}))
 
-    def in_processes(self, count: int) -> Call:
+    def in_processes(self, count: int) -> LaunchCall:
         return replace(self, ranks=count)
 
     def help(self) -> str:
@@ -188,7 +188,7 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _by_value(main: Any, cls: type, line: Line) -> bytes:
+def _by_value(main: Any, cls: type, line: CommandLine) -> bytes:
     """`main` and its settings class, with everything of this module (`__main__`) that they use."""
     lines = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and not Path(name).exists()}
     path = [str(Path(place).absolute()) for place in sys.path if not place.endswith(".zip")]
@@ -255,15 +255,15 @@ def _forward(reader: int, screen: TextIO) -> None:
             screen.write("\n")
 
 
-def _how_to_resume(run_dir: Path, line: Call) -> str:
+def _how_to_resume(run_dir: Path, line: LaunchCall) -> str:
     again = replace(line, run_dir=run_dir, resume=True)
     saved = manifest.checkpoints(run_dir)
-    if not saved and manifest.elsewhere(run_dir)[0] is None:
+    if not saved and manifest.external_folder(run_dir)[0] is None:
         return f"Stopped before its first step: nothing to save.\n  Next: {line}"
     return f"Stopped; {saved[0][1].name if saved else 'its state'} is saved.\n  Next: {again}"
 
 
-def _error_of(failure: Failure, line: Line) -> UnisonoError:
+def _error_of(failure: WorkerFailure, line: CommandLine) -> UnisonoError:
     """The run's failure as an exception."""
     record = failure.record
     if record is not None and record.exit_status == 2 and record.problems:
@@ -271,6 +271,6 @@ def _error_of(failure: Failure, line: Line) -> UnisonoError:
     kind = record.kind if record is not None else ""
     asked = f"{line}: rank {failure.rank} of {failure.size} failed" + (f" with {kind}." if kind else ".")
     said = (record.traceback or record.message).rstrip("\n") if record is not None else str(failure)
-    return RankFailed(
+    return RankFailedError(
         asked, said.replace("\n", "\n  "), f"its log is {shlex.quote(str(failure.log))}", failure.rank, kind
     )

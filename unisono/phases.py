@@ -19,14 +19,14 @@ Observer = Callable[[str, str], None]
 """Called as observer(left, entered) at every change; it must be quick and must not raise (faults excepted)."""
 
 
-class Waited:
+class CommWait:
     """How long this process has waited for messages of others, in whatever phase, in seconds since it began. Who looks
     at it twice knows what of a phase was its own work."""
 
     seconds = 0.0
 
 
-class Here:
+class Position:
     """Where in the run this process is, beside its phase: for whoever asks which step, and whose share of it. Written
     where steps and micro-batches begin, read by faults, by the table of who is stuck, by a replay's debugger."""
 
@@ -61,7 +61,7 @@ def enter(name: str) -> str:
     left, _now = _now, name
     if left == name:
         return left
-    Here.moves += 1
+    Position.moves += 1
     for observer in _observers:
         observer(left, name)
     return left
@@ -69,8 +69,8 @@ def enter(name: str) -> str:
 
 def begin_step(number: int) -> None:
     """The step of this number begins here."""
-    Here.step = number
-    Here.steps += 1
+    Position.step = number
+    Position.steps += 1
 
 
 @contextmanager

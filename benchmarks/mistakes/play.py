@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.mistakes.stage import DDP, Place, case
 from unisono.config import CheckpointSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World, inherited
 from unisono.testing import build_run, run_ranks
 

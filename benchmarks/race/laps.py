@@ -29,8 +29,8 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.race.arms import ARMS, MODULES, Course, Laps
 from benchmarks.tasks import TASKS, Points, loss_of, mlp
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
 
 WARM_UP = 2
@@ -77,7 +77,7 @@ def known() -> list[str]:
     return [arm for arm in ARMS if arm not in MODULES or find_spec(MODULES[arm].partition(".")[0])]
 
 
-def race(heat: Heat, group: Group, folder: Path) -> dict[str, Any]:
+def race(heat: Heat, group: ProcessGroup, folder: Path) -> dict[str, Any]:
     course = course_of(heat, group.rank, group.size, folder)
     names = known()
     arms: dict[str, Laps] = {name: ARMS[name](course) for name in names}

@@ -27,7 +27,7 @@ from typing import Any
 
 from unisono import environment
 from unisono.environment import World
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +52,10 @@ def last_json(screen: str) -> Any:
     return json.loads(screen.splitlines()[-1])
 
 
-def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_: Any) -> Outcome:
+def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_: Any) -> RunOutcome:
     """launch.local.run, without waiting for torch to be loaded each time. An error of the script is the test's."""
     run_ranks(_run_script, ranks, str(script), list(arguments))
-    return Outcome(exit_status=0)
+    return RunOutcome(exit_status=0)
 
 
 def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cli.request.autoresume import again, mark
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.request.autoresume import resume_words, write_job_mark
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 from unisono.errors import SettingsError
 
 
@@ -22,45 +22,45 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def leave(folder: Path, request: Request) -> None:
+def leave(folder: Path, request: RunRequest) -> None:
     """What a run that has begun leaves of its job."""
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
-    (folder / "environment.json").write_text(json.dumps(mark(request)))
+    (folder / "environment.json").write_text(json.dumps(write_job_mark(request)))
 
 
-def second(request: Request) -> Request:
+def second(request: RunRequest) -> RunRequest:
     """What the second start of it does, of a manager that counts."""
-    return again(request, "train", LINE, restarts=1)
+    return resume_words(request, "train", LINE, restarts=1)
 
 
-LINE = Line(("python", "train.py"))
+LINE = CommandLine(("python", "train.py"))
 
 
 def test_with_a_run_directory_it_is_that_one_if_the_first_start_came_so_far(runs: Path) -> None:
-    asked = Request(run_dir=Path("mine"))
+    asked = RunRequest(run_dir=Path("mine"))
     assert second(asked) == asked
     Path("mine").mkdir()
-    assert second(asked) == Request(run_dir=Path("mine"), resume=True)
-    assert again(asked, "train", LINE) == asked  # the first start: it is refused, as it was
+    assert second(asked) == RunRequest(run_dir=Path("mine"), resume=True)
+    assert resume_words(asked, "train", LINE) == asked  # the first start: it is refused, as it was
 
 
 def test_who_says_so_goes_on_under_any_manager(runs: Path) -> None:
-    asked = Request(run_dir=Path("mine"), autoresume=True)
-    assert again(asked, "train", LINE) == Request(run_dir=Path("mine"))
+    asked = RunRequest(run_dir=Path("mine"), autoresume=True)
+    assert resume_words(asked, "train", LINE) == RunRequest(run_dir=Path("mine"))
     changed = replace(asked, accept_change=("lr",))  # the first start has nothing to differ from
-    assert again(changed, "train", LINE) == Request(run_dir=Path("mine"))
+    assert resume_words(changed, "train", LINE) == RunRequest(run_dir=Path("mine"))
     Path("mine").mkdir()
-    assert again(changed, "train", LINE).accept_change == ("lr",)
-    assert again(asked, "train", LINE) == Request(run_dir=Path("mine"), resume=True)
+    assert resume_words(changed, "train", LINE).accept_change == ("lr",)
+    assert resume_words(asked, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
     with pytest.raises(SettingsError, match="would not find it") as caught:
-        again(Request(autoresume=True), "train", LINE)
+        resume_words(RunRequest(autoresume=True), "train", LINE)
     assert caught.value.problems[0].do == "python train.py --run-dir runs/train"
 
 
 def test_without_one_it_is_the_run_of_this_job_with_the_same_request(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow, fast = Request(sets=("lr=1",)), Request(sets=("lr=2",))
+    slow, fast = RunRequest(sets=("lr=1",)), RunRequest(sets=("lr=2",))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     leave(runs / "train-20260101-000000", slow)
     leave(runs / "train-20260101-000001", fast)
@@ -70,4 +70,4 @@ def test_without_one_it_is_the_run_of_this_job_with_the_same_request(
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert second(slow).run_dir == Path("runs/train-20260101-000000")
     assert second(fast).run_dir == Path("runs/train-20260101-000001")
-    assert second(Request()) == Request()
+    assert second(RunRequest()) == RunRequest()

@@ -18,7 +18,7 @@ from tests.cli.command import Command
 from unisono import environment
 from unisono.cli.benchmark.html_report import page
 from unisono.cli.benchmark.measure import rounds
-from unisono.cli.benchmark.slow_links import Link, findings
+from unisono.cli.benchmark.slow_links import MeasuredLink, findings
 from unisono.cli.commands.bench import KINDS, collected
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -167,10 +167,10 @@ def test_the_help_loads_no_torch() -> None:
 # -- links
 
 
-def links(size: int, slow: dict[tuple[int, int], tuple[float, float]]) -> list[Link]:
+def links(size: int, slow: dict[tuple[int, int], tuple[float, float]]) -> list[MeasuredLink]:
     """Every pair at 100 us and 1 GB/s, but for some."""
     pairs = [(one, other) for one in range(size) for other in range(one + 1, size)]
-    return [Link(pair, *slow.get(pair, (100e-6, 1e9))) for pair in pairs]
+    return [MeasuredLink(pair, *slow.get(pair, (100e-6, 1e9))) for pair in pairs]
 
 
 def test_a_slow_link_is_named_with_numbers_and_what_to_look_at() -> None:

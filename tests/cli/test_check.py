@@ -10,17 +10,19 @@ import pytest
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json, start
 from tests.cli.wrong_scripts import WRONG, text_of
-from unisono.cli.commands.check import Check
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.commands.check import CountCheck
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 
 
 def check(folder: Path, script: str, capsys: pytest.CaptureFixture[str], *sets: str) -> tuple[int, dict[str, Any]]:
     path = folder / "script.py"
     path.write_text(script)
-    request = Request(sets=("steps=9", *sets), json=True)
-    line = Line(("unisono", "check", "script.py"))
-    trials = Check(script=path, threads=1, steps=1, request=request, line=line, folder=folder / "check", start=start)
+    request = RunRequest(sets=("steps=9", *sets), json=True)
+    line = CommandLine(("unisono", "check", "script.py"))
+    trials = CountCheck(
+        script=path, threads=1, steps=1, request=request, line=line, folder=folder / "check", start=start
+    )
     return trials.run(), last_json(capsys.readouterr().out)
 
 
@@ -63,10 +65,13 @@ def test_an_end_of_an_epoch_that_was_not_seen_is_said(
 ) -> None:
     path = tmp_path / "script.py"
     path.write_text(text_of({}))
-    line = Line(("unisono", "check", "script.py"))
-    request = Request(sets=("steps=9", "batch=15", "virtual_ranks=2"))
+    line = CommandLine(("unisono", "check", "script.py"))
+    request = RunRequest(sets=("steps=9", "batch=15", "virtual_ranks=2"))
     folder = tmp_path / "check"
-    assert Check(script=path, threads=1, steps=steps, request=request, line=line, folder=folder, start=start).run() == 0
+    assert (
+        CountCheck(script=path, threads=1, steps=steps, request=request, line=line, folder=folder, start=start).run()
+        == 0
+    )
     told = capsys.readouterr().out
     unseen = "An epoch has 2 steps: what the script does at its end was not seen.\n"
     unseen += "  Next: unisono check script.py --steps 3\n"

@@ -189,7 +189,9 @@ def refused(folder: Path, script: str, words: str, size: int = 2) -> str:
 
 LOOP = "    for step in run.steps(data):"
 EVALUATED = "    assert not run.evaluate(model, data, loss, forward=lambda m, b: m(b[0][:, :-1]))['loss'] < 3\n"
-DIVIDED = MODEL.replace("GPT(run.settings))", "GPT(run.settings), sequence=unisono.Sequence())").replace("[:, :-1]", "")
+DIVIDED = MODEL.replace("GPT(run.settings))", "GPT(run.settings), sequence=unisono.SequenceDims())").replace(
+    "[:, :-1]", ""
+)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.distributed.rendezvous.host_names import find_meeting_host, interface, require_own_name, unresolved
+from unisono.distributed.rendezvous.host_names import (
+    interface,
+    require_own_host_name,
+    resolve_rendezvous_host,
+    unresolved,
+)
 from unisono.environment import World
-from unisono.errors import Unreachable
+from unisono.errors import UnreachableHostError
 
 NOWHERE = "nobody.invalid"
 """RFC 2606: no name under .invalid ever resolves."""
@@ -28,14 +33,14 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_meeting_host_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", NOWHERE)
-    with pytest.raises(Unreachable) as caught:
-        find_meeting_host(AWAY, patience=0.0)
+    with pytest.raises(UnreachableHostError) as caught:
+        resolve_rendezvous_host(AWAY, patience=0.0)
     (problem,) = caught.value.problems
     assert problem.asked.endswith(f"on host {NOWHERE}, port 20000 (MASTER_ADDR).")
     assert problem.true.startswith(f"The name {NOWHERE} does not resolve on here: ")
     assert problem.do == "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
-    with pytest.raises(Unreachable, match="torchrun --local-addr"):
-        find_meeting_host(World(size=2, local_size=2, store="env://"), patience=0.0)
+    with pytest.raises(UnreachableHostError, match="torchrun --local-addr"):
+        resolve_rendezvous_host(World(size=2, local_size=2, store="env://"), patience=0.0)
 
 
 def test_one_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,25 +56,25 @@ def test_one_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    find_meeting_host(AWAY, patience=60.0)
+    resolve_rendezvous_host(AWAY, patience=60.0)
     assert answers == []
 
 
 def test_an_address_and_a_known_name_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("127.0.0.1", "localhost"):
         monkeypatch.setenv("MASTER_ADDR", host)
-        find_meeting_host(AWAY, patience=0.0)
+        resolve_rendezvous_host(AWAY, patience=0.0)
     assert unresolved("a..b") != ""
 
 
 def test_a_host_whose_own_name_does_not_resolve_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = World(rank=1, size=2, local_size=1, host=NOWHERE, store="env://")
-    with pytest.raises(Unreachable, match=f"GLOO_SOCKET_IFNAME={interface()} "):
-        require_own_name(lost, "gloo")
-    require_own_name(lost, "nccl")
-    require_own_name(World(size=2, local_size=2, host=NOWHERE), "gloo")  # all on one host: loopback is right
+    with pytest.raises(UnreachableHostError, match=f"GLOO_SOCKET_IFNAME={interface()} "):
+        require_own_host_name(lost, "gloo")
+    require_own_host_name(lost, "nccl")
+    require_own_host_name(World(size=2, local_size=2, host=NOWHERE), "gloo")  # all on one host: loopback is right
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    require_own_name(lost, "gloo")
+    require_own_host_name(lost, "gloo")
 
 
 def test_a_script_says_so_once_and_without_a_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

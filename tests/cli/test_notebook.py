@@ -61,7 +61,7 @@ def fails(run):
 
 try:
     unisono.launch(fails, Settings(), ranks=2, run_dir="fails")
-except unisono.RankFailed as error:
+except unisono.RankFailedError as error:
     print(error.rank, error.kind, 'assert run.rank == 0, "rank one is here"' in str(error))
 """
 

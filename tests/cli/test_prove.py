@@ -13,14 +13,14 @@ import torch
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json, start
 from tests.cli.wrong_scripts import text_of
-from unisono.cli.commands.prove import Proof, Row
-from unisono.cli.compare.layout_spec import PlacedLine, Placement, fitting, placement_of
-from unisono.cli.compare.tensor_diff import CANCELLED, Error, Limits, Written, compare, distance
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.commands.prove import LayoutProof, LayoutRow
+from unisono.cli.compare.layout_spec import LayoutLine, LayoutSpec, fitting, placement_of
+from unisono.cli.compare.tensor_diff import CANCELLED, Deviation, DumpFile, Limits, compare, distance
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 from unisono.errors import SettingsError
 
-LINE = Line(("unisono", "prove", "script.py"))
+LINE = CommandLine(("unisono", "prove", "script.py"))
 
 TWO_MODELS = """
 import torch, unisono
@@ -42,11 +42,11 @@ unisono.main(main, unisono.Settings)
 
 def proved(
     folder: Path, script: str, placements: Sequence[str], *sets: str, steps: int = 2, tolerance: float = 1e-5
-) -> tuple[int, Proof]:
+) -> tuple[int, LayoutProof]:
     path = folder / "script.py"
     path.write_text(script)
-    request = Request(sets=("steps=9", *sets), json=True)
-    proof = Proof(
+    request = RunRequest(sets=("steps=9", *sets), json=True)
+    proof = LayoutProof(
         script=path,
         threads=1,
         steps=steps,
@@ -146,7 +146,7 @@ def test_a_stage_is_measured_by_what_its_layers_have(tmp_path: Path, capsys: pyt
 def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, proof = proved(tmp_path, TWO_MODELS, ["shard=2"])
     assert status == 0, last_json(capsys.readouterr().out)
-    truth = Written(proof.notes("truth"))
+    truth = DumpFile(proof.notes("truth"))
     assert truth.steps == ["step-0", "step-0-pass-1", "step-1", "step-1-pass-1"]
     assert [*truth.files["step-0"]] == ["a.weight", "a.bias"]
     assert [*truth.files["step-0-pass-1"]] == ["b.weight", "b.bias"]
@@ -157,11 +157,11 @@ def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> 
     drops = {"make": "pass", "before": "model = run.place(lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), Net()))"}
     script = text_of(drops).replace("    model = run.place(Net)\n", "")
     _, proof = proved(tmp_path, script, ["replicate=2"], steps=1)
-    truth = Written(proof.notes("truth"))
+    truth = DumpFile(proof.notes("truth"))
     assert truth.main["dropout"] == "0, 0.2"
-    first = Error("loss", "", 0, 0, 0.1, 1e-6, False)
-    assert "The model drops (0, 0.2)" in proof._advice(Placement({"tensor": "2"}), first, truth)
-    assert "unisono check" in proof._advice(Placement({"replicate": "2"}), first, truth)
+    first = Deviation("loss", "", 0, 0, 0.1, 1e-6, False)
+    assert "The model drops (0, 0.2)" in proof._advice(LayoutSpec({"tensor": "2"}), first, truth)
+    assert "unisono check" in proof._advice(LayoutSpec({"replicate": "2"}), first, truth)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_distances() -> None:
     assert distance(torch.empty(0), torch.empty(0)).equal
 
 
-def written(folder: Path, **parts: dict[str, torch.Tensor]) -> Written:
+def written(folder: Path, **parts: dict[str, torch.Tensor]) -> DumpFile:
     """As train/diagnostics/dump.py leaves it."""
     from safetensors.torch import save_file
 
@@ -208,7 +208,7 @@ def written(folder: Path, **parts: dict[str, torch.Tensor]) -> Written:
         names[part] = [[name, True] for name in tensors]
     main = {"written": names, "losses": [["step-0", 2.0]], "norms": [], "bytes": {}}
     (folder / "rank-0.json").write_text(json.dumps(main))
-    return Written(folder)
+    return DumpFile(folder)
 
 
 def test_a_rest_of_rounding_is_measured_against_its_size_in_the_whole(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_every_placement_that_fits() -> None:
     assert len(set(map(str, found))) == len(found)
     assert {placement.processes for placement in found} == {2, 4}
     named = {axis for placement in found for axis, size in placement.axes._asdict().items() if size > 1}
-    assert named == set(Placement({}).axes._fields)
+    assert named == set(LayoutSpec({}).axes._fields)
     wanted = {"replicate=4", "shard=4,gather=step", "replicate=2,shard=2", "pipeline=2,schedule=Interleaved1F1B"}
     wanted |= {"shard=2,tensor=2", "replicate=2,tensor=2", "replicate=2,context=2", "tensor=2,sequence=true,loss=true"}
     wanted |= {"replicate=2,pipeline=2", "tensor=2,pipeline=2"}
@@ -262,14 +262,14 @@ def test_a_placement_in_short() -> None:
 
 def test_what_to_type_next_is_said_of_the_placement() -> None:
     placement = placement_of("shard=16,gather=step", LINE)
-    line = PlacedLine(LINE.flag("--parallel", str(placement)).words, placement)
+    line = LayoutLine(LINE.flag("--parallel", str(placement)).words, placement)
     assert str(line.in_processes(8)) == "unisono prove script.py --parallel shard=8,gather=step"
     assert str(line.setting("parallel.gather=layer")) == "unisono prove script.py --parallel shard=16,gather=layer"
     assert str(line.setting("batch=4")) == "unisono prove script.py --parallel shard=16,gather=step --set batch=4"
 
 
 def test_a_row_is_a_line_of_the_table() -> None:
-    row = Row("shard=2", 2, "differs", loss=0.0, gradient=0.25, worst="w in step 0", weights=1.0, equal=False)
+    row = LayoutRow("shard=2", 2, "differs", loss=0.0, gradient=0.25, worst="w in step 0", weights=1.0, equal=False)
     row.bytes, row.share = {"parameters": 1_640_000, "gradients": 812, "optimizer": 20_000}, {"parameters": 1.1}
     cells = " ".join(row.line(10).split())
     assert cells == "shard=2 2 differs 0 2e-01 1e+00 other 1.64 MB + 812 B + 20 kB 1.10 w in step 0"

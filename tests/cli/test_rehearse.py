@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.cli.commands.rehearse import COURSE, SCENES, Rehearsal, Scene
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.commands.rehearse import COURSE, SCENES, FaultScenario, Rehearsal
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 
 SCRIPT = """
 import torch
@@ -29,9 +29,11 @@ def main(run):
 unisono.main(main)
 """
 
-NEVER = Scene("it never comes to that", ("FailAt step=500 phase=forward",))
+NEVER = FaultScenario("it never comes to that", ("FailAt step=500 phase=forward",))
 FULL = next(scene for scene in SCENES if scene.name == "the disk is full at a checkpoint")
-UNSEEN = Scene("nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights"))
+UNSEEN = FaultScenario(
+    "nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights")
+)
 
 
 @pytest.mark.slow
@@ -39,8 +41,8 @@ UNSEEN = Scene("nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=
 def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A full disk lasts until the writer beside the steps has come to it; of what did not happen nothing is claimed."""
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
-    request = Request(sets=("batch=8", *COURSE))
-    line = Line(("unisono",))
+    request = RunRequest(sets=("batch=8", *COURSE))
+    line = CommandLine(("unisono",))
     assert Rehearsal(tmp_path / "script.py", 1, 2, request, line, tmp_path, scenes=(NEVER, FULL)).play() == 0
     said = capsys.readouterr().out
     assert said.startswith("2 failures, each in a run of 8 steps or two.")
@@ -55,9 +57,9 @@ def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pyt
 def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
     killed, hangs = SCENES[0], next(scene for scene in SCENES if scene.name == "a process hangs")
-    request = Request(sets=("batch=8", *COURSE), json=True)
+    request = RunRequest(sets=("batch=8", *COURSE), json=True)
     rehearsal = Rehearsal(
-        tmp_path / "script.py", 1, 2, request, Line(("unisono",)), tmp_path, scenes=(killed, hangs, UNSEEN)
+        tmp_path / "script.py", 1, 2, request, CommandLine(("unisono",)), tmp_path, scenes=(killed, hangs, UNSEEN)
     )
     status = rehearsal.play()
     told = json.loads(capsys.readouterr().out)

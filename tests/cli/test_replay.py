@@ -14,10 +14,10 @@ import pytest
 from tests.cli.asking import Ask
 from tests.cli.command import ROOT, Command, last_json, start
 from unisono import environment
-from unisono.cli.commands.audit import Audit
+from unisono.cli.commands.audit import HardwareAudit
 from unisono.cli.commands.replay import Replay
 from unisono.cli.compare.rerun import earlier
-from unisono.config import Line
+from unisono.config import CommandLine
 
 SCRIPT = """
 import json
@@ -68,7 +68,7 @@ def main(run):
 unisono.main(main, Settings)
 """
 
-LINE = Line(("unisono", "replay", "out", "--step", "0"))
+LINE = CommandLine(("unisono", "replay", "out", "--step", "0"))
 
 
 def ran(folder: Path, ranks: int, *sets: str) -> list[list[float]]:
@@ -122,7 +122,7 @@ def test_a_run_is_audited_from_where_it_stands(tmp_path: Path, capsys: pytest.Ca
     ran(tmp_path, 2, "steps=5", ELSEWHERE)
     files = left(tmp_path)
     again = replace(earlier(tmp_path / "out", None, LINE), start=start)
-    assert Audit(again, 3, 3, True, tmp_path / "audit", LINE).run() == 0
+    assert HardwareAudit(again, 3, 3, True, tmp_path / "audit", LINE).run() == 0
     told = last_json(capsys.readouterr().out)
     assert [each["step"] for each in told["audits"]] == [6, 7, 8]
     assert all(len(each["ranks"]) == 3 for each in told["audits"])

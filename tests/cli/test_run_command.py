@@ -93,7 +93,7 @@ def test_the_failing_ranks_own_traceback_is_the_last_thing_on_the_screen(command
 
 
 TWO_FAILURES = """
-    from unisono.errors import PeerLost
+    from unisono.errors import PeerLostError
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told to end, the later one still has something to say
     folder = Path(world.store.partition("://")[2]).parent
 
@@ -120,7 +120,9 @@ def test_the_earliest_failure_is_the_failure_and_every_traceback_is_in_its_log(c
 
 
 def test_who_lost_a_peer_did_not_fail_first(command: Command) -> None:
-    failures = TWO_FAILURES.replace("EARLIER", "PeerLost('Exchange step 3.', 'Rank 0 is gone.', 'Look at its log.')")
+    failures = TWO_FAILURES.replace(
+        "EARLIER", "PeerLostError('Exchange step 3.', 'Rank 0 is gone.', 'Look at its log.')"
+    )
     command.script(failures.replace("LATER", "ValueError('the cause')"))
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.last == "ValueError: the cause"

@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json
-from unisono.cli.request.run_dir import choose_run_dir, hold, newest_run, problems_of_run_dir
-from unisono.config import Line
+from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, problems_of_run_dir
+from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
 
@@ -39,7 +39,7 @@ def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None
 
 def test_what_lies_beside_a_run_may_be_called_as_it_likes(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("somebody's")
-    assert problems_of_run_dir("train", tmp_path / "out", resume=False, line=Line(("unisono",))) == []
+    assert problems_of_run_dir("train", tmp_path / "out", resume=False, line=CommandLine(("unisono",))) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -99,7 +99,7 @@ def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         busy = pytest.raises(SettingsError, match=r"Process \? on \? is at work in it")
-        with hold(tmp_path, Line()), busy, hold(tmp_path, Line()):
+        with lock_run_dir(tmp_path, CommandLine()), busy, lock_run_dir(tmp_path, CommandLine()):
             pass
 
 
@@ -119,13 +119,13 @@ def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:
 def test_run_directories_are_named_by_time_and_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20261121-120000")
-    made = [choose_run_dir("text", None, resume=False, line=Line()) for _ in range(11)]
+    made = [choose_run_dir("text", None, resume=False, line=CommandLine()) for _ in range(11)]
     assert [str(path) for path in made[:2]] == ["runs/text-20261121-120000", "runs/text-20261121-120000-2"]
     Path("runs/text-more-20271121-120000").mkdir()  # another script's
     Path("runs/text-20251121-120000").mkdir()
     assert newest_run("text") == made[-1] == Path("runs/text-20261121-120000-11")
-    assert choose_run_dir("text", None, resume=True, line=Line()) == made[-1]
-    assert choose_run_dir("text", Path("a/b"), resume=False, line=Line()) == Path("a/b")
+    assert choose_run_dir("text", None, resume=True, line=CommandLine()) == made[-1]
+    assert choose_run_dir("text", Path("a/b"), resume=False, line=CommandLine()) == Path("a/b")
     assert Path("a/b").is_dir()
 
 

@@ -12,7 +12,7 @@ import unisono
 from tests.cli.asking import Ask
 from unisono.cli.main import main
 from unisono.cli.request.launcher_flags import without_local_rank
-from unisono.cli.request.run_options import Request
+from unisono.cli.request.run_options import RunRequest
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError
 
@@ -280,9 +280,9 @@ def test_an_empty_path_is_not_the_folder_one_is_in(ask: Ask, words: str, asked: 
 
 def test_a_scripts_own_line_has_no_empty_path_either() -> None:
     with pytest.raises(SettingsError) as caught:
-        Request.parse(["--run-dir="], unisono.Settings, "train.py")
+        RunRequest.parse(["--run-dir="], unisono.Settings, "train.py")
     assert caught.value.problems == (Problem("--run-dir ''", UNSET, "python train.py --run-dir runs/mine"),)
-    assert Request.parse(["--set", "data=", "--", "--run-dir", ""], unisono.Settings, "train.py").own == (
+    assert RunRequest.parse(["--set", "data=", "--", "--run-dir", ""], unisono.Settings, "train.py").own == (
         "--run-dir",
         "",
     )
@@ -319,7 +319,7 @@ def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.Cap
 )
 def test_so_is_a_scripts_own_line(words: str, do: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        Request.parse(shlex.split(words), unisono.Settings, "my train.py")
+        RunRequest.parse(shlex.split(words), unisono.Settings, "my train.py")
     (problem,) = caught.value.problems
     assert (problem.asked, problem.do) == (f"python 'my train.py' {words}", do)
 
@@ -334,7 +334,7 @@ class Named(unisono.Settings):
 
 def test_a_setting_of_that_name_comes_before_a_launchers_flag() -> None:
     with pytest.raises(SettingsError) as caught:
-        Request.parse(["--hosts", "2"], Named, "train.py")
+        RunRequest.parse(["--hosts", "2"], Named, "train.py")
     assert caught.value.problems[0].do == "python train.py --set hosts=2"
 
 

@@ -14,7 +14,7 @@ import pytest
 import unisono
 from tests.cli.asking import SCRIPT, Ask
 from unisono.cli.main import main
-from unisono.cli.request.run_options import Request, table_of
+from unisono.cli.request.run_options import RunRequest, table_of
 from unisono.errors import Problem
 
 
@@ -173,7 +173,7 @@ def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask,
 
 
 def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
-    request = Request(
+    request = RunRequest(
         sets=("batch=3", "data=--odd"),
         settings_file=Path("a b.toml"),
         resume=True,
@@ -182,9 +182,9 @@ def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
         own=("--own", "--", "x"),
     )
     arguments = request.arguments(Path("runs/x"))
-    parsed = Request.parse(arguments, unisono.Settings, "train.py")
-    assert parsed == Request(**{**vars(request), "run_dir": Path("runs/x")})
-    assert Request.parse([], unisono.Settings, "train.py") == Request()
+    parsed = RunRequest.parse(arguments, unisono.Settings, "train.py")
+    assert parsed == RunRequest(**{**vars(request), "run_dir": Path("runs/x")})
+    assert RunRequest.parse([], unisono.Settings, "train.py") == RunRequest()
 
 
 def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.Captur
     cls = unisono.config.settings_of(path)
     assert cls is not None
     with pytest.raises(SystemExit) as left:
-        Request.parse(["--help"], cls, "train.py")
+        RunRequest.parse(["--help"], cls, "train.py")
     assert left.value.code == 0
     told = capsys.readouterr().out
     assert "A small script." in told

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.sources import LIBRARY, files, tree
-from unisono import _door
+from unisono import _EXPORTS
 
 STEPS = {
     "errors": 0,
@@ -49,7 +49,7 @@ def room_of(module: str) -> str:
 
 def behind(name: str) -> str:
     """The module that `unisono.name` comes from; what every module has (__version__, __file__) is the door's own."""
-    return "unisono" if name.startswith("__") else _door.get(name, f"unisono.{name}")
+    return "unisono" if name.startswith("__") else _EXPORTS.get(name, f"unisono.{name}")
 
 
 def imports(source: ast.Module) -> Iterator[tuple[int, str]]:
@@ -91,7 +91,7 @@ def breaches(room: str, source: ast.Module) -> list[str]:
     return found
 
 
-def around_the_door(source: ast.Module) -> list[str]:
+def around_the_exports(source: ast.Module) -> list[str]:
     """What a recipe imports of us besides the public names and its own room: it could not be copied then."""
     return [
         f"line {node.lineno}: {name}"
@@ -102,7 +102,9 @@ def around_the_door(source: ast.Module) -> list[str]:
             if isinstance(node, ast.Import)
             else [f"unisono.{alias.name}" if node.module == "unisono" else node.module or "" for alias in node.names]
         )
-        if room_of(name) not in ("", "recipes") and name.startswith("unisono.") and name[len("unisono.") :] not in _door
+        if room_of(name) not in ("", "recipes")
+        and name.startswith("unisono.")
+        and name[len("unisono.") :] not in _EXPORTS
     ]
 
 
@@ -117,7 +119,7 @@ def test_imports_go_down(path: Path) -> None:
     if room == "__init__":
         return  # the door: it knows everybody's names, and loads them when they are used
     if room == "recipes":
-        assert not around_the_door(tree(path))
+        assert not around_the_exports(tree(path))
     else:
         assert not breaches(room, tree(path))
 
@@ -145,6 +147,8 @@ def test_a_step_down_is_allowed() -> None:
         "import unisono\nfrom unisono import phases\nfrom unisono.launcher.rank_log import x\nprint(unisono.__file__)"
     )
     assert not breaches("launcher", ast.parse(text))
-    assert not around_the_door(ast.parse("import unisono\nfrom unisono import DataError\nimport unisono.recipes.text"))
-    assert around_the_door(ast.parse("from unisono.train.run import Run"))
-    assert around_the_door(ast.parse("from unisono import phases"))
+    assert not around_the_exports(
+        ast.parse("import unisono\nfrom unisono import DataError\nimport unisono.recipes.text")
+    )
+    assert around_the_exports(ast.parse("from unisono.train.run import Run"))
+    assert around_the_exports(ast.parse("from unisono import phases"))

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks.training import Points, Sentences, TinyGPT, padded, tensors
 from unisono.config import Settings
 from unisono.data.rng import seed_everything
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.plan.batch_order import Order
-from unisono.plan.rng_keys import INIT, ROUND, STEP, mix, place_key
+from unisono.plan.batch_order import BatchOrder
+from unisono.plan.rng_keys import INIT, ROUND, STEP, micro_batch_key, mix
 from unisono.testing import build_run, run_ranks
 
 STEPS = 20
@@ -64,12 +64,12 @@ def make(optimizer: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, fused=optimizer == "fused adamw")
 
 
-def fetched(order: Order, kind: str, step: int, virtual_rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def fetched(order: BatchOrder, kind: str, step: int, virtual_rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     data, collate = data_of(kind)
     batches = []
     for place, samples in order.places(step, (virtual_rank, virtual_rank + 1)):
         if kind == "mlp":  # the others draw nothing
-            seed_everything(place_key(mix(order.seed, ROUND), *place[:3]))
+            seed_everything(micro_batch_key(mix(order.seed, ROUND), *place[:3]))
         batches.append(collate([data[i] for i in samples]))
     return batches
 
@@ -79,7 +79,7 @@ def by_hand(world: World, kind: str, dropout: float, optimizer: str) -> dict[str
     seed_everything(mix(1, INIT, 0))
     model = build(kind, dropout)
     stepper = make(optimizer, model)
-    order = Order(length=53, batch=4, virtual_ranks=1, seed=1)
+    order = BatchOrder(length=53, batch=4, virtual_ranks=1, seed=1)
     seed_everything(mix(mix(1, STEP), 0))  # once: dropout draws from one stream
     for step in range(STEPS):
         for x, y in fetched(order, kind, step, 0):
@@ -100,7 +100,7 @@ def with_ddp(world: World, kind: str) -> dict[str, Any]:
         model = build(kind, 0.0)
         parallel = DistributedDataParallel(model, find_unused_parameters=kind == "gpt")
         stepper = make("sgd", model)
-        order = Order(length=53, batch=world.size * 4, virtual_ranks=world.size, seed=1)
+        order = BatchOrder(length=53, batch=world.size * 4, virtual_ranks=world.size, seed=1)
         for step in range(STEPS):
             x, y = fetched(order, kind, step, world.rank)[0]
             loss, weight = loss_of(parallel, x, y)

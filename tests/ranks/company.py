@@ -18,8 +18,8 @@ from typing import Any
 from tests.ranks import late as late_
 from unisono import phases
 from unisono.environment import World
-from unisono.errors import Stopped
-from unisono.launcher.rendezvous_server import Meeting
+from unisono.errors import RunStopped
+from unisono.launcher.rendezvous_server import RendezvousServer
 from unisono.testing import run_ranks
 
 context = mp.get_context("forkserver")
@@ -57,7 +57,7 @@ class Company:
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         door.bind(str(Path(self.folder.name) / "store"))
         door.listen()
-        self.meeting = Meeting(door, self.size, silence=self.silence, tell=self._note)
+        self.meeting = RendezvousServer(door, self.size, silence=self.silence, tell=self._note)
         self.thread = threading.Thread(target=self.meeting.serve, daemon=True)
         self.thread.start()
         for number in range(self.size):
@@ -178,7 +178,7 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
         late_.use()
     try:
         pipe.send((function(world, *args), None))
-    except Stopped:
+    except RunStopped:
         pipe.send((None, None))  # it was to join, and the others were done
     except BaseException:
         pipe.send((None, traceback.format_exc()))

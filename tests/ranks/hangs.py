@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 from tests.ranks import training
 from unisono.config import LoaderSettings, Settings, StuckSettings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.launcher import failure_record
-from unisono.launcher.hang_watcher import Lookout
-from unisono.monitor.status_thread import Watch
+from unisono.launcher.hang_watcher import HangWatcher
+from unisono.monitor.status_thread import StatusThread
 from unisono.testing import HangAt, LostPackets, build_run, run_ranks
 from unisono.testing.faults import Fault, sleep
 
@@ -113,7 +113,7 @@ def train_here(world: World, folder: str, name: str, size: int) -> None:
         loader=LoaderSettings(workers=int(body == "worker")),
     )
     data = Sleepy(world.rank) if body == "worker" else training.Points(101)
-    with Watch(config.stuck, world), join(world) as group:
+    with StatusThread(config.stuck, world), join(world) as group:
         if name == "before the first step" and world.rank == 1:
             sleep()
         run = build_run(config, world, group, Path(folder) / "run")
@@ -174,10 +174,10 @@ HANGS: dict[str, tuple[Body | str | None, Fault | None]] = {
 
 def play(folder: Path, name: str, size: int = 3) -> tuple[str, int]:
     """What is recorded of a hang, and for which rank."""
-    with Lookout(folder, say=False), contextlib.suppress(AssertionError, TimeoutError):
+    with HangWatcher(folder, say=False), contextlib.suppress(AssertionError, TimeoutError):
         run_ranks(train, size, str(folder), name, size, seconds=40)
     (path,) = folder.glob("rank-*.json")
     found = failure_record.read(path)
     assert found is not None
-    assert found.kind == "Stuck"
+    assert found.kind == "StuckError"
     return found.message, int(path.stem.removeprefix("rank-"))

@@ -27,7 +27,7 @@ from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
 from unisono.config import ParallelSettings
 from unisono.errors import LoopError
-from unisono.parallel.activation_checkpoint import LARGE, apply_recompute, what_to_keep
+from unisono.parallel.activation_checkpoint import LARGE, apply_activation_checkpoint, save_policy
 from unisono.parallel.compile import apply_compile
 from unisono.recipes.text import GPT, Model
 from unisono.testing import run_ranks
@@ -182,7 +182,7 @@ def gpt(how: str = "none") -> nn.Module:
     torch.manual_seed(0)
     model = GPT(Model(width=32, depth=3, heads=2, dropout=0.1))
     if how != "none":
-        apply_recompute(model, how, [])
+        apply_activation_checkpoint(model, how, [])
     return model
 
 
@@ -221,10 +221,10 @@ def test_attention_that_drops_out_is_not_kept() -> None:
     """It would not draw the second time, and what is drawn after it would be another number."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     x = torch.zeros(1, 1, 2, 8)
-    assert what_to_keep(None, attention, x, x, x) is CheckpointPolicy.MUST_SAVE
-    assert what_to_keep(None, attention, x, x, x, 0.0, True) is CheckpointPolicy.MUST_SAVE
-    assert what_to_keep(None, attention, x, x, x, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE
-    assert what_to_keep(None, attention, x, x, x, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert save_policy(None, attention, x, x, x) is CheckpointPolicy.MUST_SAVE
+    assert save_policy(None, attention, x, x, x, 0.0, True) is CheckpointPolicy.MUST_SAVE
+    assert save_policy(None, attention, x, x, x, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert save_policy(None, attention, x, x, x, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -258,7 +258,7 @@ def test_recurrent_layers_have_the_gradients_of_a_model_that_keeps_everything(ki
         torch.manual_seed(3)
         model = RECURRENT[kind]()
         if how is not None:
-            apply_recompute(model, how, [])
+            apply_activation_checkpoint(model, how, [])
         out = model(torch.randn(4, 5, dtype=next(model.parameters()).dtype))
         (out if isinstance(out, torch.Tensor) else out[0]).sin().sum().backward()
         return [p.grad for p in model.parameters()]
@@ -275,7 +275,7 @@ def test_an_unsafe_split_is_refused() -> None:
             return first.sigmoid_() * second
 
     model = Unsafe(4, 4)
-    apply_recompute(model, "selective", [])
+    apply_activation_checkpoint(model, "selective", [])
     with pytest.raises(LoopError, match=r"unsafe_split.*cannot be noticed"):
         model(torch.randn(6, 4))
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from tests.ranks.loops import SETTINGS, attempt
 from unisono.config import ParallelSettings
 from unisono.data import alignment
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -42,7 +42,7 @@ def loop(run: Run[Any], stop_after: int | None) -> Any:
 
     def look(module: nn.Module, _: Any) -> None:
         held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        seen.update(local(t.detach()).data_ptr() % 64 for t in held)
+        seen.update(to_local(t.detach()).data_ptr() % 64 for t in held)
 
     for part in model.modules():
         part.register_forward_pre_hook(look)
@@ -50,7 +50,7 @@ def loop(run: Run[Any], stop_after: int | None) -> Any:
     x = torch.randn(24, 13, generator=torch.Generator().manual_seed(0))
     for step in run.steps(TensorDataset(x, torch.arange(24) % 3)):
         states = [v for of in optimizer.state.values() for v in of.values() if isinstance(v, torch.Tensor) and v.dim()]
-        seen.update(local(v).data_ptr() % 64 for v in states)
+        seen.update(to_local(v).data_ptr() % 64 for v in states)
         for part, y in step:
             step.backward(F.cross_entropy(model(part @ model.table), y, reduction="sum"), weight=len(y))
         step.update(optimizer)

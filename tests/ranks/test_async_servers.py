@@ -16,7 +16,7 @@ from tests.ranks.training import loop, settings
 from unisono.checkpoint.load import load, newest
 from unisono.config import CheckpointSettings, ServerSettings, Settings
 from unisono.environment import World
-from unisono.errors import Stopped
+from unisono.errors import RunStopped
 from unisono.param_server import ledger
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -35,7 +35,7 @@ def left(told: Loop) -> Loop:
     def until_over(run: Run[Any]) -> Any:
         try:
             return told(run)
-        except Stopped:
+        except RunStopped:
             return "over"
 
     return until_over
@@ -206,7 +206,7 @@ def asks_all(world: World, folder: Path, config: Settings) -> Any:
 def test_all_processes_meet_before_the_loop_and_not_in_it(tmp_path: Path) -> None:
     said, worker = run_ranks(asks_all, 2, tmp_path, paced(SMALL))
     assert "no two processes meet once the loop has begun.\n  Next: call it before the loop" in said
-    assert worker == "over" or "PeerLost" in worker or "no two processes meet" in worker
+    assert worker == "over" or "PeerLostError" in worker or "no two processes meet" in worker
 
 
 def stopped_by_a_worker(world: World, folder: Path, config: Settings) -> Any:

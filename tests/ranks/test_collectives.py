@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unisono.distributed.collectives import Collectives
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.testing import run_ranks

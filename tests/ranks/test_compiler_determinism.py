@@ -20,7 +20,7 @@ from unisono import phases
 from unisono.config.schema import StuckSettings
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.monitor.status_thread import COMPILE_TIMES, Watch
+from unisono.monitor.status_thread import COMPILE_TIMES, StatusThread
 from unisono.parallel import compiler_determinism
 from unisono.testing import run_ranks
 from unisono.train import run as run_module
@@ -100,8 +100,8 @@ def test_too_many_variants_are_named() -> None:
 
 
 def test_while_a_process_compiles_its_limit_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases.Here, "steps", 5)
-    watch = Watch(StuckSettings(after=10.0), World())
+    monkeypatch.setattr(phases.Position, "steps", 5)
+    watch = StatusThread(StuckSettings(after=10.0), World())
     assert watch._limit == 10.0
     config = SimpleNamespace(automatic_dynamic_shapes=False)
     monkeypatch.setitem(sys.modules, "torch._dynamo.config", config)

@@ -16,10 +16,10 @@ from tests.ranks.loops import SETTINGS, Numbers, attempt
 from tests.ranks.test_same_bits import results, same
 from tests.ranks.training import settings, train
 from unisono.config import CompressSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.exchange.compression.compressed import CompressedAllReduce, CompressedTree
-from unisono.plan.assignment import place_evenly
+from unisono.plan.assignment import assign_evenly
 from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
 
@@ -129,7 +129,7 @@ def shown(world: World, kind: Any, steps: int, base: str = "tree", nodes: int | 
         params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         about = CompressSettings(kind=kind, nodes=nodes, rank=4, keep=0.1)
         exchange = {"tree": CompressedTree, "allreduce": CompressedAllReduce}[base](params, 8, group, settings=about)
-        spans = place_evenly(8, group.size)
+        spans = assign_evenly(8, group.size)
         mine = range(*spans[group.rank])
         given = [torch.zeros(shape) for shape in SHAPES]
         for step in range(steps):
@@ -188,7 +188,7 @@ def lost(world: World, kind: Any) -> list[Any]:
     with join(world) as group:
         p = nn.Parameter(torch.zeros(16, 16))
         exchange = CompressedTree([p], 2, group, settings=CompressSettings(kind=kind, rank=1, keep=0.5))
-        spans = place_evenly(2, group.size)
+        spans = assign_evenly(2, group.size)
         out = []
         mine = range(*spans[group.rank])
         for factor in (1.0, torch.inf, 1.0):

@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from tests.pairs import every_pair
 from tests.ranks.loops import attempt
 from tests.ranks.training import Sentences, TinyGPT, padded, settings
-from unisono import Sequence
-from unisono.checkpoint.sharded_state import whole
+from unisono import SequenceDims
+from unisono.checkpoint.sharded_state import is_whole
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
-from unisono.parallel.context_parallel.ulysses import Context
+from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.recipes.text import GPT, Model
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def attended(group: Group, changes: dict[str, Any]) -> float:
+def attended(group: ProcessGroup, changes: dict[str, Any]) -> float:
     """How far attention in slices is from torch's own: the worst of its output and of the gradients of what goes in."""
     how: dict[str, Any] = {
         "batch": (2,),
@@ -81,8 +81,8 @@ def attended(group: Group, changes: dict[str, Any]) -> float:
     complete = F.scaled_dot_product_attention(query, key, value, mask, **kinds)
     truth = torch.autograd.grad(complete, leaves, weight)
 
-    context = Context(group)
-    context.add(nn.Linear(1, 1), Sequence())
+    context = ContextParallel(group)
+    context.add(nn.Linear(1, 1), SequenceDims())
     with context.part(torch.arange(length).view(1, length)) as part:
         here = part[0]
         own = mask[..., here] if mask is not None and how["mask"][-1] == "l" else mask
@@ -141,12 +141,12 @@ def cross_entropy(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tens
 
 def whole_gradient(p: nn.Parameter) -> Any:
     grad: Any = p.grad
-    return None if grad is None else whole(grad, keep=True).tolist()
+    return None if grad is None else is_whole(grad, keep=True).tolist()
 
 
 def learn(run: Run[Any], kind: str = "gpt", length: int = 37) -> dict[str, Any]:
     """Sequences of 2 to 12 tokens. What every step was like, the first one's gradient, and what came of it."""
-    model = run.place(BUILD[kind], sequence=Sequence(positions=POSITIONS[kind]))
+    model = run.place(BUILD[kind], sequence=SequenceDims(positions=POSITIONS[kind]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     run.track(model=model, optimizer=optimizer)
     told: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "right": [], "here": 0}
@@ -286,7 +286,7 @@ def test_several_micro_batches_beside_shards(tmp_path: Path) -> None:
 
 def with_dropout(run: Run[Any]) -> Any:
     """Two steps with dropout, in attention and elsewhere; and what a dropout makes of ones on this process."""
-    model = run.place(lambda: TinyGPT(dropout=0.3), sequence=Sequence(positions={"place": 0}))
+    model = run.place(lambda: TinyGPT(dropout=0.3), sequence=SequenceDims(positions={"place": 0}))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     run.track(model=model, optimizer=optimizer)
     losses, drawn, after = [], [], []
@@ -333,7 +333,7 @@ def test_a_checkpoint_goes_from_any_number_of_slices_to_any_other(
 
 def in_passes(run: Run[Any]) -> Any:
     """Two passes a step, over sequences of two tokens, of which some processes have none; an average of the weights."""
-    model = run.place(lambda: GPT(MODEL), sequence=Sequence(positions=POSITIONS["gpt"]))
+    model = run.place(lambda: GPT(MODEL), sequence=SequenceDims(positions=POSITIONS["gpt"]))
     average = torch.optim.swa_utils.AveragedModel(model)
     first, second = (torch.optim.SGD(params, lr=0.1) for params in (model.blocks.parameters(), [model.tokens.weight]))
     run.track(model=model, average=average, first=first, second=second)
@@ -389,7 +389,7 @@ class Other(nn.Module):
         return F.scaled_dot_product_attention(heads, key, key, mask).transpose(1, 2).flatten(2)
 
 
-def other(run: Run[Any], build: Any, sequence: Sequence | None, data: Any = None) -> Any:
+def other(run: Run[Any], build: Any, sequence: SequenceDims | None, data: Any = None) -> Any:
     model = run.place(build, sequence=sequence)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -399,26 +399,36 @@ def other(run: Run[Any], build: Any, sequence: Sequence | None, data: Any = None
     return run.evaluate(model, Sentences(3), cross_entropy, collate_fn=padded)
 
 
-WRONG: dict[str, tuple[Any, Sequence | None, Any, str]] = {
-    "heads": (lambda: Other(heads=3), Sequence(), None, "3 heads.*no multiple of 2.*parallel.context=1.*has 4 heads"),
-    "nothing said of positions": (Other, None, None, r"Its buffers are: seen \(\).*sequence=unisono.Sequence"),
-    "no such positions": (Other, Sequence(positions={"cos": 0}), None, r"none of this name.*positions=.*'seen'"),
-    "no such dim": (Other, Sequence(positions={"tokens.weight": 2}), None, r"shape \(23, 12\).*name the dim"),
-    "no such part": (Other, Sequence(batch={2: 1}), None, r"batch=\{2: 1\}.*It has 0: \(\d+, \d+\), 1: "),
-    "nothing to divide": (Other, Sequence(), list(range(24)), "no tensor of two or more dims"),
-    "attention by hand": (lambda: Other("hand"), Sequence(), None, "never called F.scaled_dot.*positions have not met"),
-    "attention weights": (lambda: Other("weights"), Sequence(), None, "with its weights.*need_weights=False"),
-    "a mask of a slice": (lambda: Other("mask"), Sequence(), None, "mask of . x . positions.*is_causal=True"),
-    "another length": (lambda: Other("longer"), Sequence(), None, "to . positions was to be.*of which . are here"),
-    "batch norm": (lambda: Other("norm"), Sequence(), None, "1 of its parts are batch norms.*norm.*LayerNorm"),
+WRONG: dict[str, tuple[Any, SequenceDims | None, Any, str]] = {
+    "heads": (
+        lambda: Other(heads=3),
+        SequenceDims(),
+        None,
+        "3 heads.*no multiple of 2.*parallel.context=1.*has 4 heads",
+    ),
+    "nothing said of positions": (Other, None, None, r"Its buffers are: seen \(\).*sequence=unisono.SequenceDims"),
+    "no such positions": (Other, SequenceDims(positions={"cos": 0}), None, r"none of this name.*positions=.*'seen'"),
+    "no such dim": (Other, SequenceDims(positions={"tokens.weight": 2}), None, r"shape \(23, 12\).*name the dim"),
+    "no such part": (Other, SequenceDims(batch={2: 1}), None, r"batch=\{2: 1\}.*It has 0: \(\d+, \d+\), 1: "),
+    "nothing to divide": (Other, SequenceDims(), list(range(24)), "no tensor of two or more dims"),
+    "attention by hand": (
+        lambda: Other("hand"),
+        SequenceDims(),
+        None,
+        "never called F.scaled_dot.*positions have not met",
+    ),
+    "attention weights": (lambda: Other("weights"), SequenceDims(), None, "with its weights.*need_weights=False"),
+    "a mask of a slice": (lambda: Other("mask"), SequenceDims(), None, "mask of . x . positions.*is_causal=True"),
+    "another length": (lambda: Other("longer"), SequenceDims(), None, "to . positions was to be.*of which . are here"),
+    "batch norm": (lambda: Other("norm"), SequenceDims(), None, "1 of its parts are batch norms.*norm.*LayerNorm"),
     "a convolution": (
         lambda: nn.Sequential(Other(), nn.Conv1d(23, 4, 3)),
-        Sequence(),
+        SequenceDims(),
         None,
         "Its 1 is a Conv1d.*nothing",
     ),
-    "a recurrence": (lambda: nn.LSTM(4, 4), Sequence(), None, "Its whole is a LSTM, which goes from one position"),
-    "a buffer that changes": (lambda: Other("buffer"), Sequence(), None, "changed buffers.*slice of the sequences"),
+    "a recurrence": (lambda: nn.LSTM(4, 4), SequenceDims(), None, "Its whole is a LSTM, which goes from one position"),
+    "a buffer that changes": (lambda: Other("buffer"), SequenceDims(), None, "changed buffers.*slice of the sequences"),
 }
 
 

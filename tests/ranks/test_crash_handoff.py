@@ -14,11 +14,11 @@ from tests.ranks.training import MLP, Points, settings
 from unisono import Run
 from unisono.checkpoint import emergency_dump
 from unisono.config import ParallelSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import UnisonoError
 from unisono.testing import build_run, run_ranks
-from unisono.train.recovery.crash_handoff import leave
+from unisono.train.recovery.crash_handoff import dump_replicas
 
 
 def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
@@ -31,7 +31,7 @@ def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
             try:
                 train(run)
             except Exception as error:
-                leave(run, error)
+                dump_replicas(run, error)
                 raise
             finally:
                 run.close()
@@ -59,7 +59,7 @@ def test_a_run_that_begins_again_loses_no_step(tmp_path: Path, dead: set[int], s
     with Company(work, 3, config, tmp_path / "run", dead) as company:
         company.killed |= dead
         assert set(company.results().values()) == {None}
-    assert emergency_dump.steps_left(tmp_path / "run") >= step
+    assert emergency_dump.dumped_steps(tmp_path / "run") >= step
     with Company(work, 3, config, tmp_path / "run", set()) as company:
         found = set(company.results().values())
     ((again, resumed_at),) = found

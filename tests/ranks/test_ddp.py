@@ -20,7 +20,7 @@ from tests.ranks.test_same_bits import results
 from tests.ranks.test_several_passes import CONFIG, alternating
 from tests.ranks.training import MLP, Points, settings
 from unisono.config import DdpSettings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.testing import build_run, run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.standin import standin
-from unisono.distributed.init import find_seat
+from unisono.distributed.init import find_device_index
 from unisono.environment import World
 from unisono.testing import run_ranks
 
@@ -21,7 +21,7 @@ def seated(world: World, library: str, folder: str, shown: str) -> int | None:
     os.environ[standin.NAME] = mine
     standin.equip(library, equipped=mine != "-")
     world = replace(world, local_rank=world.rank, local_size=world.size)
-    seat = find_seat(world, dist.FileStore(f"{folder}/store", world.size))
+    seat = find_device_index(world, dist.FileStore(f"{folder}/store", world.size))
     return None if mine == "-" else seat
 
 

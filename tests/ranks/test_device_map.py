@@ -19,7 +19,7 @@ from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
 from unisono.config import ParallelSettings
 from unisono.errors import LoopError
-from unisono.parallel.one_process.device_map import Where, apply_split, deal, parts_of, size_of, tied
+from unisono.parallel.one_process.device_map import DeviceOf, apply_device_map, assign_layers, parts_of, size_of, tied
 from unisono.recipes.text import GPT, Model
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -100,7 +100,7 @@ def test_every_part_and_all_that_is_tied_to_it_lie_together() -> None:
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
 def test_the_largest_share_is_as_small_as_it_can_be(sizes: list[int], count: int) -> None:
     count = min(count, len(sizes))
-    found = deal(sizes, count)
+    found = assign_layers(sizes, count)
     assert found == sorted(found)
     assert set(found) == set(range(count)), "nobody is left without"
 
@@ -116,7 +116,7 @@ def test_the_largest_share_is_as_small_as_it_can_be(sizes: list[int], count: int
 
 def test_more_devices_than_parts_are_refused() -> None:
     with pytest.raises(LoopError, match=r"(?s)has 2 parts.*--set parallel\.split=2"):
-        apply_split(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), [CPU] * 3, CPU, [])
+        apply_device_map(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), [CPU] * 3, CPU, [])
 
 
 class Scattered(Stack):
@@ -128,19 +128,19 @@ class Scattered(Stack):
 
 def test_tensors_of_two_devices_are_told_with_what_to_do() -> None:
     model = Scattered()
-    apply_split(model, [CPU, CPU], CPU, [])
+    apply_device_map(model, [CPU, CPU], CPU, [])
     with pytest.raises(LoopError, match=r"(?s)Scattered was to compute on 2 devices.*same device.*parallel\.layers"):
         model(torch.zeros(2, 3))
 
 
 def test_a_copy_is_another_model() -> None:
     model = Stack()
-    apply_split(model, [CPU, CPU], CPU, [])
+    apply_device_map(model, [CPU, CPU], CPU, [])
     copied = copy.deepcopy(model)
     assert copied.state_dict().keys() == Stack().state_dict().keys()
     hooks = [hook for part in copied.modules() for hook in part._forward_pre_hooks.values()]
     (where,) = {hook.args[0] for hook in hooks}  # type: ignore[attr-defined]  # a partial
-    assert isinstance(where, Where)
+    assert isinstance(where, DeviceOf)
     assert where is copied.forward.where  # type: ignore[attr-defined]
     assert where is not model.forward.where  # type: ignore[attr-defined]
 
@@ -148,7 +148,7 @@ def test_a_copy_is_another_model() -> None:
 def test_activations_go_to_where_a_part_lies() -> None:
     """To and fro needs a second device with numbers in it; one way, torch's device without numbers will do."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-    apply_split(model, [CPU, META], META, [])
+    apply_device_map(model, [CPU, META], META, [])
     assert [p.device.type for p in model.parameters()] == ["cpu"] * 4 + ["meta"] * 4
     where: list[str] = []
     for part in model:
@@ -165,7 +165,7 @@ def test_tensors_travel_between_devices() -> None:
     expected.sum().backward()
     grads = [p.grad for p in model.parameters()]
     model.zero_grad()
-    apply_split(model, [CPU, here], CPU, [])
+    apply_device_map(model, [CPU, here], CPU, [])
     assert {p.device.type for p in model.parameters()} == {"cpu", here.type}
     out = model(tokens)
     out.sum().backward()

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from tests.ranks.test_exchange import by_the_book, leaf, on_hosts, parameters, step
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.exchange.tree.dynamic_tree import Claimed
-from unisono.plan.assignment import place_evenly
+from unisono.exchange.tree.dynamic_tree import DynamicTree
+from unisono.plan.assignment import assign_evenly
 from unisono.testing import run_ranks
 
 
 def claimed_step(
-    exchange: Claimed, params: list[nn.Parameter], pieces: dict[int, int], taken: list[list[int]], rank: int
+    exchange: DynamicTree, params: list[nn.Parameter], pieces: dict[int, int], taken: list[list[int]], rank: int
 ) -> Any:
     """taken[r]: the virtual ranks with work that process r computes, in this order."""
     ranks = exchange.virtual_ranks
@@ -45,7 +45,7 @@ def anyhow(world: World, hosts: str) -> list[Any]:
     with join(world) as group:
         for virtual_ranks in (2, 3, 5, 8, 12, 13):
             params = parameters()
-            exchange = Claimed(params, virtual_ranks, on_hosts(group, hosts))
+            exchange = DynamicTree(params, virtual_ranks, on_hosts(group, hosts))
             for turn in range(16):
                 pieces = {v: dice.choice([0, 1, 1, 2]) for v in range(virtual_ranks)}
                 pieces[dice.randrange(virtual_ranks)] += 1
@@ -55,7 +55,7 @@ def anyhow(world: World, hosts: str) -> list[Any]:
                 for v in busy:
                     taken[dice.randrange(group.size)].append(v)  # somebody may get nothing at all
                 if turn % 4 == 3:
-                    spans = place_evenly(virtual_ranks, group.size)
+                    spans = assign_evenly(virtual_ranks, group.size)
                     grads = step(exchange, params, spans, pieces, group.rank)
                 else:
                     grads = claimed_step(exchange, params, pieces, taken, group.rank)

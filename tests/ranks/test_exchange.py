@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group, Message
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.exchange.buckets import Copy, Layout, Readiness
-from unisono.exchange.tree.tree_fold import Tree
-from unisono.plan.assignment import place_evenly
+from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient
+from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Node, fold
 from unisono.testing import run_ranks
 
@@ -58,7 +58,7 @@ def weigh(span: tuple[int, int], weight: float = 1.0) -> Callable[[], torch.Tens
 
 
 def step(
-    exchange: Tree,
+    exchange: TreeExchange,
     params: list[nn.Parameter],
     spans: Any,
     pieces: dict[int, int],
@@ -95,21 +95,21 @@ def exchange_on(
 ) -> Any:
     with join(world) as group:
         params = parameters()
-        exchange = in_buckets(Tree(params, virtual_ranks, on_hosts(group, hosts)), bucket_bytes)
+        exchange = in_buckets(TreeExchange(params, virtual_ranks, on_hosts(group, hosts)), bucket_bytes)
         return [step(exchange, params, spans, pieces, group.rank, seldom and i > 0) for i in range(3)]
 
 
-def on_hosts(group: Group, hosts: str) -> Group:
+def on_hosts(group: ProcessGroup, hosts: str) -> ProcessGroup:
     """As if rank r were on the host hosts[r]: only those on its own are neighbours."""
     assert len(group.neighbours) == group.size - 1  # this machine can share memory
     return replace(group, neighbours={r: pid for r, pid in group.neighbours.items() if hosts[r] == hosts[group.rank]})
 
 
-def in_buckets(exchange: Tree, bucket_bytes: int) -> Tree:
+def in_buckets(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:
     """The same with smaller buckets."""
     exchange.ready.close()
-    exchange.layout = exchange.pool.layout = Layout(exchange.params, exchange.group.size, bucket_bytes)
-    exchange.ready = Readiness(exchange.layout, exchange._launch, exchange._merge)
+    exchange.layout = exchange.pool.layout = BucketLayout(exchange.params, exchange.group.size, bucket_bytes)
+    exchange.ready = BucketReadiness(exchange.layout, exchange._launch, exchange._merge)
     return exchange
 
 
@@ -119,7 +119,7 @@ def in_buckets(exchange: Tree, bucket_bytes: int) -> Tree:
 )
 def test_the_sum_is_the_trees_sum(hosts: str, virtual_ranks: int, pieces: int, bucket_bytes: int) -> None:
     counts = dict.fromkeys(range(virtual_ranks), pieces)
-    expected, spans = by_the_book(virtual_ranks, counts), place_evenly(virtual_ranks, len(hosts))
+    expected, spans = by_the_book(virtual_ranks, counts), assign_evenly(virtual_ranks, len(hosts))
     for rank in run_ranks(exchange_on, len(hosts), virtual_ranks, spans, counts, bucket_bytes, hosts):
         for grads in rank:
             assert grads == expected
@@ -140,8 +140,8 @@ def some_empty(world: World) -> list[Any]:
     dice = random.Random(4)
     with join(world) as group:
         for virtual_ranks in (3, 5, 6, 7, 8, 11, 12, 16):
-            params, spans = parameters(), place_evenly(virtual_ranks, group.size)
-            exchange = Tree(params, virtual_ranks, group)
+            params, spans = parameters(), assign_evenly(virtual_ranks, group.size)
+            exchange = TreeExchange(params, virtual_ranks, group)
             for _ in range(25):
                 busy = dice.random()
                 counts = {v: (dice.random() < busy) * dice.choice([1, 1, 2]) for v in range(virtual_ranks)}
@@ -164,7 +164,7 @@ def test_parameters_that_few_virtual_ranks_use_are_zeros_elsewhere(hosts: str) -
     """In the first step all use all; then each a part, so that buckets are complete on some processes only."""
     counts = dict.fromkeys(range(8), 1)
     whole, part = by_the_book(8, counts), by_the_book(8, counts, seldom=True)
-    for rank in run_ranks(exchange_on, len(hosts), 8, place_evenly(8, len(hosts)), counts, 100, hosts, True):
+    for rank in run_ranks(exchange_on, len(hosts), 8, assign_evenly(8, len(hosts)), counts, 100, hosts, True):
         assert rank == [whole, part, part]
 
 
@@ -182,7 +182,7 @@ def overlapped(world: World) -> list[int]:
     """Which buckets had been launched when the last backward returned."""
     with join(world) as group:
         model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
-        exchange = in_buckets(Tree(list(model.parameters()), 2, group), 2000)
+        exchange = in_buckets(TreeExchange(list(model.parameters()), 2, group), 2000)
         seen = []
         for _ in range(3):
             exchange.begin(((0, 1), (1, 2)), {group.rank: 1}, weigh((0, 1)))
@@ -210,8 +210,8 @@ def recompute(world: World) -> tuple[int, list[float]]:
         torch.manual_seed(0)
         layer, head = nn.Linear(4, 4), nn.Linear(4, 1)
         params = [*layer.parameters(), *head.parameters()]
-        exchange = Tree(params, 4, group)
-        spans = place_evenly(4, group.size)
+        exchange = TreeExchange(params, 4, group)
+        spans = assign_evenly(4, group.size)
         grads: list[float] = []
         for _ in range(2):
             mine = range(*spans[group.rank])
@@ -242,7 +242,7 @@ def deeper(world: World) -> str:
     """The second virtual rank of a pair recomputes a layer four times, the first one once."""
     with join(world) as group:
         layer = nn.Linear(4, 4)
-        exchange = Tree(list(layer.parameters()), 2, group)
+        exchange = TreeExchange(list(layer.parameters()), 2, group)
         exchange.begin(((0, 2),), {0: 1, 1: 1}, weigh((0, 2)))
         for v, depth in ((0, 1), (1, 4)):
             exchange.enter(v, last=v == 1)
@@ -266,11 +266,11 @@ def test_a_pair_of_which_one_recomputes_more_often_is_refused() -> None:
 
 def test_a_gradient_that_comes_too_late_is_refused() -> None:
     layer = nn.Linear(2, 2)
-    layout = Layout(list(layer.parameters()), 1)
-    ready = Readiness(layout, lambda bucket: None)
+    layout = BucketLayout(list(layer.parameters()), 1)
+    ready = BucketReadiness(layout, lambda bucket: None)
     for repeats in (1, 2):
         ready.begin()
-        ready.enter(Copy(layout), tell=False, last=True, launch=True)
+        ready.enter(FlatGradient(layout), tell=False, last=True, launch=True)
         x = torch.ones(1, 2)
         if repeats == 1:
             layer(x).sum().backward()
@@ -284,7 +284,7 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
 def test_layouts_keep_strides_and_kinds_apart() -> None:
     conv = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     half = nn.Parameter(torch.randn(5, dtype=torch.float64))
-    exchange = Tree([conv, half], 2, Group())
+    exchange = TreeExchange([conv, half], 2, ProcessGroup())
     exchange.begin(((0, 2),), {0: 1, 1: 1}, weigh((0, 2)))
     exchange.enter(0, last=False)
     (conv.sum() + half.sum()).backward()

@@ -90,11 +90,11 @@ def test_a_group_made_inside_main_is_refused(tmp_path: Path) -> None:
 
 
 def under_our_launcher(world: World, folder: str) -> str:
-    from unisono.distributed.existing_group import taken_over
+    from unisono.distributed.existing_group import take_over
 
     join(world, Path(folder))
     try:
-        taken_over(World(rank=world.rank, size=2, launcher="unisono"))
+        take_over(World(rank=world.rank, size=2, launcher="unisono"))
     except WorldError as error:
         return error.problems[0].true
     return ""
@@ -110,7 +110,7 @@ def without_a_back_end(world: World, folder: str) -> str:
 
     join(world, Path(folder))
     try:
-        existing_group.use(torch.device("cuda"), "nccl")
+        existing_group.use_group(torch.device("cuda"), "nccl")
     except WorldError as error:
         return error.problems[0].do
     return ""

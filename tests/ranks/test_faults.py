@@ -21,7 +21,7 @@ from unisono.testing import (
     FullDisk,
     HangAt,
     LostPackets,
-    Planted,
+    PlantedFailure,
     TornFile,
     flip_,
     flip_bit,
@@ -46,7 +46,7 @@ def test_a_process_is_gone(tmp_path: Path, kind: Any, code: int) -> None:
 
 def in_the_middle(world: World, folder: str) -> None:
     with FailAt(0, "exchange", later=0.1), phases.phase("other"):
-        phases.Here.step = 0
+        phases.Position.step = 0
         phases.enter("exchange")
         time.sleep(30)
 
@@ -59,28 +59,28 @@ def test_it_may_die_in_the_middle_of_a_phase(tmp_path: Path) -> None:
 @pytest.fixture
 def at_step() -> Any:
     phases.enter("other")
-    phases.Here.step = 2
+    phases.Position.step = 2
     yield
     phases.enter("other")
-    phases.Here.step = phases.Here.virtual_rank = None
+    phases.Position.step = phases.Position.virtual_rank = None
 
 
 @pytest.mark.usefixtures("at_step")
 def test_a_fault_has_one_place_and_strikes_once() -> None:
     with FailAt(2, "update", kind="error") as fault:
         phases.enter("forward")
-        with pytest.raises(Planted, match="in step 2"):
+        with pytest.raises(PlantedFailure, match="in step 2"):
             phases.enter("update")
         phases.enter("other")
         phases.enter("update")
         assert fault._struck_in == 2
     with FailAt(phase="backward", when="ends", kind="error", virtual_rank=1):
-        for phases.Here.virtual_rank in (0, 2):
+        for phases.Position.virtual_rank in (0, 2):
             phases.enter("backward")
             phases.enter("other")
-        phases.Here.virtual_rank = 1
+        phases.Position.virtual_rank = 1
         phases.enter("backward")
-        with pytest.raises(Planted):
+        with pytest.raises(PlantedFailure):
             phases.enter("other")
     with pytest.raises(ValueError, match="there are other, data"):
         FailAt(1, "nothing")
@@ -129,9 +129,9 @@ def test_files_end_in_the_middle(tmp_path: Path) -> None:
 def fill(world: World, folder: str) -> list[int]:
     """What is there of three files, written before, under and after the fault, and the error."""
     file, sizes, said = Path(folder, "file"), [], 0
-    phases.Here.step = 0
+    phases.Position.step = 0
     with FullDisk(1, "checkpoint", bytes=10):
-        for phases.Here.step in range(3):
+        for phases.Position.step in range(3):
             phases.enter("checkpoint")
             try:
                 file.write_bytes(bytes(50))
@@ -169,11 +169,11 @@ def test_a_fault_in_words() -> None:
 @pytest.mark.usefixtures("at_step")
 def test_a_planned_fault_strikes_once_in_a_run(tmp_path: Path) -> None:
     texts = ["FailAt step=2 phase=update kind=error rank=0", "FailAt step=2 phase=update kind=error rank=1"]
-    with planted(texts, 0, tmp_path), pytest.raises(Planted):
+    with planted(texts, 0, tmp_path), pytest.raises(PlantedFailure):
         phases.enter("update")
     phases.enter("other")
     with planted(texts, 0, tmp_path):
         phases.enter("update")
     phases.enter("other")
-    with planted(texts, 1, tmp_path), pytest.raises(Planted):
+    with planted(texts, 1, tmp_path), pytest.raises(PlantedFailure):
         phases.enter("update")

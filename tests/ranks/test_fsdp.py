@@ -18,11 +18,11 @@ from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, who
 from tests.ranks.test_several_passes import CONFIG, alternating, together
 from tests.ranks.training import settings
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import local
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
-from unisono.train.guarantees.user_errors import parts_told
+from unisono.train.guarantees.user_errors import sharded_parameters_error
 from unisono.train.run import Run
 
 PLACEMENTS = {
@@ -262,13 +262,13 @@ def penalised(run: Run[Any]) -> Any:
     def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         step.backward(loss_of(model, x) + model.get_parameter("weight").square().sum(), weight=len(i))
 
-    with parts_told(run.settings.parallel):
+    with sharded_parameters_error(run.settings.parallel):
         return train(run, body)
 
 
 def averaged(run: Run[Any]) -> Any:
     """Copies a model to average its weights."""
-    with parts_told(run.settings.parallel):
+    with sharded_parameters_error(run.settings.parallel):
         return torch.optim.swa_utils.AveragedModel(run.place(lambda: nn.Linear(3, 2)))
 
 
@@ -421,11 +421,11 @@ def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
             for x, i in step:
                 whole(step, model, x, i)
             for p in model.parameters():
-                found[0] += local(p).nbytes
-                found[1] += local(p.grad).nbytes
+                found[0] += to_local(p).nbytes
+                found[1] += to_local(p.grad).nbytes
             step.update(optimizer)
             for state in optimizer.state.values():
-                found[2] += sum(local(v).nbytes for v in state.values() if v.dim())
+                found[2] += sum(to_local(v).nbytes for v in state.values() if v.dim())
         run.close()
         return found
 

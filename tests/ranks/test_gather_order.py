@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.parallel.fsdp.gather_order import Notes
+from unisono.parallel.fsdp.gather_order import GatherOrder
 from unisono.testing import run_ranks
 
 SAME = [[1, 2, 2, 1]] * 3
@@ -24,7 +24,7 @@ OTHERWISE = {
 def steps(world: World, folder: Path, at_once: bool, writes: list[list[int]]) -> str:
     """Two steps in which this process writes what stands there for it; what it is told."""
     with join(world) as group:
-        notes = Notes(group, at_once=at_once)
+        notes = GatherOrder(group, at_once=at_once)
         numbers = {name: notes.number(f"to gather layer {name}") for name in (1, 2)}
         try:
             for _ in range(2):

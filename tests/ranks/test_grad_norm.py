@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.distributed.mesh import Mesh
 from unisono.environment import World
 from unisono.testing import run_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import hangs
-from unisono.launcher.hang_watcher import Lookout
+from unisono.launcher.hang_watcher import HangWatcher
 from unisono.testing import run_ranks
 
 slow = pytest.mark.slow
@@ -53,7 +53,7 @@ QUICK = ("a rank sleeps", "a rank is in another collective")
 @slow
 @pytest.mark.parametrize("name", hangs.SLOW)
 def test_who_is_slow_is_not_ended(tmp_path: Path, name: str) -> None:
-    with Lookout(tmp_path, say=False):
+    with HangWatcher(tmp_path, say=False):
         run_ranks(hangs.train, 2, str(tmp_path), name, 2)
     assert not list(tmp_path.glob("rank-*.json"))
 

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from unisono.distributed.init import group
-from unisono.distributed.rendezvous.hosted_store import hosted
+from unisono.distributed.init import join_process_group
+from unisono.distributed.rendezvous.hosted_store import host_store
 from unisono.environment import World
 from unisono.errors import WorldError
 from unisono.testing import run_ranks
@@ -22,8 +22,8 @@ def free_port() -> int:
 
 def joined(world: World, port: int) -> list[str]:
     place = f"hosted://127.0.0.1:{port}/17.0-0"
-    with group(World(rank=world.rank, size=world.size, store=place, launcher="srun")) as all_:
-        return [str(each) for each in all_.gather(f"process {world.rank}")]
+    with join_process_group(World(rank=world.rank, size=world.size, store=place, launcher="srun")) as all_:
+        return [str(each) for each in all_.all_gather_object(f"process {world.rank}")]
 
 
 def test_processes_meet_at_a_port_and_a_name() -> None:
@@ -34,7 +34,7 @@ def test_a_port_of_somebody_elses_is_named_and_another_one_proposed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WorldError, match="cannot be opened") as caught:
-            hosted(f"hosted://127.0.0.1:{port}/17.0-0", 0)
+            host_store(f"hosted://127.0.0.1:{port}/17.0-0", 0)
     assert f"export MASTER_PORT={port + 1}" in caught.value.problems[0].do
 
 
@@ -43,10 +43,10 @@ def test_another_runs_meeting_place_is_not_joined() -> None:
     theirs = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     theirs.set("unisono-16.0-0", "here")
     with pytest.raises(WorldError, match="does not answer there"):
-        hosted(f"hosted://127.0.0.1:{port}/17.0-0", 1, patience=timedelta(seconds=0.2))
+        host_store(f"hosted://127.0.0.1:{port}/17.0-0", 1, patience=timedelta(seconds=0.2))
 
 
 def test_a_host_that_nobody_knows_is_said_at_once() -> None:
     with pytest.raises(WorldError, match="There is no host nobody") as caught:
-        hosted("hosted://nobody.invalid:20000/17.0-0", 0)
+        host_store("hosted://nobody.invalid:20000/17.0-0", 0)
     assert "MASTER_ADDR=" in caught.value.problems[0].do

@@ -21,7 +21,7 @@ from tests.ranks.test_tensor_parallel import trained
 from tests.ranks.training import settings
 from tests.unit.test_shadow_partition import pieces
 from unisono.config import ParallelSettings
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -72,7 +72,7 @@ def learn(run: Run[Any], build: Callable[[], nn.Module]) -> Any:
         step.run(model, lambda out, batch: (out.loss, counted(batch)), mean=True)
         if not gradients:
             found = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-            gradients = {name: local(grad).numpy().copy() for name, grad in found}
+            gradients = {name: to_local(grad).numpy().copy() for name, grad in found}
         told += [step.loss, step.grad_norm]
         step.update(optimizer)
         average.update_parameters(model)

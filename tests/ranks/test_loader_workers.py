@@ -24,8 +24,8 @@ from unisono.config import LoaderSettings, Settings
 from unisono.data import alignment, loader_workers
 from unisono.data.loader import Loader, Schedule
 from unisono.environment import World
-from unisono.plan.assignment import Seat
-from unisono.plan.batch_order import Order
+from unisono.plan.assignment import Slot
+from unisono.plan.batch_order import BatchOrder
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -171,7 +171,7 @@ def fetched(world: World, mended: bool) -> dict[str, list[Any]]:
     """Of every kind, what the loop gets from the process itself, from a worker, and out of turn."""
     if not mended:
         alignment.align = lambda batch: batch
-    order, seen = Order(length=12, batch=4, virtual_ranks=2, micro_batch=1, seed=1), {}
+    order, seen = BatchOrder(length=12, batch=4, virtual_ranks=2, micro_batch=1, seed=1), {}
     cpu = torch.device("cpu")
     for name in KINDS:
         for collate in (
@@ -184,7 +184,7 @@ def fetched(world: World, mended: bool) -> dict[str, list[Any]]:
                     Kind(name),
                     order,
                     Schedule(((0, 2),)),
-                    seat=Seat(0),
+                    seat=Slot(0),
                     first=0,
                     last=2,
                     device=cpu,

@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.ranks.loops import attempt
 from unisono.config import CheckpointSettings, LocalSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.distributed.mesh import build_sites
 from unisono.environment import World
-from unisono.local_sgd.site_transport import Between, chunk_of
-from unisono.local_sgd.sites import Sites
-from unisono.plan.batch_order import Order
+from unisono.local_sgd.site_transport import SiteTransport, chunk_of
+from unisono.local_sgd.sites import LocalSGD
+from unisono.plan.batch_order import BatchOrder
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -95,7 +95,7 @@ def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
     """The same sites one after the other in plain torch, step by step. What is left at the end: their mean."""
     local, order = (
         asked.local,
-        Order(length=LENGTH, batch=asked.batch, virtual_ranks=asked.virtual_ranks, seed=asked.seed),
+        BatchOrder(length=LENGTH, batch=asked.batch, virtual_ranks=asked.virtual_ranks, seed=asked.seed),
     )
     x, y = points()
     models = [build() for _ in range(local.sites)]
@@ -181,7 +181,7 @@ def sent_again_and_again(world: World, feedback: bool) -> list[float]:
     with join(world) as group:
         number, mesh, across = build_sites(2, group)
         rows = [torch.randn(1000, generator=torch.Generator().manual_seed(site)) for site in range(2)]
-        between = Between(mesh.world, across)
+        between = SiteTransport(mesh.world, across)
         left = [torch.zeros_like(chunk_of(rows[number], mesh.world))] if feedback else []
         came = torch.zeros(1000)
         for _ in range(20):
@@ -274,8 +274,8 @@ def evaluates(run: Run[Settings], step: Any, model: nn.Module) -> Any:
         return None
     data = torch.utils.data.TensorDataset(*points())
     found = run.evaluate(model, data, error)["error"]
-    assert isinstance(run._sites, Sites)
-    everybody = run._sites.across.gather([p.tolist() for p in model.parameters()])
+    assert isinstance(run._sites, LocalSGD)
+    everybody = run._sites.across.all_gather_object([p.tolist() for p in model.parameters()])
     mean = build()
     for p, *values in zip(mean.parameters(), *everybody, strict=True):
         p.data.copy_(torch.tensor(values).mean(0))
@@ -306,7 +306,7 @@ def test_a_site_that_breaks_is_noticed_at_the_next_meeting(tmp_path: Path) -> No
     before = time.monotonic()
     *others, broken = run_ranks(trained, 4, tmp_path, settings(), {"at": breaks})
     assert broken == "ValueError: site 1 is broken\n"
-    assert all("PeerLost" in other for other in others), others
+    assert all("PeerLostError" in other for other in others), others
     assert "A meeting of the sites" in others[0]
     assert time.monotonic() - before < 40
 

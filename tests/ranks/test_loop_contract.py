@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
 from unisono.config import Settings
 from unisono.environment import World
-from unisono.plan.batch_order import Order
+from unisono.plan.batch_order import BatchOrder
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step
@@ -391,7 +391,7 @@ def test_a_breach_ends_in_the_same_words_everywhere(endings: list[dict[str, Any]
 
 
 def test_the_samples_behind_a_nan_are_named(endings: list[dict[str, Any]]) -> None:
-    order = Order(length=20, batch=8, virtual_ranks=4, seed=2)
+    order = BatchOrder(length=20, batch=8, virtual_ranks=4, seed=2)
     (step, rank, samples), = (
         (step, rank, samples)
         for step in range(3)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from tests.ranks.company import Company
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
 
 
-def total(group: Group) -> float:
+def total(group: ProcessGroup) -> float:
     return float(group.sum_(torch.tensor([1.0])).item())
 
 
 def confirm(company: Any, error: RuntimeError) -> None:
-    if not company.lost_one(error):
+    if not company.is_peer_loss(error):
         raise error
 
 
@@ -38,7 +38,7 @@ def survive(world: World, victims: tuple[int, ...], *, chain: bool) -> Any:
         except RuntimeError as error:
             confirm(company, error)
         while len(found) < 2:
-            formed = company.form(group, step=7)
+            formed = company.regroup(group, step=7)
             try:
                 found.append(total(group))
             except RuntimeError as error:  # the second one died a little later
@@ -93,7 +93,7 @@ def last_one(world: World) -> Any:
                     total(group)
             except RuntimeError as error:
                 confirm(company, error)
-            company.form(group)
+            company.regroup(group)
             sizes.append(group.size)
         return sizes, total(group)
 
@@ -112,7 +112,7 @@ def admit(world: World) -> Any:
         came: list[int] = []
         while group.size < 4:
             if group.size == 1 or group.sum_(torch.tensor([float(company.knocks)])).item():
-                came += company.form(group, open_=True).joined
+                came += company.regroup(group, open_=True).joined
                 sizes.append(group.size)
         return sizes[0], sizes[-1], group.rank, came, total(group)
 

@@ -18,9 +18,9 @@ from tests.standin import standin
 from unisono.config import CompressSettings, DealSettings, LocalSettings, ServerSettings, Settings
 from unisono.distributed import init
 from unisono.distributed.collectives import Collectives
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group, Message, wait_for
-from unisono.distributed.ring_allreduce import ring_
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import Message, ProcessGroup, wait_for
+from unisono.distributed.ring_allreduce import ring_all_reduce_
 from unisono.environment import World
 from unisono.testing import SlowAt, run_ranks
 
@@ -37,7 +37,7 @@ def equipped(world: World, library: str, *ranks: int) -> World:
     return replace(world, local_rank=0)
 
 
-def on(group: Group, numbers: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def on(group: ProcessGroup, numbers: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype, device=group.device)
 
 
@@ -54,17 +54,17 @@ def every_collective(world: World, library: str) -> dict[str, Any]:
         sends = [Message(on(group, [rank + 0.5]), right), Message(on(group, []), right)]
         wait_for(group.send_and_receive(sends, [Message(given["came"][1], left)]))
         given["came"] = given["came"][1]
-        given["trade"] = group.trade(on(group, [rank] * n, torch.int64), [1] * n, [1] * n)
-        given["bits"] = group.trade(on(group, [rank == 1] * n, torch.bool), [1] * n, [1] * n)
-        given["added"] = group.add_up(on(group, [1.0, rank, 3.0, 4.0]))
+        given["trade"] = group.all_to_all(on(group, [rank] * n, torch.int64), [1] * n, [1] * n)
+        given["bits"] = group.all_to_all(on(group, [rank == 1] * n, torch.bool), [1] * n, [1] * n)
+        given["added"] = group.deterministic_all_reduce(on(group, [1.0, rank, 3.0, 4.0]))
         given["shared"] = on(group, [[rank, 2.0], [3.0, 4.0]]).t()
-        group.share_([given["shared"]], source=1)
-        given["ring"] = ring_(group, on(group, [rank] * 40))
+        group.broadcast_([given["shared"]], source=1)
+        given["ring"] = ring_all_reduce_(group, on(group, [rank] * 40))
         verbs = Collectives(group).all_reduce({"a": on(group, [rank + 1.0])})["a"]
         return {
             "kind": group.device.type,
             "mixed": group.mixed,
-            "objects": group.gather([rank, group.device.type]),
+            "objects": group.all_gather_object([rank, group.device.type]),
             "places": {tensor.device.type for tensor in (*given.values(), verbs)},
             "numbers": {name: tensor.tolist() for name, tensor in given.items()} | {"verbs": verbs.tolist()},
         }

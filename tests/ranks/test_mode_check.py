@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.ranks import training
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.testing import build_run, run_ranks

@@ -17,7 +17,7 @@ from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono.config import ParallelSettings, Settings
 from unisono.environment import World
 from unisono.testing import run_ranks
-from unisono.train.modules.module_attributes import Attributes
+from unisono.train.modules.module_attributes import ModuleAttributes
 from unisono.train.run import Run
 
 
@@ -102,7 +102,7 @@ CONFIG = replace(SETTINGS, steps=5, batch=8, virtual_ranks=4)
 
 def all_models(world: World, folder: str, names: list[str], enabled: bool = True) -> dict[str, Any]:
     """Losses and a fingerprint of every model."""
-    Attributes.enabled = enabled
+    ModuleAttributes.enabled = enabled
     told = {}
     for i, name in enumerate(names):
         loop = partial(train, data=Numbers(23), build=MODELS[name])

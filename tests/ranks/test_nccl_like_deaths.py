@@ -20,13 +20,13 @@ from tests.ranks.test_step_recovery import right
 from tests.ranks.training import MLP, Points, settings
 from unisono.config import CheckpointSettings, Settings
 from unisono.distributed import process_group
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.distributed.membership import membership, regroup_timeout
-from unisono.distributed.membership.waiting import Late
+from unisono.distributed.membership.waiting import NcclWork
 from unisono.distributed.rendezvous import connect
 from unisono.environment import World
 from unisono.exchange import buckets
-from unisono.exchange.tree.tree_transport import Wire
+from unisono.exchange.tree.tree_transport import TreeTransport
 from unisono.testing import build_run, run_ranks
 
 
@@ -59,9 +59,9 @@ class Deep(nn.Sequential):
 
 
 def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> str:
-    buckets.Layout.__init__.__defaults__ = (64 * 64 * 4 + 1000, ())
+    buckets.BucketLayout.__init__.__defaults__ = (64 * 64 * 4 + 1000, ())
     if world.number in deaths:
-        dies_at(Wire, "send", deaths[world.number])
+        dies_at(TreeTransport, "send", deaths[world.number])
     with join(world) as group:
         run = build_run(config, world, group, folder)
         model = run.place(Deep)
@@ -93,13 +93,13 @@ def test_a_loss_can_be_looked_at_although_somebody_has_died(tmp_path: Path, time
 
 ARMED: list[bool] = []
 MOMENTS: dict[str, tuple[Any, str, bool, int]] = {
-    "a collective begins": (process_group.Group, "_watched", False, 300),
-    "it is waited for": (Late, "wait", False, 300),
-    "it is over": (Late, "wait", True, 300),
+    "a collective begins": (process_group.ProcessGroup, "_watched", False, 300),
+    "it is waited for": (NcclWork, "wait", False, 300),
+    "it is over": (NcclWork, "wait", True, 300),
     "they count each other": (connect, "count", False, 12),
     "they have": (connect, "count", True, 12),
-    "it leaves": (membership.Company, "_part", False, 6),
-    "it has left": (membership.Company, "_part", True, 6),
+    "it leaves": (membership.Membership, "_part", False, 6),
+    "it has left": (membership.Membership, "_part", True, 6),
 }
 
 

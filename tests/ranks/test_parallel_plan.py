@@ -15,9 +15,9 @@ from torch import nn
 from tests.house.test_papers import PAPERS, blocks_of
 from tests.ranks.loops import attempt
 from tests.ranks.training import settings
-from unisono import Placement
+from unisono import ParallelPlan
 from unisono.config import ParallelSettings
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -25,17 +25,17 @@ from unisono.train.run import Run
 (BLOCK,) = [block for block in blocks_of(PAPER) if "class RowsApart" in block.code]
 
 
-def rows_apart() -> Placement:
+def rows_apart() -> ParallelPlan:
     """As the paper has it."""
     names: dict[str, Any] = {}
     exec(compile(BLOCK.code, BLOCK.name, "exec"), names)
-    placement: Placement = names["RowsApart"]()
+    placement: ParallelPlan = names["RowsApart"]()
     return placement
 
 
 def test_it_is_short_and_keeps_the_protocol() -> None:
     assert len(BLOCK.code.splitlines()) < 40
-    assert isinstance(rows_apart(), Placement)
+    assert isinstance(rows_apart(), ParallelPlan)
 
 
 class Words(torch.utils.data.Dataset):
@@ -78,7 +78,7 @@ def words(run: Run[Any], plan: Callable[[], Any] = rows_apart) -> Any:
         step.update(optimizer)
         losses.append(step.loss)
     losses += run.evaluate(model, Words(), score).values()
-    return losses, run._state.fingerprint(), norms, len(local(model.words.weight)), run.promise()
+    return losses, run._state.fingerprint(), norms, len(to_local(model.words.weight)), run.promise()
 
 
 CONFIG = settings(batch=12, virtual_ranks=4, steps=5)

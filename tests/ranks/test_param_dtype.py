@@ -24,9 +24,9 @@ from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.test_activation_checkpoint import needs_compiler
 from tests.ranks.test_fsdp import same_as_alone, short
 from tests.ranks.training import padded, settings
-from unisono.checkpoint.sharded_state import whole_here
+from unisono.checkpoint.sharded_state import gather_whole
 from unisono.config import ParallelSettings
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -139,7 +139,7 @@ def rows(run: Run[Any], build: Any = Rows, **place: Any) -> Any:
     return [*told, run._state.fingerprint()]
 
 
-plain = partial(rows, build=Plain, sequence=unisono.Sequence())
+plain = partial(rows, build=Plain, sequence=unisono.SequenceDims())
 
 CONFIG = settings(steps=3, batch=12, virtual_ranks=6)
 TWO_DEVICES: dict[str, Any] = {"split": 2, "devices": ["cpu", "cpu"]}
@@ -272,7 +272,7 @@ def beside_torch(run: Run[Any]) -> Any:
     """The gradient of a step, ours and that of stock FSDP2 for the same micro-batches."""
     model = run.place(partial(Rows, dropout=0.0))
     plain: Any = Rows(dropout=0.0)
-    plain.load_state_dict({name: whole_here(p.detach()) for name, p in model.state_dict().items()})
+    plain.load_state_dict({name: gather_whole(p.detach()) for name, p in model.state_dict().items()})
     policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
     plain.scale = plain.scale.bfloat16()  # for the two that share a weight, and are no units of FSDP2's
     fully_shard(plain.rows[0], mp_policy=policy())
@@ -290,7 +290,7 @@ def beside_torch(run: Run[Any]) -> Any:
             step.backward(loss, weight=weight)
             next_token(plain(tokens), tokens, targets)[0].backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            found.append(torch.equal(local(ours.grad), local(theirs.grad) / step.weight))
+            found.append(torch.equal(to_local(ours.grad), to_local(theirs.grad) / step.weight))
         step.update(optimizer)
         break
     return found

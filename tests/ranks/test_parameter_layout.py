@@ -16,7 +16,7 @@ from unisono.config import Settings
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
-from unisono.train.state.parameter_layout import Layout
+from unisono.train.state.parameter_layout import ParameterLayout
 
 CONFIG = replace(SETTINGS, steps=7)
 UNFREEZES = 3
@@ -51,7 +51,7 @@ def unfreezing(run: Run[Any], *, groups: bool) -> Any:
 
 
 def resumed(world: World, folder: str, config: Settings, groups: bool, enabled: bool) -> Any:
-    Layout.enabled = enabled
+    ParameterLayout.enabled = enabled
 
     def loop(run: Run[Any]) -> Any:
         return unfreezing(run, groups=groups)

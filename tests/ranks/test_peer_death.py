@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import peers
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import wrap_peer_errors
 from unisono.distributed.rendezvous.connect import CONNECT
 from unisono.environment import World
-from unisono.errors import PeerLost, WorldError
+from unisono.errors import PeerLostError, WorldError
 from unisono.testing import run_ranks
 
 
@@ -29,7 +29,7 @@ def one_leaves(world: World) -> tuple[str, float]:
     if world.rank == 1:
         return "left", 0.0
     before = time.monotonic()
-    with pytest.raises(PeerLost) as caught, peers("Step 3's exchange"):
+    with pytest.raises(PeerLostError) as caught, wrap_peer_errors("Step 3's exchange"):
         group.sum_(torch.ones(3))
     return str(caught.value), time.monotonic() - before
 
@@ -45,12 +45,12 @@ GATHERS = """
 import os, sys
 import torch, torch.distributed as dist
 from unisono.environment import World
-from unisono.distributed.init import group
+from unisono.distributed.init import join_process_group
 
 rank = int(sys.argv[1])
 core = (min, max)[rank](os.sched_getaffinity(0))
 os.sched_setaffinity(0, {core})  # gloo's thread has the news of the collective's end, and not yet the core again
-with group(World(rank=rank, size=2, store="file://" + sys.argv[2])):
+with join_process_group(World(rank=rank, size=2, store="file://" + sys.argv[2])):
     sys.setswitchinterval(100)
     mine, all_ = torch.ones(3), [torch.ones(3), torch.ones(3)]
     dist.all_gather(all_, mine)
@@ -80,7 +80,7 @@ from unisono.distributed import init
 
 init.LEAVE_SECONDS = 1.0
 rank = int(sys.argv[1])
-with init.group(World(rank=rank, size=2, store="file://" + sys.argv[2])) as group:
+with init.join_process_group(World(rank=rank, size=2, store="file://" + sys.argv[2])) as group:
     if rank == 0:
         time.sleep(100)
     work = dist.all_reduce(torch.ones(3), async_op=True)
@@ -107,7 +107,7 @@ def test_who_fails_with_a_collective_under_way_ends(tmp_path: Path) -> None:
 
 
 def other_errors(world: World) -> str:
-    with pytest.raises(RuntimeError, match="size of tensor") as caught, peers("Something"):
+    with pytest.raises(RuntimeError, match="size of tensor") as caught, wrap_peer_errors("Something"):
         torch.ones(2) + torch.ones(3)
     return type(caught.value).__name__
 
@@ -118,10 +118,10 @@ def test_other_errors_stay_what_they_are() -> None:
 
 def values(world: World) -> Any:
     with join(world) as group:
-        gathered = group.gather({"rank": world.rank, "text": "ü" * world.rank})
-        shared = group.share("from " + str(world.rank) if world.rank == 0 else None)
+        gathered = group.all_gather_object({"rank": world.rank, "text": "ü" * world.rank})
+        shared = group.broadcast_object("from " + str(world.rank) if world.rank == 0 else None)
         weights = torch.full((2, 3), float(world.rank)).t()
-        group.share_([weights])
+        group.broadcast_([weights])
         return gathered, shared, weights.tolist(), group.max_(torch.tensor([world.rank])).item()
 
 

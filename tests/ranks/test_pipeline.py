@@ -18,8 +18,8 @@ from tests.pairs import every_pair
 from tests.ranks.loops import Numbers, attempt
 from tests.ranks.training import Sentences, TinyGPT, padded, settings
 from unisono.config import ParallelSettings, Settings
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import local
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.recipes.text import GPT, Model
 from unisono.testing import build_run, run_ranks
@@ -142,7 +142,7 @@ def language(run: Run[Any], *, text: bool, tied: bool, stop_after: int | None = 
         step.run(model, likelihood)
         if not gradients:
             trained = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-            gradients = {name: local(grad).numpy().copy() for name, grad in trained}
+            gradients = {name: to_local(grad).numpy().copy() for name, grad in trained}
         norm = step.grad_norm
         step.update(optimizer, schedule)
         told.append((step.loss, norm))

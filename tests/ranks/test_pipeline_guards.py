@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.ranks.loops import Numbers, attempt
 from tests.ranks.training import settings
 from unisono.config import ParallelSettings
-from unisono.parallel.pipeline_parallel.fx_partition import CannotFollow, Chain
+from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -93,13 +93,13 @@ def test_what_python_would_answer_is_not_followed(what: str) -> None:
             return super().forward(batch) if self.ask(batch) else self.out(batch)
 
     for forward in (Asked(ASKS[what]), Plain(ASKS[what])):
-        with pytest.raises(CannotFollow):
-            Chain(forward)
+        with pytest.raises(CannotTrace):
+            FxPartition(forward)
 
 
 @pytest.mark.parametrize("ask", [lambda x: x.shape, lambda x: x.mean(-1), lambda x: x.T + 1])
 def test_what_asks_for_nothing_is_followed(ask: Callable[[Any], Any]) -> None:
-    assert [link.name for link in Chain(Plain(ask)).links] == ["rows.0", "rows.1", "rows.2"]
+    assert [link.name for link in FxPartition(Plain(ask)).links] == ["rows.0", "rows.1", "rows.2"]
 
 
 def asking(run: Run[Any], given: Callable[[Any], Any], build: Callable[[], nn.Module]) -> Any:
@@ -155,7 +155,7 @@ class Masked(nn.Module):
 def test_what_is_none_only_in_the_batch_is_refused(tmp_path: Path) -> None:
     config = settings(batch=8, virtual_ranks=4, steps=2, parallel=ParallelSettings(pipeline=2))
     told = run_ranks(attempt, 2, tmp_path, partial(asking, given=as_dict, build=Masked), config)
-    assert all("LoopError" in words or "PeerLost" in words for words in told), told
+    assert all("LoopError" in words or "PeerLostError" in words for words in told), told
     assert any("Masked was called, and get is None" in words for words in told), told
 
 

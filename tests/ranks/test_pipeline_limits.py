@@ -127,9 +127,9 @@ WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
     "two models": (two, PIPED, "after a Sequential.*one model"),
 }
 ON_SOME = {
-    "a forward that looks into tensors": (building(Asks), "first of stage 0 computes was looked into|PeerLost"),
-    "two calls": (twice, "called twice for one micro-batch|PeerLost"),
-    "no call": (never, "did not call the model|PeerLost"),
+    "a forward that looks into tensors": (building(Asks), "first of stage 0 computes was looked into|PeerLostError"),
+    "two calls": (twice, "called twice for one micro-batch|PeerLostError"),
+    "no call": (never, "did not call the model|PeerLostError"),
     "another stage's module": (part, "was called by itself.*stage [01]"),
 }
 
@@ -147,7 +147,7 @@ def test_what_one_process_sees_ends_the_others(tmp_path: Path, what: str) -> Non
     loop, words = ON_SOME[what]
     told = run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=PIPED))
     assert all(isinstance(words_here, str) and re.search(words, words_here, re.DOTALL) for words_here in told), told
-    assert not all("PeerLost" in words_here for words_here in told), told
+    assert not all("PeerLostError" in words_here for words_here in told), told
 
 
 def counting(run: Run[Any]) -> Any:

@@ -12,10 +12,10 @@ import pytest
 from tests.ranks import training
 from unisono.config import (
     CheckpointSettings,
+    CommandLine,
     CompressSettings,
     DealSettings,
     DivergenceSettings,
-    Line,
     LoaderSettings,
     ParallelSettings,
     ServerSettings,
@@ -83,7 +83,7 @@ def draw_placement(draw: Random, run: Drawn) -> tuple[int, Settings]:
             checkpoint=CheckpointSettings(every=draw.choice([0, 1, 3]), async_save=draw.random() < 0.5),
             audit_every=draw.choice([0, 0, 0, 2]),
         )
-        if not check(config, size, Line()):
+        if not check(config, size, CommandLine()):
             return size, config
 
 
@@ -100,7 +100,7 @@ def test_placement_never_changes_the_result(tmp_path: Path, seed: int) -> None:
     run = draw_run(draw)
     size, steps = 2 if run.settings.exchange == "server" else 1, run.settings.steps
     assert steps is not None
-    assert not check(run.settings, size, Line())
+    assert not check(run.settings, size, CommandLine())
     alone = train(size, run.settings, run, tmp_path / "alone", False, None)[-1]
     losses: list[float] = []
     norms: list[float] = []

@@ -15,12 +15,12 @@ from tests.pairs import every_pair
 from tests.ranks import training
 from unisono.config import DealSettings, LoaderSettings, Settings
 from unisono.data.loader import Schedule
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.plan.load_balance import Dealer
+from unisono.plan.load_balance import LoadBalancer
 from unisono.testing import SlowAt, build_run, run_ranks
-from unisono.train.balance.rebalance import Dealing
-from unisono.train.balance.step_timer import Pace
+from unisono.train.balance.rebalance import Rebalancer
+from unisono.train.balance.step_timer import StepTimer
 
 CLAIMED: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -110,8 +110,8 @@ def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: 
 def test_it_is_named_although_it_computes_nothing_now() -> None:
     """The others have become quicker, and in the step that shows it, it has no time of its own."""
     said: list[str] = []
-    dealer = Dealer(3, ((0, 1), (1, 2), (2, 3)))
-    dealing = Dealing(dealer, None, 1.0, Pace(torch.device("cpu")), Schedule(dealer.spans), said.append)
+    dealer = LoadBalancer(3, ((0, 1), (1, 2), (2, 3)))
+    dealing = Rebalancer(dealer, None, 1.0, StepTimer(torch.device("cpu")), Schedule(dealer.spans), said.append)
     for step, seconds in enumerate([[1.0, 1.0, 1.0]] * 60 + [[0.01, 0.01, 0.0]] * 100):
         dealing.hear(step, [(took, float(step), 0.0) for took in seconds])
     assert any(

@@ -13,9 +13,9 @@ import torch
 
 from tests.ranks.company import Company
 from tests.ranks.test_membership import confirm, total
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.distributed.membership import membership, regroup_timeout
-from unisono.distributed.process_group import Group, Message
+from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.environment import World
 
 
@@ -32,17 +32,17 @@ def send_into_the_end(world: World) -> int:
         for _ in range(12):
             if group.rank == 0:
                 time.sleep(0.02)  # it waits by now, and its word of that is here
-                company._tear()
+                company._abort_sockets()
             try:
                 (work,) = messages(group, 1 - group.rank, 10, sends=group.rank == 0)
                 work.work.wait(timedelta(seconds=0.5))
             except RuntimeError as error:
                 hung += group.rank == 0 and "Timed out" in str(error)
-            company.form(group)
+            company.regroup(group)
     return hung
 
 
-def messages(group: Group, peer: int, size: int, *, sends: bool) -> Any:
+def messages(group: ProcessGroup, peer: int, size: int, *, sends: bool) -> Any:
     message = [Message(torch.zeros(size), peer)]
     return group.send_and_receive(message, []) if sends else group.send_and_receive([], message)
 
@@ -65,14 +65,14 @@ def half_a_message(world: World) -> Any:
             if company.number == 0:
                 works = messages(group, 3, 20_000_000, sends=True)
                 time.sleep(0.2)
-                company.tell(sent=True)
+                company.report(sent=True)
                 works[0].wait()
             if company.number == 2:
                 time.sleep(2.0)
             total(group)
         except RuntimeError as error:
             confirm(company, error)
-        return company.form(group).roster, total(group)
+        return company.regroup(group).roster, total(group)
 
 
 def test_who_hangs_in_gloo_is_left_behind_and_who_computes_is_waited_for() -> None:
@@ -92,7 +92,7 @@ def stand_still(world: World, where: str) -> Any:
         company: Any = group.company
         company.watchful = True
         if company.number == 1 and where == "stopped":
-            company._tear = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+            company._abort_sockets = lambda: os.kill(os.getpid(), signal.SIGSTOP)
         elif company.number == 1:
             setattr(membership, where, lambda *_, **__: time.sleep(1e6))
         if company.number == 2:
@@ -101,13 +101,13 @@ def stand_still(world: World, where: str) -> Any:
             group.sum_(torch.ones(100_000))
         except RuntimeError as error:
             confirm(company, error)
-        return company.form(group).roster, total(group)
+        return company.regroup(group).roster, total(group)
 
 
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ("part", "leaves its group"),
+        ("leave_group", "leaves its group"),
         pytest.param("connect", "connects", marks=pytest.mark.slow),
         pytest.param("stopped", None, marks=pytest.mark.slow),
     ],

@@ -19,10 +19,10 @@ from tests.ranks.test_step_recovery import evaluated, long_work, two_passes, und
 from tests.ranks.training import MLP, settings, tensors
 from unisono import phases
 from unisono.config import CheckpointSettings, ParallelSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
-from unisono.train.gradient_pass import Gradient
+from unisono.train.gradient_pass import GradientPass
 
 Gather = Literal["layer", "step"]
 
@@ -60,7 +60,7 @@ def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead:
                 if step.number == 2 and not step.counts and config.parallel.shard > 1:
                     spare += 1
                     assert group.company is not None
-                    while not group.company.bad_news(0.2):
+                    while not group.company.has_lost_peer(0.2):
                         time.sleep(0.01)
                 step.backward(loss, weight=len(y))
             step.update(optimizer)
@@ -138,13 +138,13 @@ def dies_with_its_result(world: World, config: Settings, folder: Path, step: int
     if world.number == 1:
         left = step
 
-        def hold(gradient: Gradient, whole: bool) -> None:
+        def hold(gradient: GradientPass, whole: bool) -> None:
             nonlocal left
             left -= whole
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Gradient.is_whole = property(lambda _: False, hold)  # type: ignore[assignment]
+        GradientPass.is_whole = property(lambda _: False, hold)  # type: ignore[assignment]
     return work(world, config, folder, {})
 
 

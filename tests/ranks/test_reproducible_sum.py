@@ -19,12 +19,12 @@ from tests.ranks import loops
 from tests.ranks.test_same_bits import results, same
 from tests.ranks.training import settings, train
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
 from unisono.exchange import reproducible_sum
-from unisono.exchange.reproducible_sum import UNKNOWN, Wide, following
-from unisono.plan.assignment import place_evenly
+from unisono.exchange.reproducible_sum import UNKNOWN, ReproducibleSum, next_exponent
+from unisono.plan.assignment import assign_evenly
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -81,8 +81,8 @@ def louder(step: int, virtual_rank: int) -> torch.Tensor:
 def sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
     with join(world) as group:
         p = nn.Parameter(torch.zeros(WIDTH))
-        exchange = Wide([p], LEAVES, group)
-        spans = place_evenly(LEAVES, group.size)
+        exchange = ReproducibleSum([p], LEAVES, group)
+        spans = assign_evenly(LEAVES, group.size)
         mine = range(*spans[group.rank])
         out = []
         for step in range(steps):
@@ -140,7 +140,7 @@ def test_it_is_the_true_sum_but_for_the_grid(gradients: Any, step: int) -> None:
 def grow(values: Sequence[Sequence[float]]) -> list[list[float]]:
     """The sums of two leaves, step by step, on one process."""
     p = nn.Parameter(torch.zeros(len(values[0])))
-    exchange = Wide([p], 2, Group())
+    exchange = ReproducibleSum([p], 2, ProcessGroup())
     out = []
     for step in values:
         exchange.begin(((0, 2),), {0: 1, 1: 1}, lambda: torch.ones(2, dtype=torch.float64))
@@ -176,7 +176,7 @@ def test_ties_have_one_side() -> None:
 
 def test_numbers_of_more_than_24_bits_are_refused() -> None:
     with pytest.raises(reproducible_sum.LoopError, match=r"(?s)parameters of float64.*more.*exchange=tree"):
-        Wide([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 2, Group())
+        ReproducibleSum([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 2, ProcessGroup())
 
 
 def test_sums_that_are_whole_numbers_have_no_order() -> None:
@@ -214,7 +214,7 @@ def test_an_outlier_leaves_no_mark_on_the_next_steps() -> None:
     ],
 )
 def test_the_grid_follows_what_is_seen(before: int, seen: int, after: int) -> None:
-    assert following(before, seen) == after
+    assert next_exponent(before, seen) == after
 
 
 def empty(run: Run[Any]) -> Any:

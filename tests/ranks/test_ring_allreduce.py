@@ -10,12 +10,12 @@ import torch
 
 from tests.ranks.training import settings, train
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import peers
-from unisono.distributed.ring_allreduce import carrier_of, ring_
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.ring_allreduce import carrier_of, ring_all_reduce_
 from unisono.environment import World
-from unisono.errors import PeerLost
-from unisono.exchange.ring import Ring
+from unisono.errors import PeerLostError
+from unisono.exchange.ring import RingAllReduce
 from unisono.testing import run_ranks
 
 LENGTHS = (0, 1, 2, 3, 5, 64, 1000, 4099)
@@ -35,7 +35,7 @@ def beside_gloo(world: World, dtype: torch.dtype, piece_bytes: int) -> list[tupl
             mine = numbers(group.rank, length, dtype)
             theirs = mine.clone()
             group.sum_(theirs)
-            assert ring_(group, mine, piece_bytes) is mine
+            assert ring_all_reduce_(group, mine, piece_bytes) is mine
             apart = (mine - theirs).abs().max() / theirs.abs().max() if length else torch.zeros(1)
             told.append((float(apart), mine.tolist()))
     return told
@@ -82,9 +82,9 @@ def alone(world: World) -> str:
         return ""
     work = carrier_of(group).begin(torch.ones(10))
     try:
-        with peers("The test"):
+        with wrap_peer_errors("The test"):
             work.wait()
-    except PeerLost as error:
+    except PeerLostError as error:
         return str(error)
     return "nothing"
 
@@ -129,7 +129,7 @@ def test_it_goes_with_shards(tmp_path: Path) -> None:
 def two_at_once(world: World) -> list[list[float]]:
     """Two exchanges whose buckets are under way at the same time, as those of a pipeline's stages are."""
     with join(world) as group:
-        exchanges = [Ring([torch.nn.Parameter(torch.zeros(50_000 + i))], 8, group) for i in range(2)]
+        exchanges = [RingAllReduce([torch.nn.Parameter(torch.zeros(50_000 + i))], 8, group) for i in range(2)]
         told = []
         for number in range(5):
             for i, exchange in enumerate(exchanges):

@@ -12,7 +12,7 @@ import pytest
 from tests.pairs import every_pair
 from tests.ranks.training import settings, train
 from unisono.config import LoaderSettings
-from unisono.plan.assignment import place_evenly
+from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Plan
 from unisono.testing import run_ranks
 
@@ -128,6 +128,6 @@ def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_there_is_one_flat_copy_for_every_partial_sum_that_travels(tmp_path: Path, size: int) -> None:
-    sends = Plan(8, place_evenly(8, size))
+    sends = Plan(8, assign_evenly(8, size))
     expected = [len(sends.sends(rank)) for rank in range(size)]
     assert [run["copies"] for run in results(tmp_path, size, "mlp", settings(steps=3))] == expected

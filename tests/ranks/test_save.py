@@ -21,23 +21,23 @@ from tests.ranks.test_pipeline import UNEVEN, stopping
 from tests.ranks.training import loop, settings
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint, load, newest
-from unisono.checkpoint.manifest import Written
-from unisono.checkpoint.storage import Folder
+from unisono.checkpoint.manifest import WrittenFile
+from unisono.checkpoint.storage import FolderStorage
 from unisono.config import CheckpointSettings, ParallelSettings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
 from unisono.train.run import Run
 
 
-class SlowFolder(Folder):
+class SlowFolder(FolderStorage):
     """A disk that takes its time: until `go`, nothing of a sheet is written but its first bytes."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         return super().write(steps, name, self._slowly(chunks) if name.endswith(".safetensors") else chunks)
 
     def _slowly(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:

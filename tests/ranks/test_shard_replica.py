@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from tests.pairs import every_pair
 from tests.ranks import loops
 from tests.ranks.training import Points, Sentences, TinyGPT, padded, settings
-from unisono.checkpoint.sharded_state import whole
+from unisono.checkpoint.sharded_state import is_whole
 from unisono.config import ParallelSettings
-from unisono.config.mesh_shape import Axes
-from unisono.distributed.process_group import local
+from unisono.config.mesh_shape import MeshShape
+from unisono.distributed.process_group import to_local
 from unisono.testing import run_ranks
-from unisono.train.recovery.shard_replica import Buddy, step_of, survival
+from unisono.train.recovery.shard_replica import ShardReplica, step_of, survival_of
 from unisono.train.run import Run
 
 attempt = partial(loops.attempt, verified=True)
@@ -80,12 +80,12 @@ def spoil(model: nn.Module, steppers: list[Any], *, new: bool) -> None:
     """What a process that is lost has. `new`: as another one has that takes its place, without any state."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            local(tensor).fill_(torch.nan if tensor.is_floating_point() else 99)
+            to_local(tensor).fill_(torch.nan if tensor.is_floating_point() else 99)
         for stepper in steppers:
             for state in getattr(stepper, "state", {}).values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
-                        local(value).fill_(torch.nan)
+                        to_local(value).fill_(torch.nan)
             if new and hasattr(stepper, "state"):
                 stepper.state.clear()
             for group in getattr(stepper, "param_groups", ()):
@@ -97,12 +97,12 @@ def spoil(model: nn.Module, steppers: list[Any], *, new: bool) -> None:
 def state_of(run: Run[Any]) -> list[Any]:
     """The bits of all weights, and of whatever is tracked beside them, thing by thing."""
     others = {name: thing.state_dict() for name, thing in run._state.tracked.items() if name.startswith("stepper")}
-    leaves = tree_leaves(whole(others, keep=True))
+    leaves = tree_leaves(is_whole(others, keep=True))
     bits = [sha256(leaf.numpy().tobytes()).hexdigest() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [run._state.fingerprint(), *bits]
 
 
-def buddy_of(run: Run[Any]) -> Buddy:
+def buddy_of(run: Run[Any]) -> ShardReplica:
     assert run._engine is not None
     assert run._engine.buddy is not None
     return run._engine.buddy
@@ -249,7 +249,7 @@ def room(run: Run[Any], model: nn.Module, steppers: list[Any], _: list[Any]) -> 
     buddy = buddy_of(run)
     buddy.settle()
     states = [value for state in steppers[0].state.values() for value in state.values()]
-    has = sum(local(t).nbytes for t in (*model.parameters(), *states))
+    has = sum(to_local(t).nbytes for t in (*model.parameters(), *states))
     bags = [bag for parcel in (*buddy.mine, *buddy.theirs) if parcel for bag in (parcel.still, parcel.moving)]
     return [has, sum({bag.data.data_ptr(): bag.data.nbytes for bag in bags}.values())]
 
@@ -274,16 +274,16 @@ def test_the_step_to_go_back_to() -> None:
 
 
 def test_survival_is_told() -> None:
-    assert survival(ParallelSettings(), Axes()) == "checkpoint"
-    assert survival(ParallelSettings(), Axes(replicate=2)) == "replicas"
-    assert survival(ParallelSettings(), Axes(replicate=2), survivors=True) == "survivors"
-    assert survival(ParallelSettings(), Axes(), survivors=True) == "checkpoint"
-    assert survival(ParallelSettings(), Axes(context=2)) == "replicas"
-    assert survival(ParallelSettings(shard=2), Axes(shard=2)) == "checkpoint"
-    assert survival(ParallelSettings(), Axes(tensor=2, pipeline=2)) == "checkpoint"
-    assert survival(ParallelSettings(shard=2), Axes(shard=2, replicate=2)) == "replicas"
-    assert survival(ParallelSettings(shard=2, buddy=True), Axes(shard=2)) == "buddy"
-    assert survival(ParallelSettings(shard=2, buddy=True), Axes(shard=2, replicate=2)) == "replicas and buddy"
+    assert survival_of(ParallelSettings(), MeshShape()) == "checkpoint"
+    assert survival_of(ParallelSettings(), MeshShape(replicate=2)) == "replicas"
+    assert survival_of(ParallelSettings(), MeshShape(replicate=2), survivors=True) == "survivors"
+    assert survival_of(ParallelSettings(), MeshShape(), survivors=True) == "checkpoint"
+    assert survival_of(ParallelSettings(), MeshShape(context=2)) == "replicas"
+    assert survival_of(ParallelSettings(shard=2), MeshShape(shard=2)) == "checkpoint"
+    assert survival_of(ParallelSettings(), MeshShape(tensor=2, pipeline=2)) == "checkpoint"
+    assert survival_of(ParallelSettings(shard=2), MeshShape(shard=2, replicate=2)) == "replicas"
+    assert survival_of(ParallelSettings(shard=2, buddy=True), MeshShape(shard=2)) == "buddy"
+    assert survival_of(ParallelSettings(shard=2, buddy=True), MeshShape(shard=2, replicate=2)) == "replicas and buddy"
 
 
 def leaves_early(run: Run[Any]) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.config import ParallelSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.testing import build_run, run_ranks

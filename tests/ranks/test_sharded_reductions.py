@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, Loop, attempt, train
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.parallel.fsdp.sharded_reductions import reduce_whole
 from unisono.testing import run_ranks

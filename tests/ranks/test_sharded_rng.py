@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from unisono.config import ParallelSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import peers
-from unisono.distributed.shared_memory import LABEL, Name, Shared, find_neighbours, look
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.shared_memory import LABEL, SharedMemory, SharedName, find_neighbours, probe_shared_memory
 from unisono.environment import World
-from unisono.errors import PeerLost, WorldError
-from unisono.exchange.tree.tree_fold import Tree
+from unisono.errors import PeerLostError, WorldError
+from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.testing import run_ranks
 
 
@@ -33,9 +33,9 @@ def held() -> int:
 
 def write_to_each_other(world: World) -> Any:
     with join(world) as group:
-        mine = Shared(size=group.size)
-        everybody = [Name(*name) for name in group.gather(mine.name)]
-        theirs = {rank: look(pid, everybody[rank], group.size) for rank, pid in group.neighbours.items()}
+        mine = SharedMemory(size=group.size)
+        everybody = [SharedName(*name) for name in group.all_gather_object(mine.name)]
+        theirs = {rank: probe_shared_memory(pid, everybody[rank], group.size) for rank, pid in group.neighbours.items()}
         for memory in theirs.values():
             memory[group.rank] = 10 + group.rank
         group.barrier()
@@ -61,7 +61,7 @@ def some_may_not(world: World) -> Any:
         os.memfd_create = refuse  # type: ignore[assignment]
     with join(world) as group:
         p = nn.Parameter(torch.zeros(100))
-        exchange = Tree([p], 3, group)
+        exchange = TreeExchange([p], 3, group)
         exchange.begin(((0, 1), (1, 2), (2, 3)), {group.rank: 1}, lambda: torch.ones(1, dtype=torch.float64))
         exchange.enter(group.rank, last=True)
         (p * 0.1**group.rank).sum().backward()
@@ -94,15 +94,15 @@ def test_who_may_not_share_sends_messages_and_a_closed_exchange_holds_nothing() 
 def one_leaves(world: World) -> str:
     """The second process is gone before the first one looks. (Its group cannot be left in order any more.)"""
     group = join(world).__enter__()
-    mine = Shared(8)
-    _, name = (Name(*name) for name in group.gather(mine.name))
+    mine = SharedMemory(8)
+    _, name = (SharedName(*name) for name in group.all_gather_object(mine.name))
     if world.rank == 1:
         return "left"
     path = Path(f"/proc/{group.neighbours[1]}/fd/{name.descriptor}")
     while os.path.lexists(path):
         time.sleep(0.01)
-    with pytest.raises(PeerLost) as caught, peers("Step 3's exchange"):
-        look(group.neighbours[1], name, 8)
+    with pytest.raises(PeerLostError) as caught, wrap_peer_errors("Step 3's exchange"):
+        probe_shared_memory(group.neighbours[1], name, 8)
     return str(caught.value)
 
 
@@ -114,12 +114,12 @@ def test_a_neighbour_that_is_gone_is_named_as_what_it_is() -> None:
 
 def no_more_descriptors(world: World) -> str:
     with join(world) as group:
-        mine = Shared(8)
-        name = Name(*group.gather(mine.name)[1 - world.rank])
+        mine = SharedMemory(8)
+        name = SharedName(*group.all_gather_object(mine.name)[1 - world.rank])
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         with pytest.raises(WorldError) as caught:
-            look(group.neighbours[1 - world.rank], name, 8)
+            probe_shared_memory(group.neighbours[1 - world.rank], name, 8)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         group.barrier()
         return str(caught.value)
@@ -132,7 +132,7 @@ def test_a_limit_here_is_not_told_as_a_peer_that_is_gone() -> None:
 
 
 def test_a_fork_does_not_write_to_what_is_shared() -> None:
-    memory = Shared(3 * 4096)
+    memory = SharedMemory(3 * 4096)
     memory.bytes.fill_(1)
     child = os.fork()
     if child == 0:
@@ -142,11 +142,11 @@ def test_a_fork_does_not_write_to_what_is_shared() -> None:
     assert os.waitstatus_to_exitcode(status) == 2 * 3 * 4096 % 251
     assert memory.bytes.unique().tolist() == [1]
     memory.bytes[0] = 5  # and is still what neighbours see
-    assert look(os.getpid(), memory.name, 1).item() == 5
+    assert probe_shared_memory(os.getpid(), memory.name, 1).item() == 5
 
 
 def test_torch_can_send_what_is_shared_to_another_process() -> None:
-    memory = Shared(16)
+    memory = SharedMemory(16)
     queue = torch.multiprocessing.get_context("fork").SimpleQueue()
     queue.put(memory.bytes[4:8])
     assert queue.get().tolist() == [0] * 4
@@ -157,9 +157,9 @@ def strangers(world: World) -> Any:
     with join(world) as group, tempfile.TemporaryFile() as file:
         descriptors = [file.fileno(), os.memfd_create("another"), os.memfd_create(LABEL), 10**6]
         told = iter([(os.getpid(), descriptors[group.rank], "a secret")])
-        gather = type(group).gather
+        gather = type(group).all_gather_object
         changed = type(group)(group.rank, group.size, group.device)
-        object.__setattr__(changed, "gather", lambda value: gather(group, next(told, value)))
+        object.__setattr__(changed, "all_gather_object", lambda value: gather(group, next(told, value)))
         return dict(find_neighbours(changed))
 
 
@@ -170,6 +170,6 @@ def test_only_who_holds_the_secret_is_a_neighbour() -> None:
 def test_a_limit_of_the_system_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(WorldError, match="5 bytes of memory were to be shared") as caught:
-        Shared(5)
+        SharedMemory(5)
     assert "Operation not permitted" in str(caught.value)
     assert "ulimit -a" in str(caught.value)

@@ -18,7 +18,7 @@ from tests.ranks.training import MLP, Points, loop, settings, train
 from unisono import phases
 from unisono.checkpoint.load import newest
 from unisono.config import CheckpointSettings, DealSettings, LoaderSettings, Settings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
 
@@ -193,7 +193,7 @@ def long_work(
             step.update(optimizer)
             finished.append(step.number)
             if len(finished) == 1 and group.company is not None:
-                group.company.tell(begun=True)
+                group.company.report(begun=True)
             if step.every(20):
                 run.evaluate(model, points, right)
             if (folder / "enough").exists():

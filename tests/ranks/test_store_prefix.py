@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from unisono.distributed.rendezvous.connect import count
+from unisono.distributed.rendezvous.connect import count_arrivals
 from unisono.distributed.rendezvous.store_prefix import enter_round
 from unisono.environment import World
 from unisono.errors import WorldError
@@ -27,7 +27,7 @@ def here(world: World, port: int) -> list[int]:
     """Count the processes twice, under the same names in every start."""
     agent = dist.TCPStore(socket.gethostname(), port, is_master=False)
     own = enter_round(agent, world.rank, world.size, LONG)
-    return [count(own, world.size, "here"), count(own, world.size, "even", world.rank % 2 == 0)]
+    return [count_arrivals(own, world.size, "here"), count_arrivals(own, world.size, "even", world.rank % 2 == 0)]
 
 
 def part_of_them(world: World, port: int, there: list[int]) -> str:
@@ -60,4 +60,4 @@ def answered_twice(world: World, port: int) -> int:
             enter_round(agent, 0, 3, SHORT)
     own = enter_round(agent, world.rank, 2, LONG)
     own.add("both", 1)
-    return count(own, 2, "rank 1 is here", world.rank == 1)
+    return count_arrivals(own, 2, "rank 1 is here", world.rank == 1)

@@ -15,8 +15,8 @@ from tests.ranks.loops import attempt, linear
 from tests.ranks.loops import train as small
 from tests.ranks.training import loop, settings, train
 from unisono.config import CheckpointSettings, ServerSettings, Settings
-from unisono.distributed.process_group import Group
-from unisono.distributed.roles import Shares, build_crew
+from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.roles import ParameterAssignment, build_crew
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -157,7 +157,7 @@ def test_an_optimizer_that_is_none_of_torchs_has_one_server(tmp_path: Path) -> N
 
 def test_shares_are_even_to_one_parameter_and_stay_when_others_come() -> None:
     params = [torch.zeros(size) for size in (100, 3, 50, 50, 7, 200, 1, 90)]
-    shares = Shares(3)
+    shares = ParameterAssignment(3)
     first = [shares.of(p) for p in params[:4]]
     shares.know(params)
     assert [shares.of(p) for p in params[:4]] == first
@@ -167,9 +167,9 @@ def test_shares_are_even_to_one_parameter_and_stay_when_others_come() -> None:
 
 
 def test_a_crew_has_roles() -> None:
-    crew = build_crew(Group(rank=1, size=4), 2)
+    crew = build_crew(ProcessGroup(rank=1, size=4), 2)
     assert (crew.serves, list(crew.workers)) == (True, [2, 3])
-    assert not build_crew(Group(rank=2, size=4), 2).serves
+    assert not build_crew(ProcessGroup(rank=2, size=4), 2).serves
 
 
 def test_all_of_torchs_optimizers_pass_over_what_has_no_gradient() -> None:

@@ -14,10 +14,10 @@ from torch import nn
 
 from tests.ranks.agreement import GPT, Came, Sentences, agree, come
 from tests.ranks.loops import attempt
-from unisono.checkpoint.sharded_state import whole_here
+from unisono.checkpoint.sharded_state import gather_whole
 from unisono.config import ParallelSettings, Settings
-from unisono.config.mesh_shape import Axes
-from unisono.distributed.init import group
+from unisono.config.mesh_shape import MeshShape
+from unisono.distributed.init import join_process_group
 from unisono.distributed.mesh import build_mesh
 from unisono.environment import World
 from unisono.parallel.parallelize import parallelize
@@ -331,8 +331,8 @@ class Looked(nn.Module):
 
 
 def gradient_of_an_embedding(world: World) -> list[float]:
-    with group(world) as ours:
-        mesh = build_mesh(Axes(tensor=world.size), ours)
+    with join_process_group(world) as ours:
+        mesh = build_mesh(MeshShape(tensor=world.size), ours)
         torch.manual_seed(0)
         model = Looked()
         parallelize(model, mesh, ParallelSettings(tensor=world.size, compile=True))
@@ -342,7 +342,7 @@ def gradient_of_an_embedding(world: World) -> list[float]:
         model(torch.arange(8)).square().sum().backward()
         found = model.embed.weight.grad
         assert found is not None
-        gradient: torch.Tensor = whole_here(found)
+        gradient: torch.Tensor = gather_whole(found)
         return list(gradient.flatten().tolist())
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.ranks import training
 from unisono.config import ParallelSettings
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import CheckpointError
 from unisono.testing import build_run, run_ranks

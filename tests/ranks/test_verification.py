@@ -24,7 +24,7 @@ from tests.ranks import loops
 from tests.ranks.loops import SETTINGS, Loop, Numbers, loss_of, train, whole
 from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
 from unisono.data import alignment
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.exchange import buckets
 from unisono.testing import run_ranks
@@ -32,7 +32,7 @@ from unisono.train import build
 from unisono.train import run as run_module
 from unisono.train.guarantees import promise
 from unisono.train.modules import models
-from unisono.train.modules.module_attributes import Attributes
+from unisono.train.modules.module_attributes import ModuleAttributes
 from unisono.train.optimization import sharded_step
 from unisono.train.run import Run
 from unisono.train.step import Step
@@ -155,15 +155,15 @@ def clipped(model: nn.Module) -> None:
 
 def norm_of_rows(model: nn.Module) -> None:
     for p in model.parameters():
-        rows: Any = local(p.grad)
+        rows: Any = to_local(p.grad)
         rows.mul_(1.0 / (1.0 + rows.norm()))
 
 
 def sum_of_copies(model: nn.Module) -> None:
-    squares: list[Any] = [local(p.grad) ** 2 for p in model.parameters()]
+    squares: list[Any] = [to_local(p.grad) ** 2 for p in model.parameters()]
     total = sum(float(each.sum()) for each in squares)
     for p in model.parameters():
-        local(p.grad).mul_(1.0 / (1.0 + total))
+        to_local(p.grad).mul_(1.0 / (1.0 + total))
 
 
 class Heads(nn.Module):
@@ -226,7 +226,7 @@ def no_alignment(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_attributes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Attributes, "enabled", False)
+    patch.setattr(ModuleAttributes, "enabled", False)
 
 
 def no_compilers(patch: pytest.MonkeyPatch) -> None:
@@ -248,8 +248,8 @@ def no_reductions(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_comparison(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(models, "check_alike", lambda *_, **__: None)
-    patch.setattr(build, "check_alike", lambda *_, **__: None)
+    patch.setattr(models, "check_same_parameters", lambda *_, **__: None)
+    patch.setattr(build, "check_same_parameters", lambda *_, **__: None)
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_what_breaks_a_promise_is_named_in_the_first_steps(tmp_path: Path, size:
     for came in run_ranks(broken, size, tmp_path, names):
         for name in names:
             assert isinstance(came[name], str), f"{name}: nothing was found"
-            assert "PromiseBroken" in came[name], came[name]
+            assert "PromiseBrokenError" in came[name], came[name]
             assert re.search(BROKEN[name][4], came[name], re.S), f"{name}: {came[name]}"
             assert "--set promise.broken=tell" in came[name]
 

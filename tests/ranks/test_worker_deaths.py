@@ -21,8 +21,8 @@ from unisono.config import LoaderSettings
 from unisono.data.loader import Loader, Schedule
 from unisono.data.loader_workers import deaths
 from unisono.environment import World
-from unisono.plan.assignment import Seat
-from unisono.plan.batch_order import Order
+from unisono.plan.assignment import Slot
+from unisono.plan.batch_order import BatchOrder
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -130,8 +130,8 @@ def test_killed_workers_are_started_again(
 
 def dealt(world: World, death: bool) -> list[Any]:
     """The places of a loader whose placement changes after step 2, with all its workers killed before and after."""
-    order, schedule = Order(length=40, batch=8, virtual_ranks=4, seed=3), Schedule(((0, 2), (2, 4)))
-    options: dict[str, Any] = {"seat": Seat(0), "first": 0, "last": 10, "device": torch.device("cpu"), "workers": 2}
+    order, schedule = BatchOrder(length=40, batch=8, virtual_ranks=4, seed=3), Schedule(((0, 2), (2, 4)))
+    options: dict[str, Any] = {"seat": Slot(0), "first": 0, "last": 10, "device": torch.device("cpu"), "workers": 2}
     loader = Loader(Numbers(40), order, schedule, **options)
     found: list[Any] = []
     batches = iter(loader)
@@ -188,8 +188,8 @@ class Large(torch.utils.data.Dataset[Any]):
 
 
 def soaked(world: World, kills: int) -> Any:
-    order = Order(length=64, batch=8, virtual_ranks=4, seed=3)
-    options: dict[str, Any] = {"seat": Seat(0), "first": 0, "last": 60, "device": torch.device("cpu"), "workers": 2}
+    order = BatchOrder(length=64, batch=8, virtual_ranks=4, seed=3)
+    options: dict[str, Any] = {"seat": Slot(0), "first": 0, "last": 60, "device": torch.device("cpu"), "workers": 2}
     loader = Loader(Large(), order, Schedule(((0, 4),)), collate=lambda samples: samples, **options)
     dice, found = random.Random(7), list[Any]()
     for number, (place, batch) in enumerate(loader):

@@ -13,8 +13,8 @@ from tests.ranks.loops import attempt
 from tests.recipes.training import lacking, same_run, stopped_and_resumed, train_alone, train_recipe
 from unisono.config import ParallelSettings
 from unisono.errors import SettingsError
-from unisono.recipes.datasets.images import FASHION, Part
-from unisono.recipes.image import Model, PictureSet, Settings, main, shifted
+from unisono.recipes.datasets.images import FASHION, ImageSplit
+from unisono.recipes.image import ImageDataset, Model, Settings, main, shifted
 from unisono.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(lacking("image") is not None, reason="scikit-learn is not installed")
@@ -100,7 +100,9 @@ def test_a_damaged_picture_ends_every_process_with_its_name(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes()[:70])
     first, other = run_ranks(attempt, 2, tmp_path / "run", main, Settings(data=tmp_path / "pets"))
     assert f"The picture {path} was to be read." in first
-    assert f"The picture {path} was to be read." in other or "PeerLost" in other  # it waits for the first to read them
+    assert (
+        f"The picture {path} was to be read." in other or "PeerLostError" in other
+    )  # it waits for the first to read them
 
 
 def test_pictures_are_moved_whole() -> None:
@@ -118,11 +120,11 @@ def test_pictures_are_moved_whole() -> None:
 
 
 def test_half_of_the_pictures_are_mirrored() -> None:
-    part = Part(torch.tensor([0, 100], dtype=torch.uint8).expand(300, 1, 1, 2).contiguous(), torch.arange(300))
+    part = ImageSplit(torch.tensor([0, 100], dtype=torch.uint8).expand(300, 1, 1, 2).contiguous(), torch.arange(300))
     torch.manual_seed(1)
-    samples = PictureSet(part, mean=50.0, std=50.0, mirror=True).__getitems__(range(300))
+    samples = ImageDataset(part, mean=50.0, std=50.0, mirror=True).__getitems__(range(300))
     assert [int(label) for _, label in samples] == list(range(300))
     seen = [tuple(image.flatten().tolist()) for image, _ in samples]
     assert set(seen) == {(-1.0, 1.0), (1.0, -1.0)}
     assert 100 < seen.count((1.0, -1.0)) < 200
-    assert torch.equal(PictureSet(part, 50.0, 50.0)[7][0], torch.tensor([[[-1.0, 1.0]]]))
+    assert torch.equal(ImageDataset(part, 50.0, 50.0)[7][0], torch.tensor([[[-1.0, 1.0]]]))

@@ -62,7 +62,7 @@ def lacking(recipe: str) -> str | None:
     if recipe == "speech":
         try:
             espeak.variants()
-        except espeak.Silent as why:
+        except espeak.NoSpeech as why:
             return f"a synthesizer: {why}"
     return None
 

@@ -18,7 +18,7 @@ from unisono import environment, phases
 from unisono.checkpoint.load import fingerprint_of, load, newest
 from unisono.environment import World
 from unisono.errors import UnisonoError
-from unisono.monitor.step_monitor import Watcher
+from unisono.monitor.step_monitor import StepMonitor
 from unisono.testing import run_ranks
 from unisono.testing.faults import Fault
 from unisono.train.run import Run
@@ -71,7 +71,7 @@ class Came(NamedTuple):
     def worst(self) -> Ended:
         """The end that tells most: an error that is not about another process's end."""
         ends = [end for end in self.ends if end.how == self.how]
-        return next((end for end in ends if "PeerLost" not in str(end.says)), ends[0])
+        return next((end for end in ends if "PeerLostError" not in str(end.says)), ends[0])
 
 
 def play(script: Path, folder: Path, ranks: int, words: Sequence[str], stop: int | None = None) -> Came:
@@ -112,9 +112,9 @@ def _play(world: World, script: str, folder: str, words: Sequence[str], stop: in
             with Terminate(stop, "forward") if stop is not None and world.rank == 0 else nullcontext():
                 runpy.run_path(script, run_name="__main__")
         except UnisonoError as error:
-            return ("refused", phases.Here.step, f"{type(error).__name__}: {error}"), heard.steps
+            return ("refused", phases.Position.step, f"{type(error).__name__}: {error}"), heard.steps
         except Exception:
-            return ("crashed", phases.Here.step, traceback.format_exc()), heard.steps
+            return ("crashed", phases.Position.step, traceback.format_exc()), heard.steps
     result = heard.results[-1]
     return ("ended", None, result, result["weights_sha256"]), heard.steps
 
@@ -127,13 +127,13 @@ class Heard:
         """{number: [loss, what was logged]}; what is logged behind the loop is in the results."""
         self.results: list[dict[str, Any]] = []
         self._logged: dict[str, Any] = {}
-        step, log, result = Watcher.step, Watcher.log, Run.result
+        step, log, result = StepMonitor.step, StepMonitor.log, Run.result
 
-        def heard_step(watcher: Watcher, done: Any) -> None:
+        def heard_step(watcher: StepMonitor, done: Any) -> None:
             self.steps[done.number], self._logged = [done.loss, self._logged], {}
             step(watcher, done)
 
-        def heard_log(watcher: Watcher, values: dict[str, Any]) -> None:
+        def heard_log(watcher: StepMonitor, values: dict[str, Any]) -> None:
             self._logged = {**self._logged, **values}
             log(watcher, values)
 
@@ -141,5 +141,5 @@ class Heard:
             self.results.append(result(run))
             return self.results[-1]
 
-        Watcher.step, Watcher.log = heard_step, heard_log  # type: ignore[method-assign,assignment]
+        StepMonitor.step, StepMonitor.log = heard_step, heard_log  # type: ignore[method-assign,assignment]
         Run.result = heard_result  # type: ignore[method-assign,assignment]

@@ -81,7 +81,7 @@ def _ended_badly(name: str, runs: dict[str, Came], *, broken: bool) -> tuple[str
     words = first_line(end.says)
     if run.steps and not any(known in str(end.says) for known in BY_SAMPLES):
         return "finding", f"{name} was refused in step {end.step}:\n{end.says}"
-    if "PromiseBroken" in str(end.says) and not broken:
+    if "PromiseBrokenError" in str(end.says) and not broken:
         return "finding", f"{name} was stopped by its own check:\n{end.says}"
     here = "" if name == "whole" else " (not in one process)"
     if not _has_three_parts(str(end.says)):

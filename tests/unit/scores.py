@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from unisono.plan.batch_order import Order
+from unisono.plan.batch_order import BatchOrder
 
 quick = settings(max_examples=60)
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 31, 61, 97, 127, 251, 509)
@@ -16,7 +16,7 @@ sizes = st.integers(1, 1024) | st.integers(1, 16)
 lengths = st.integers(1, 600) | st.sampled_from(PRIMES)
 batches = st.integers(1, 300) | st.sampled_from(PRIMES)
 orders = st.builds(
-    Order,
+    BatchOrder,
     length=lengths,
     batch=batches,
     virtual_ranks=virtual_ranks,

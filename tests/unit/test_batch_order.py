@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.unit.scores import BIG, PRIMES, orders, quick
-from unisono.plan.assignment import Seat, taken
-from unisono.plan.batch_order import Order, Place, deal
+from unisono.plan.assignment import Slot, micro_batches_of
+from unisono.plan.batch_order import BatchOrder, MicroBatchId, cut_batch
 from unisono.plan.rng_keys import EVALUATE, INIT, ORDER, ROUND, STEP, UPDATE, mix, shuffled
 
 
@@ -27,7 +27,7 @@ def even(parts: list[int]) -> bool:
 @quick
 @given(st.integers(0, 10_000), st.integers(1, 200))
 def test_dealing_gives_everything_once_and_as_evenly_as_it_goes(count: int, hands: int) -> None:
-    parts = [deal(count, hands, hand) for hand in range(hands)]
+    parts = [cut_batch(count, hands, hand) for hand in range(hands)]
     assert parts[0][0] == 0
     assert parts[-1][1] == count
     assert all(before[1] == after[0] for before, after in pairwise(parts))
@@ -40,20 +40,21 @@ def test_a_span_of_neighbours_gets_its_fair_share(count: int, hands: int, neighb
     """Larger parts are spread over the hands, so two spans of equal width differ by one thing at most."""
     neighbours = min(neighbours, hands)
     widths = [
-        deal(count, hands, i + neighbours - 1)[1] - deal(count, hands, i)[0] for i in range(hands - neighbours + 1)
+        cut_batch(count, hands, i + neighbours - 1)[1] - cut_batch(count, hands, i)[0]
+        for i in range(hands - neighbours + 1)
     ]
     assert even(widths)
 
 
 @quick
 @given(orders, st.integers(0, 3))
-@example(Order(length=31, batch=7, virtual_ranks=3, micro_batch=2), 1)
-@example(Order(length=1, batch=1, virtual_ranks=128), 0)
+@example(BatchOrder(length=31, batch=7, virtual_ranks=3, micro_batch=2), 1)
+@example(BatchOrder(length=1, batch=1, virtual_ranks=128), 0)
 @example(
-    Order(length=129, batch=128, virtual_ranks=128, micro_batch=1), 0
+    BatchOrder(length=129, batch=128, virtual_ranks=128, micro_batch=1), 0
 )  # a tail of one: 127 virtual ranks get nothing
-@example(Order(length=509, batch=127, virtual_ranks=61, micro_batch=2), 2)
-def test_every_sample_exactly_once_an_epoch(order: Order, epoch: int) -> None:
+@example(BatchOrder(length=509, batch=127, virtual_ranks=61, micro_batch=2), 2)
+def test_every_sample_exactly_once_an_epoch(order: BatchOrder, epoch: int) -> None:
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
     assert {order.epoch(step) for step in steps} == {epoch}
     seen = [
@@ -65,7 +66,7 @@ def test_every_sample_exactly_once_an_epoch(order: Order, epoch: int) -> None:
 
 @quick
 @given(orders, st.data())
-def test_the_micro_batches_of_a_step_make_up_its_batch(order: Order, data: st.DataObject) -> None:
+def test_the_micro_batches_of_a_step_make_up_its_batch(order: BatchOrder, data: st.DataObject) -> None:
     step = data.draw(st.integers(0, 3 * order.steps_per_epoch))
     start, stop = order.batch_bounds(step)
     batch = order.permutation(order.epoch(step))[start:stop].tolist()
@@ -88,7 +89,9 @@ def test_the_micro_batches_of_a_step_make_up_its_batch(order: Order, data: st.Da
 
 @quick
 @given(orders, st.integers(0, 50), st.data())
-def test_what_a_virtual_rank_sees_does_not_depend_on_who_holds_it(order: Order, step: int, data: st.DataObject) -> None:
+def test_what_a_virtual_rank_sees_does_not_depend_on_who_holds_it(
+    order: BatchOrder, step: int, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, order.virtual_ranks), max_size=6)))
     bounds = [0, *cuts, order.virtual_ranks]
     parts = [list(order.places(step, span)) for span in pairwise(bounds)]
@@ -96,13 +99,13 @@ def test_what_a_virtual_rank_sees_does_not_depend_on_who_holds_it(order: Order, 
     assert [entry for part in parts for entry in part] == whole
     assert len({where for where, _ in whole}) == len(whole)
     for where, _ in whole:
-        assert isinstance(where, Place)
+        assert isinstance(where, MicroBatchId)
         assert where.step == step
 
 
 def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
-    def order(**changed: Any) -> Order:
-        return Order(**{"length": 97, "batch": 8, "virtual_ranks": 8, "seed": 1, **changed})
+    def order(**changed: Any) -> BatchOrder:
+        return BatchOrder(**{"length": 97, "batch": 8, "virtual_ranks": 8, "seed": 1, **changed})
 
     here = order().permutation(0).tolist()
     assert here == order().permutation(0).tolist()
@@ -113,7 +116,7 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
 
 
 def test_the_picture_in_the_docstring() -> None:
-    order = Order(length=31, batch=7, virtual_ranks=3, micro_batch=2)
+    order = BatchOrder(length=31, batch=7, virtual_ranks=3, micro_batch=2)
     assert [[b - a for a, b in order.micro_bounds(0, v)] for v in range(3)] == [[2], [2], [1, 2]]
     assert order.steps_per_epoch == 5
     assert order.batch_size(4) == 3
@@ -183,8 +186,8 @@ def test_a_shuffle_is_a_permutation_that_looks_random() -> None:
     st.data(),
 )
 def test_in_a_window_no_sample_moves_further(counts: list[int], window: int, epoch: int, data: st.DataObject) -> None:
-    def order(window: int) -> Order:
-        return Order(length=sum(counts), batch=7, virtual_ranks=3, seed=epoch, shards=tuple(counts), window=window)
+    def order(window: int) -> BatchOrder:
+        return BatchOrder(length=sum(counts), batch=7, virtual_ranks=3, seed=epoch, shards=tuple(counts), window=window)
 
     walk, turned = order(window).permutation(epoch), order(1).permutation(epoch)
     assert sorted(walk.tolist()) == list(range(sum(counts)))
@@ -199,7 +202,7 @@ def test_in_a_window_no_sample_moves_further(counts: list[int], window: int, epo
 
 
 def test_a_window_shuffles_over_the_borders_of_blocks() -> None:
-    order = Order(length=60_000, batch=7, virtual_ranks=3, shards=(20_000,) * 3, window=300)
+    order = BatchOrder(length=60_000, batch=7, virtual_ranks=3, shards=(20_000,) * 3, window=300)
     walk = order.permutation(0)
     moved = np.abs(np.argsort(order.permutation(0)) - np.argsort(replace(order, window=1).permutation(0)))
     assert sorted(walk.tolist()) == list(range(60_000))
@@ -211,8 +214,8 @@ def test_a_window_shuffles_over_the_borders_of_blocks() -> None:
 
 @given(st.integers(0, 40), st.integers(1, 6))
 def test_those_who_take_turns_compute_everything_once_and_equally_many(count: int, turns: int) -> None:
-    places = [(Place(3, i // 2, i % 2), [i]) for i in range(count)]
-    each = [list(taken(places, Seat(0, turn, turns))) for turn in range(turns)]
+    places = [(MicroBatchId(3, i // 2, i % 2), [i]) for i in range(count)]
+    each = [list(micro_batches_of(places, Slot(0, turn, turns))) for turn in range(turns)]
     assert len({len(mine) for mine in each}) == 1
     rounds = [pair for row in zip(*each, strict=True) for pair in row]
     assert [pair for pair in rounds if not pair[0].spare] == places, "in their order, round by round"

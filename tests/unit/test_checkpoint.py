@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from unisono.checkpoint import manifest
-from unisono.checkpoint.load import Checkpoint, about, fingerprint, fingerprint_of, load, newest
+from unisono.checkpoint.load import Checkpoint, fingerprint, fingerprint_of, load, metadata_of, newest
 from unisono.checkpoint.save import save
-from unisono.checkpoint.state_codec import Tensors, described, pack, unpack
+from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
 from unisono.environment import World
 from unisono.errors import CheckpointError
 from unisono.testing import run_ranks
@@ -83,7 +83,7 @@ THINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("thing", THINGS)
 def test_what_goes_in_comes_out(tmp_path: Path, thing: str) -> None:
-    tensors = Tensors()
+    tensors = TensorTable()
     plain = json.loads(json.dumps(pack(THINGS[thing], "x", tensors)))
     assert set(described(plain)) == set(tensors)
     assert equal(THINGS[thing], unpack(plain, tensors))
@@ -113,7 +113,7 @@ def test_numbers_of_numpy_come_back_as_pythons(tmp_path: Path) -> None:
 
 def test_tied_tensors_are_kept_once_and_views_apart() -> None:
     weight, table = torch.randn(4, 4), torch.arange(8.0)
-    tensors = Tensors()
+    tensors = TensorTable()
     state = {"embed": weight, "head": weight, "param": torch.nn.Parameter(weight), "all": table, "half": table[:4]}
     plain = pack(state, "x", tensors)
     assert sorted(tensors) == ["x.all", "x.embed", "x.half"]
@@ -165,7 +165,7 @@ def test_what_belongs_to_it_comes_back(tmp_path: Path) -> None:
     checkpoint = load(path)
     assert isinstance(checkpoint, Checkpoint)
     assert checkpoint.steps == 7
-    assert checkpoint.about == {"steps": 7, "models": ["m"], "identity": identity, "changes": []} == about(path)
+    assert checkpoint.about == {"steps": 7, "models": ["m"], "identity": identity, "changes": []} == metadata_of(path)
 
 
 # -- which there are
@@ -197,7 +197,7 @@ def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
 
     def watched(path: Path, target: Path) -> Path:
         assert names_of(tmp_path) == [path.name]
-        seen.append((path.name, manifest.damage(path)))
+        seen.append((path.name, manifest.damage_of(path)))
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", watched)
@@ -245,7 +245,7 @@ DAMAGE = {
 def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, damage: str) -> None:
     apply, words = DAMAGE[damage]
     older, newer = kept(tmp_path, torch.ones(9), 10), kept(tmp_path, torch.zeros(9), 20)
-    assert manifest.damage(newer) is None
+    assert manifest.damage_of(newer) is None
     apply(newer)
     notes: list[str] = []
     assert newest(tmp_path, notes.append) == older

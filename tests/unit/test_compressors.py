@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from unisono.exchange.compression.block_format import BLOCK, CODES, largest
-from unisono.exchange.compression.node_owners import Deal, moves, nodes_of
-from unisono.exchange.compression.powersgd import first_q, following, orthogonal, shape_of
-from unisono.plan.assignment import place_evenly
+from unisono.exchange.compression.node_owners import NodeOwners, moves, tree_nodes
+from unisono.exchange.compression.powersgd import first_q, next_q, orthogonalize, shape_of
+from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Node, subtrees
 
 
@@ -53,12 +53,12 @@ def test_the_largest_elements_come_in_the_order_of_their_places() -> None:
 
 
 def test_nodes_are_a_level_of_the_tree() -> None:
-    assert nodes_of(8, None) == nodes_of(8, 8) == tuple(Node(v, v + 1) for v in range(8))
-    assert nodes_of(6, 2) == (Node(0, 3), Node(3, 6))
-    assert nodes_of(5, 4) == (Node(0, 1), Node(1, 2), Node(2, 3), Node(3, 5))
+    assert tree_nodes(8, None) == tree_nodes(8, 8) == tuple(Node(v, v + 1) for v in range(8))
+    assert tree_nodes(6, 2) == (Node(0, 3), Node(3, 6))
+    assert tree_nodes(5, 4) == (Node(0, 1), Node(1, 2), Node(2, 3), Node(3, 5))
     for leaves in range(2, 40):
         for count in (None, 2, 4, 8):
-            nodes = nodes_of(leaves, count if count and count <= leaves else None)
+            nodes = tree_nodes(leaves, count if count and count <= leaves else None)
             assert [n.lo for n in nodes[1:]] == [n.hi for n in nodes[:-1]]
             assert all(subtrees(leaves, *node) == (node,) for node in nodes)
 
@@ -66,9 +66,9 @@ def test_nodes_are_a_level_of_the_tree() -> None:
 @pytest.mark.parametrize("leaves", [2, 5, 8, 12])
 def test_all_that_a_node_is_made_of_is_computed_by_somebody(leaves: int) -> None:
     for count in (None, 2):
-        nodes = nodes_of(leaves, count)
+        nodes = tree_nodes(leaves, count)
         for size in range(1, leaves + 1):
-            deal = Deal(leaves, nodes, place_evenly(leaves, size))
+            deal = NodeOwners(leaves, nodes, assign_evenly(leaves, size))
             for node in nodes:
                 parts = [part for rank in range(size) for part in deal.parts(rank, node)]
                 assert [v for part in parts for v in range(*part)] == list(range(*node))
@@ -79,7 +79,7 @@ def test_all_that_a_node_is_made_of_is_computed_by_somebody(leaves: int) -> None
 
 
 def test_a_process_without_nodes_has_an_empty_span() -> None:
-    deal = Deal(8, nodes_of(8, 2), ((0, 2), (2, 4), (4, 4), (4, 8)))
+    deal = NodeOwners(8, tree_nodes(8, 2), ((0, 2), (2, 4), (4, 4), (4, 8)))
     assert deal.owners == (0, 3)
     assert deal.plan.spans == ((0, 4), (4, 4), (4, 4), (4, 8))
 
@@ -96,7 +96,7 @@ def test_columns_become_orthogonal_and_those_that_depend_on_others_nothing() -> 
     matrix = torch.randn(20, 4, generator=g)
     matrix[:, 2] = matrix[:, 0] * 1e5 + matrix[:, 1]
     matrix[:, 3] = 0.0
-    made = orthogonal(matrix)
+    made = orthogonalize(matrix)
     expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]))
     assert torch.allclose(made.T @ made, expected, atol=1e-6)
 
@@ -104,7 +104,7 @@ def test_columns_become_orthogonal_and_those_that_depend_on_others_nothing() -> 
 def test_a_matrix_of_low_rank_is_found_as_it_is() -> None:
     g = torch.Generator().manual_seed(1)
     matrix = torch.randn(40, 3, generator=g) @ torch.randn(3, 30, generator=g)
-    p = orthogonal(matrix @ first_q(0, 30, 4, matrix.device))
+    p = orthogonalize(matrix @ first_q(0, 30, 4, matrix.device))
     assert torch.allclose(p @ (matrix.T @ p).T, matrix, atol=1e-4)
 
 
@@ -112,9 +112,9 @@ def test_the_iteration_begins_anywhere_alike_and_survives_a_step_without_a_gradi
     q = first_q(7, 30, 4, torch.device("cpu"))
     assert torch.equal(q, first_q(7, 30, 4, torch.device("cpu")))
     assert not torch.equal(q, first_q(8, 30, 4, torch.device("cpu")))
-    assert torch.equal(following(q, torch.zeros(30, 4)), q)
+    assert torch.equal(next_q(q, torch.zeros(30, 4)), q)
     found = torch.randn(30, 4) * 1e-20
-    assert float(following(q, found).abs().max()) == 1.0
+    assert float(next_q(q, found).abs().max()) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import unisono
 from unisono.cli.request.target import recipes
-from unisono.config import Line, explain, flatten, load, mathematics, read, settings_of
+from unisono.config import CommandLine, flatten, load, numeric_settings, provenance_lines, read, settings_of
 from unisono.config.validate import check
 from unisono.errors import Problem, SettingsError
 
@@ -242,11 +242,11 @@ def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
     assert load(Settings).settings.virtual_ranks == 8
     assert load(Settings, sets=["batch=3"]).settings.virtual_ranks == 3
     asked = load(Settings, sets=["batch=3", "virtual_ranks=8", "steps=1"]).settings
-    assert [p.asked for p in check(asked, 1, Line())] == ["virtual_ranks = 8"]
+    assert [p.asked for p in check(asked, 1, CommandLine())] == ["virtual_ranks = 8"]
 
 
 def test_mathematics_is_what_the_result_depends_on() -> None:
-    values = mathematics(load(Settings, sets=["data=/x", "steps=3"]).settings)
+    values = numeric_settings(load(Settings, sets=["data=/x", "steps=3"]).settings)
     assert not {"steps", "epochs", "checkpoint.every", "loader.workers", "note"} & set(values)
     assert values["data"] == "/x"
     assert values["shape"] == [2, 3]
@@ -267,7 +267,7 @@ def test_explain_is_a_settings_file_that_gives_the_same_settings(
     settings = Settings(name=name, lr=lr, tags=tags, model=Model(width=width), data=Path("a#  # b"), steps=None)
     sources = {key: "--set" if key == "lr" else "default" for key in flatten(settings)}
     file = tmp_path_factory.getbasetemp() / "explained.toml"
-    file.write_text(explain(settings, sources), encoding="utf-8")
+    file.write_text(provenance_lines(settings, sources), encoding="utf-8")
     assert load(Settings, file=file).settings == settings
     values, told = read(file)
     assert (values.keys(), told) == (sources.keys(), sources)
@@ -276,7 +276,7 @@ def test_explain_is_a_settings_file_that_gives_the_same_settings(
 
 
 def test_explain_gives_each_value_a_line_with_its_source() -> None:
-    text = explain(*load(Settings, sets=["model.width=32"]))
+    text = provenance_lines(*load(Settings, sets=["model.width=32"]))
     lines = [line.split() for line in text.splitlines()]
     assert ["model.width", "=", "32", "#", "--set"] in lines
     assert ["batch", "=", "64", "#", "script"] in lines

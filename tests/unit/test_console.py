@@ -19,7 +19,7 @@ def as_before() -> Iterator[None]:
     console.stop()
     assert (console.logger.level, console.logger.propagate) == before
     assert not any(
-        isinstance(handler, console.Voice) for handler in console.logger.handlers
+        isinstance(handler, console.RankHandler) for handler in console.logger.handlers
     )  # pytest adds some of its own
 
 
@@ -27,7 +27,7 @@ def test_only_rank_0_says_things() -> None:
     for rank, said in [(0, "hello\n"), (1, "")]:
         stream = io.StringIO()
         console.start(rank, 2, stream)
-        console.say("hello")
+        console.print_line("hello")
         assert stream.getvalue() == said
 
 
@@ -53,21 +53,21 @@ def test_words_go_above_the_progress_line() -> None:
     stream = io.StringIO()
     progress = Progress(stream, True, 10, 0, memory=lambda: 0)
     console.start(0, 1, stream)
-    console.through(progress)
-    console.say("one")
+    console.route_logging(progress)
+    console.print_line("one")
     console.logger.warning("two")
-    console.through(None)
-    console.say("three")
+    console.route_logging(None)
+    console.print_line("three")
     assert stream.getvalue() == "one\nwarning: two\nthree\n"
 
 
 def test_before_a_start_words_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    console.say("early")
+    console.print_line("early")
     console.start(0, 1)
-    console.say("now")
+    console.print_line("now")
     console.stop()
     console.stop()
-    console.say("late")
+    console.print_line("late")
     assert capsys.readouterr().out == "early\nnow\nlate\n"
 
 
@@ -97,7 +97,7 @@ def test_a_closed_stream_stops_nobody() -> None:
     stream = io.StringIO()
     console.start(0, 1, stream)
     stream.close()
-    console.say("into the void")
+    console.print_line("into the void")
 
 
 def test_an_exception_is_told_with_its_traceback() -> None:

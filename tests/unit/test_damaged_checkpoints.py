@@ -13,10 +13,10 @@ import torch
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint_of, load, newest
-from unisono.checkpoint.safetensors_writer import at_once, lay_out
-from unisono.checkpoint.save import FORMAT, Job, packed
-from unisono.checkpoint.state_codec import Tensors
-from unisono.checkpoint.storage import Folder
+from unisono.checkpoint.safetensors_writer import copy_now, file_layout
+from unisono.checkpoint.save import FORMAT, SaveJob, packed
+from unisono.checkpoint.state_codec import TensorTable
+from unisono.checkpoint.storage import FolderStorage
 from unisono.errors import CheckpointError
 
 CASES = 200
@@ -33,10 +33,10 @@ def state(step: int) -> dict[str, Any]:
 
 def two_sheets(run_dir: Path, step: int) -> Path:
     """A checkpoint as two processes write it that have three rows of `weight` each."""
-    whole, there, plain = state(step), Folder(run_dir / "checkpoints"), {}
+    whole, there, plain = state(step), FolderStorage(run_dir / "checkpoints"), {}
     jobs = []
     for rank in (0, 1):
-        tensors = Tensors()
+        tensors = TensorTable()
         made = packed(whole, {"models": ["model"]}, tensors)
         assert not isinstance(made, CheckpointError)
         if rank == 0:
@@ -45,8 +45,8 @@ def two_sheets(run_dir: Path, step: int) -> Path:
             del tensors["model.bias"]
         tensors["model.weight"] = whole["model"]["weight"][3 * rank : 3 * rank + 3].clone()
         tensors.starts["model.weight"] = (3 * rank, 0)
-        job = Job(there, step, tensors, None if rank else plain, (9, 0), rank=rank, ranks=[0, 1], attempt="one")
-        job.write(at_once(lay_out(tensors), tensors))
+        job = SaveJob(there, step, tensors, None if rank else plain, (9, 0), rank=rank, ranks=[0, 1], attempt="one")
+        job.write(copy_now(file_layout(tensors), tensors))
         jobs.append(job)
     jobs[0].publish()
     assert [job.problem for job in jobs] == [None, None]

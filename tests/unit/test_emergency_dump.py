@@ -15,13 +15,13 @@ def test_it_is_taken_once(tmp_path: Path) -> None:
     tensors, about = {"bag": torch.arange(7, dtype=torch.uint8), "empty": torch.empty(0, dtype=torch.uint8)}, [{"a": 1}]
     emergency_dump.write(tmp_path, 2, 41, {"bag": torch.zeros(1)}, [])
     emergency_dump.write(tmp_path, 2, 43, tensors, about)
-    assert emergency_dump.steps_left(tmp_path) == 43
-    assert emergency_dump.take(tmp_path, 1) is None
-    found = emergency_dump.take(tmp_path, 2)
+    assert emergency_dump.dumped_steps(tmp_path) == 43
+    assert emergency_dump.read_dump(tmp_path, 1) is None
+    found = emergency_dump.read_dump(tmp_path, 2)
     assert found is not None
     assert found[1] == about
     assert {name: tensor.tolist() for name, tensor in found[0].items()} == {"bag": [*range(7)], "empty": []}
-    assert emergency_dump.take(tmp_path, 2) is None
+    assert emergency_dump.read_dump(tmp_path, 2) is None
     assert not (tmp_path / emergency_dump.FOLDER).exists()
 
 
@@ -29,8 +29,8 @@ def test_half_of_it_is_nothing(tmp_path: Path) -> None:
     emergency_dump.write(tmp_path, 0, 3, {"bag": torch.zeros(1)}, [])
     (path,) = (tmp_path / emergency_dump.FOLDER).iterdir()
     path.rename(path.with_suffix(".half"))
-    assert emergency_dump.steps_left(tmp_path) == 0
-    assert emergency_dump.take(tmp_path, 0) is None
+    assert emergency_dump.dumped_steps(tmp_path) == 0
+    assert emergency_dump.read_dump(tmp_path, 0) is None
     emergency_dump.clear(tmp_path)
     assert not (tmp_path / emergency_dump.FOLDER).exists()
 
@@ -47,7 +47,7 @@ def test_who_has_left_nothing_looks_while_another_takes_the_folder(tmp_path: Pat
     with subprocess.Popen([sys.executable, "-c", COMES_AND_GOES, str(tmp_path / emergency_dump.FOLDER)]) as other:
         try:
             for _ in range(5000):
-                assert emergency_dump.take(tmp_path, 1) is None
-                assert emergency_dump.steps_left(tmp_path) == 0
+                assert emergency_dump.read_dump(tmp_path, 1) is None
+                assert emergency_dump.dumped_steps(tmp_path) == 0
         finally:
             other.kill()

@@ -10,22 +10,31 @@ from unisono import errors
 from unisono.errors import (
     CheckpointError,
     DataError,
-    Diverged,
+    DivergenceError,
     LoopError,
-    PeerLost,
+    PeerLostError,
     Problem,
-    PromiseBroken,
-    RankFailed,
+    PromiseBrokenError,
+    RankFailedError,
     SettingsError,
-    Stuck,
+    StuckError,
     UnisonoError,
-    Unreachable,
+    UnreachableHostError,
     WorldError,
 )
 
 ALL = [
-    *(UnisonoError, SettingsError, WorldError, Unreachable, DataError, LoopError, CheckpointError, PeerLost),
-    *(Diverged, PromiseBroken, Stuck, RankFailed),
+    *(
+        UnisonoError,
+        SettingsError,
+        WorldError,
+        UnreachableHostError,
+        DataError,
+        LoopError,
+        CheckpointError,
+        PeerLostError,
+    ),
+    *(DivergenceError, PromiseBrokenError, StuckError, RankFailedError),
 ]
 
 
@@ -51,7 +60,7 @@ def test_every_error_is_ours_and_only_a_wrong_request_exits_with_2(kind: type[Un
 
 
 def test_a_lost_peer_is_a_matter_of_the_world() -> None:
-    assert issubclass(PeerLost, WorldError)
+    assert issubclass(PeerLostError, WorldError)
 
 
 def test_the_list_above_is_complete() -> None:

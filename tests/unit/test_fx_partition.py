@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.ranks.training import MLP, TinyGPT
 from unisono.errors import LoopError
-from unisono.parallel.pipeline_parallel.fx_partition import CannotFollow, Chain, compute
-from unisono.parallel.pipeline_parallel.partition import Call
+from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition, compute
+from unisono.parallel.pipeline_parallel.partition import StageInput
 from unisono.recipes.text import GPT, Model
 
 
@@ -68,7 +68,7 @@ def test_the_pieces_are_the_model(name: str, length: int, stages: int) -> None:
     x = {"GPT": tokens(256, length), "TinyGPT": tokens(23, length), "MLP": torch.randn(length, 12)}.get(
         name, torch.randn(2, length, 4)
     )
-    chain = Chain(model)
+    chain = FxPartition(model)
     if name == "MLP" and stages == 3:
         with pytest.raises(LoopError, match="of which 2 have parameters"):
             chain.begins(stages, [])
@@ -81,7 +81,7 @@ def test_the_pieces_are_the_model(name: str, length: int, stages: int) -> None:
 
 def test_the_cut_is_even_and_narrow() -> None:
     """A lookup costs nothing, so the embedding does not count; what crosses is the stream, not two halves of a sum."""
-    chain = Chain(GPT(Model(width=64, depth=6, heads=2, context=16)))
+    chain = FxPartition(GPT(Model(width=64, depth=6, heads=2, context=16)))
     for stages, names in {2: ["blocks.3"], 3: ["blocks.2", "blocks.4"]}.items():
         begins = chain.begins(stages, [])
         assert [chain.links[first].name for first in begins[1:]] == names
@@ -90,15 +90,15 @@ def test_the_cut_is_even_and_narrow() -> None:
 
 
 def test_what_was_left_at_its_default_stays_there() -> None:
-    chain = Chain(Skips())
+    chain = FxPartition(Skips())
     assert list(chain.bind((1,), {"scale": 2.0})) == ["x", "scale"]
     with pytest.raises(LoopError, match="called with scale"):
         chain.bind((1,), {"scale": 3.0})
 
 
 def test_a_forward_that_changes_torchs_mode_is_refused() -> None:
-    with pytest.raises(CannotFollow, match=r"torch\.no_grad"):
-        Chain(Quiet())
+    with pytest.raises(CannotTrace, match=r"torch\.no_grad"):
+        FxPartition(Quiet())
 
 
 class Decides(nn.Module):
@@ -131,21 +131,21 @@ class Decides(nn.Module):
 @pytest.mark.parametrize("what", ["mode", "gradients", "torch", "numpy", "random"])
 def test_a_forward_in_which_python_decides_is_not_followed(what: str) -> None:
     model = Decides(what)
-    with pytest.raises(CannotFollow, match=r"eval mode|random numbers"):
-        Chain(model)
+    with pytest.raises(CannotTrace, match=r"eval mode|random numbers"):
+        FxPartition(model)
     assert type(model) is Decides
     assert model.training
 
 
 def test_an_attribute_that_was_read_must_stay_as_it_was() -> None:
     model = Decides("attribute")
-    chain = Chain(model)
+    chain = FxPartition(model)
     chain.settle(model, [0], [0], [id(p) for p in model.parameters()])
     vars(model)["other"] = 3.0  # nobody has read it
-    chain.compute(model, 0, Call(model, (torch.ones(1, 3),), {}, lambda: None), [])
+    chain.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
     model.share = 0.25
     with pytest.raises(LoopError, match=r"(?s)Decides.share is 0.25 now.\n  It was 0.5 when .*register_buffer"):
-        chain.compute(model, 0, Call(model, (torch.ones(1, 3),), {}, lambda: None), [])
+        chain.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
 
 
 def test_any_number_of_arguments_is_not_followed() -> None:
@@ -154,5 +154,5 @@ def test_any_number_of_arguments_is_not_followed() -> None:
             out: Tensor = self[1](self[0](xs[0]))
             return out
 
-    with pytest.raises(CannotFollow, match="any number"):
-        Chain(Any_(nn.Linear(3, 3), nn.Linear(3, 3)))
+    with pytest.raises(CannotTrace, match="any number"):
+        FxPartition(Any_(nn.Linear(3, 3), nn.Linear(3, 3)))

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from unisono.launcher.hang_report import Telling, judge
-from unisono.launcher.status_file import Place, is_own, line_of, read
-from unisono.monitor.flight_recorder import words
-from unisono.monitor.status_thread import stands
+from unisono.launcher.hang_report import ReportBackoff, judge
+from unisono.launcher.status_file import ProcessStatus, is_own, line_of, read
+from unisono.monitor.flight_recorder import describe_call
+from unisono.monitor.status_thread import is_stuck
 
-STILL = Place(rank=0, size=3, pid=1, host="here", written=0.0, idle=70.0, step=4, limit=60.0, share=0.0)
+STILL = ProcessStatus(rank=0, size=3, pid=1, host="here", written=0.0, idle=70.0, step=4, limit=60.0, share=0.0)
 WAITS = replace(STILL, phase="exchange", waits="others", call="all_reduce #7 of float32[3]", where="a.py:3 in main")
 
 
@@ -76,7 +76,7 @@ def test_where_all_wait_the_odd_one_is_to_blame() -> None:
 
 
 def test_it_is_told_each_time_it_has_doubled() -> None:
-    telling = Telling()
+    telling = ReportBackoff()
     assert [telling.is_due(idle) for idle in (10, 11, 19, 20, 39, 41)] == [True, False, False, True, False, True]
     telling.reset()
     assert telling.is_due(10)
@@ -93,18 +93,18 @@ def test_where_a_thread_stands() -> None:
     thread.start()
     here.wait()
     assert thread.ident is not None
-    where, code, whom = stands(sys._current_frames()[thread.ident])
+    where, code, whom = is_stuck(sys._current_frames()[thread.ident])
     gone.set()
     thread.join()
     assert where.startswith("test_hang_report.py:")
     assert where.endswith("in waits")
     assert code in ("here.set()", "gone.wait()")
     assert whom == ""
-    assert stands(None) == ("", "", "")
+    assert is_stuck(None) == ("", "", "")
 
 
 def test_who_asks_a_person_is_not_stuck() -> None:
-    scope: dict[str, Any] = {"sys": sys, "stands": stands, "input": lambda place: place}
+    scope: dict[str, Any] = {"sys": sys, "stands": is_stuck, "input": lambda place: place}
     source = "def asks():\n    return input(stands(sys._getframe()))\n"
     linecache.cache["asking.py"] = (len(source), None, source.splitlines(keepends=True), "asking.py")
     exec(compile(source, "asking.py", "exec"), scope)
@@ -134,5 +134,5 @@ def test_a_collective_in_words() -> None:
         "input_dtypes": ["Float"],
         "input_sizes": [[2, 4]],
     }
-    assert words(entry) == "all_reduce #8 of float32[2, 4]"
-    assert words({**entry, "process_group": ["3", "rows"]}) == "all_reduce #8 of float32[2, 4] in group 3"
+    assert describe_call(entry) == "all_reduce #8 of float32[2, 4]"
+    assert describe_call({**entry, "process_group": ["3", "rows"]}) == "all_reduce #8 of float32[2, 4] in group 3"

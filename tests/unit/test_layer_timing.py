@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.ranks.training import TinyGPT
 from tests.unit.test_fx_partition import Skips
 from tests.unit.test_shadow_partition import Branches
-from unisono.parallel.pipeline_parallel.fx_partition import Chain
+from unisono.parallel.pipeline_parallel.fx_partition import FxPartition
 from unisono.parallel.pipeline_parallel.layer_timing import (
     TURNS,
     WARM_UPS,
@@ -21,7 +21,7 @@ from unisono.parallel.pipeline_parallel.layer_timing import (
     seconds_of_links,
     seconds_of_modules,
 )
-from unisono.parallel.pipeline_parallel.shadow_partition import Replay
+from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.precision import autocast
 from unisono.train.pipelining.stage_timing import told
 
@@ -37,8 +37,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def timed(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[Chain, list[float]]:
-    chain = Chain(model)
+def timed(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[FxPartition, list[float]]:
+    chain = FxPartition(model)
     return chain, seconds_of_links(
         model, chain, chain.bind((x,), {}), clock_of(CPU, together=False), autocast(precision, CPU)
     )
@@ -91,7 +91,7 @@ def test_odd_models_are_timed_and_stay_as_they_are(name: str, precision: str) ->
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_cannot_be_followed_is_timed_module_by_module(precision: str) -> None:
     model, x = Branches(), torch.rand(2, 5, 4)
-    cut, before = Replay(model, "a test"), copy.deepcopy(model.state_dict())
+    cut, before = ShadowPartition(model, "a test"), copy.deepcopy(model.state_dict())
     seconds = seconds_of_modules(model, cut.links, (x,), {}, clock_of(CPU, together=False), autocast(precision, CPU))
     assert len(seconds) == len(cut.links) == 6
     assert all(second > 0 for second in seconds)
@@ -111,14 +111,14 @@ def test_backward_is_part_of_it_where_somebody_wants_it() -> None:
 
 def test_a_layer_that_is_called_twice_costs_twice() -> None:
     model = Skips()
-    assert [link.cost for link in Chain(model).links if link.name == "rows.0"] == [42, 0]
+    assert [link.cost for link in FxPartition(model).links if link.name == "rows.0"] == [42, 0]
     chain, seconds = timed(model, torch.randn(2, 5, 4))
     chain.price(seconds)
     assert all(link.cost > 0 for link in chain.links)
 
 
 def test_the_cut_is_told_in_a_line() -> None:
-    chain = Chain(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)))
+    chain = FxPartition(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)))
     assert told(chain, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (33 %), 2 (67 %), by parameters"
     chain.price([2e-3, 1e-3, 1e-3])
     assert told(chain, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (75 %), 2 (25 %), by time"

@@ -7,17 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from unisono.plan.assignment import place_evenly
-from unisono.plan.load_balance import FIRST, LONG_REST, REST, WINDOW, Dealer, end
+from unisono.plan.assignment import assign_evenly
+from unisono.plan.load_balance import FIRST, LONG_REST, REST, WINDOW, LoadBalancer, end
 
 
-def after(dealer: Dealer, steps: int, seconds: list[float]) -> list[int]:
+def after(dealer: LoadBalancer, steps: int, seconds: list[float]) -> list[int]:
     """The steps, of so many with the same times, at which virtual ranks were dealt anew."""
     return [n for n in range(steps) if dealer.hear(seconds) is not None]
 
 
 def test_a_slow_process_gets_less_once_it_is_known_to_be_slow() -> None:
-    dealer = Dealer(16, place_evenly(16, 2))
+    dealer = LoadBalancer(16, assign_evenly(16, 2))
     assert after(dealer, 100, [1.0, 3.0]) == [max(REST, FIRST + WINDOW) - 1]
     assert dealer.spans == ((0, 12), (12, 16))
     assert dealer.slow == ()
@@ -28,7 +28,10 @@ def test_a_slow_process_gets_less_once_it_is_known_to_be_slow() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_noise_moves_nothing(virtual_ranks: int, size: int) -> None:
     """Processes that are equally fast, each slow now and then, by as much as a random one of them is."""
-    dealer, chance = Dealer(virtual_ranks, place_evenly(virtual_ranks, size)), random.Random(virtual_ranks * size)
+    dealer, chance = (
+        LoadBalancer(virtual_ranks, assign_evenly(virtual_ranks, size)),
+        random.Random(virtual_ranks * size),
+    )
     for _ in range(500):
         seconds = [chance.uniform(0.97, 1.03) for _ in range(size)]
         seconds[chance.randrange(4 * size) % size] *= chance.choice([1.0, 1.0, 1.0, 3.0])
@@ -36,25 +39,25 @@ def test_noise_moves_nothing(virtual_ranks: int, size: int) -> None:
 
 
 def test_who_is_so_slow_that_the_others_are_done_sooner_without_it_gets_nothing_and_is_named() -> None:
-    dealer = Dealer(4, place_evenly(4, 4))
+    dealer = LoadBalancer(4, assign_evenly(4, 4))
     after(dealer, 40, [1.0, 1.0, 9.0, 1.0])
     assert dealer.slow == (2,)
     assert end(dealer.spans, [1.0, 1.0, 9.0, 1.0]) == 2.0
 
 
 def test_who_was_slow_is_looked_at_again_and_gets_its_part_when_it_is_not_any_more() -> None:
-    dealer = Dealer(4, place_evenly(4, 4))
+    dealer = LoadBalancer(4, assign_evenly(4, 4))
     after(dealer, 40, [1.0, 1.0, 9.0, 1.0])
     for _ in range(6 * REST):
         idle = dealer.slow
         dealer.hear([0.0 if rank in idle else 1.0 for rank in range(4)])
     assert dealer.slow == ()
-    assert dealer.spans == place_evenly(4, 4)
+    assert dealer.spans == assign_evenly(4, 4)
 
 
 def test_who_goes_to_and_fro_is_dealt_for_less_and_less_often() -> None:
     """A machine that is slow for 30 steps, and quick for 30: no measurement of the past tells what comes."""
-    dealer = Dealer(16, place_evenly(16, 2))
+    dealer = LoadBalancer(16, assign_evenly(16, 2))
     dealt = [n for n in range(6000) if dealer.hear([1.0, 3.0 if n // 30 % 2 else 1.0]) is not None]
     assert len(dealt) < 20
     assert max(b - a for a, b in pairwise(dealt)) >= LONG_REST / 2
@@ -64,6 +67,6 @@ def test_what_was_dealt_is_what_all_would_have_dealt() -> None:
     """The same numbers make the same decision: there is nothing else it could depend on."""
     chance = random.Random(5)
     told = [[chance.uniform(1, 4), chance.uniform(1, 2), chance.uniform(0.5, 1)] for _ in range(300)]
-    dealers = [Dealer(12, place_evenly(12, 3)) for _ in range(3)]
+    dealers = [LoadBalancer(12, assign_evenly(12, 3)) for _ in range(3)]
     for seconds in told:
         assert len({dealer.hear(seconds) for dealer in dealers}) == 1

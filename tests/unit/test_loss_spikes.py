@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import random
 
-from unisono.monitor.loss_spikes import WINDOW, Spikes
+from unisono.monitor.loss_spikes import WINDOW, LossSpikes
 
 
 def told(losses: list[float]) -> list[int]:
-    spikes = Spikes()
-    return [step for step, loss in enumerate(losses) if spikes.hear(loss) is not None]
+    spikes = LossSpikes()
+    return [step for step, loss in enumerate(losses) if spikes.observe(loss) is not None]
 
 
 def test_a_spike_is_told_once() -> None:

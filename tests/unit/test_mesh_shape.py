@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_config import Settings
-from unisono.config import Line, ParallelSettings
-from unisono.config.mesh_shape import FILL, Axes, fill, fitting, wanted
+from unisono.config import CommandLine, ParallelSettings
+from unisono.config.mesh_shape import FILL, MeshShape, fill, fitting, wanted
 from unisono.config.validate import check
 
 small = st.integers(1, 6)
@@ -18,7 +18,7 @@ small = st.integers(1, 6)
 
 @given(small, small)
 def test_every_rank_has_a_place_of_its_own(replicate: int, shard: int) -> None:
-    axes = Axes(replicate=replicate, shard=shard, tensor=2)
+    axes = MeshShape(replicate=replicate, shard=shard, tensor=2)
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.size)]
     assert len(set(places)) == axes.size == 2 * replicate * shard
     assert places == sorted(places), "ranks count through the last axis first"
@@ -26,7 +26,7 @@ def test_every_rank_has_a_place_of_its_own(replicate: int, shard: int) -> None:
 
 @given(small, small, st.sampled_from([("replicate",), ("shard",), ("replicate", "shard")]))
 def test_the_lines_of_an_axis_cover_everybody_once(replicate: int, shard: int, names: tuple[str, ...]) -> None:
-    axes = Axes(replicate=replicate, shard=shard, tensor=2)
+    axes = MeshShape(replicate=replicate, shard=shard, tensor=2)
     lines = axes.lines(*names)
     assert sorted(rank for line in lines for rank in line) == list(range(axes.size))
     for line in lines:
@@ -45,10 +45,10 @@ def test_what_is_left_is_filled_in(processes: int, shard: int) -> None:
 
 
 def test_the_settings_know_every_axis() -> None:
-    assert wanted(ParallelSettings()) == {name: FILL if name == "replicate" else 1 for name in Axes._fields}
+    assert wanted(ParallelSettings()) == {name: FILL if name == "replicate" else 1 for name in MeshShape._fields}
 
 
-LINE = Line(("unisono", "run", "text", "--ranks", "4"))
+LINE = CommandLine(("unisono", "run", "text", "--ranks", "4"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import phases
-from unisono.monitor.phase_clock import Clock
+from unisono.monitor.phase_clock import PhaseClock
 from unisono.phases import enter
 
 
@@ -32,7 +32,7 @@ def at_rest() -> Iterator[None]:
 
 def test_seconds_go_to_the_phase_they_were_spent_in() -> None:
     hands = Hands()
-    clock = Clock(hands).start()
+    clock = PhaseClock(hands).start()
     for name, seconds in [("data", 1.0), ("forward", 2.0), ("data", 4.0), ("other", 1.0)]:
         enter(name)
         hands.at += seconds
@@ -45,7 +45,7 @@ def test_seconds_go_to_the_phase_they_were_spent_in() -> None:
 
 def test_the_phase_under_way_is_counted_up_to_now() -> None:
     hands = Hands()
-    clock = Clock(hands).start()
+    clock = PhaseClock(hands).start()
     enter("exchange")
     hands.at += 3
     assert clock.seconds["exchange"] == 3
@@ -56,7 +56,7 @@ def test_the_phase_under_way_is_counted_up_to_now() -> None:
 
 def test_a_stopped_clock_counts_nothing_and_may_go_on() -> None:
     hands = Hands()
-    clock = Clock(hands)
+    clock = PhaseClock(hands)
     assert clock.share("data") == 0.0
     clock.stop()  # it was not running
     clock.start().start()
@@ -76,7 +76,7 @@ def test_a_stopped_clock_counts_nothing_and_may_go_on() -> None:
 
 def test_a_lap_is_what_came_since_the_lap_before() -> None:
     hands = Hands()
-    clock = Clock(hands).start()
+    clock = PhaseClock(hands).start()
     enter("data")
     hands.at += 1
     assert clock.lap() == {"data": 1}
@@ -90,21 +90,21 @@ def test_a_lap_is_what_came_since_the_lap_before() -> None:
 
 
 def test_what_is_read_is_a_copy() -> None:
-    clock = Clock(Hands())
+    clock = PhaseClock(Hands())
     clock.seconds["data"] = 7.0
     assert clock.seconds["data"] == 0.0
 
 
 def test_a_stopped_clock_watches_no_more() -> None:
     before = phases._observers
-    Clock().start().stop()
+    PhaseClock().start().stop()
     assert phases._observers == before
 
 
 @given(st.lists(st.tuples(st.sampled_from(phases.PHASES), st.integers(0, 100)), max_size=50))
 def test_nothing_is_lost_and_nothing_counted_twice(way: list[tuple[str, int]]) -> None:
     hands = Hands()
-    clock = Clock(hands).start()
+    clock = PhaseClock(hands).start()
     laps: dict[str, float] = {}
     for name, seconds in way:
         enter(name)

@@ -16,7 +16,7 @@ from typing import TextIO
 import pytest
 
 from unisono.monitor import progress as module
-from unisono.monitor.progress import Aside, Progress, terminal_width
+from unisono.monitor.progress import Progress, ProgressAwareStdout, terminal_width
 
 
 class Hands:
@@ -162,7 +162,7 @@ def test_a_line_that_is_drawn_again_tells_the_same(terminal: Terminal, hands: Ha
         hands.at += 1
         progress.update(step, 2.0, 32, hands, {"valid": 2.5})
     (last,) = terminal.screen()
-    with contextlib.redirect_stdout(Aside(terminal.stream, progress)):
+    with contextlib.redirect_stdout(ProgressAwareStdout(terminal.stream, progress)):
         print("done")
     progress.close()
     assert terminal.screen() == ["done", last, ""]
@@ -342,7 +342,7 @@ def test_a_stream_that_is_no_terminal_has_some_width() -> None:
 
 def test_other_output_makes_the_line_give_way(terminal: Terminal, hands: Hands) -> None:
     progress = live(hands, terminal.stream)
-    with contextlib.redirect_stdout(Aside(terminal.stream, progress)):
+    with contextlib.redirect_stdout(ProgressAwareStdout(terminal.stream, progress)):
         progress.update(1, 2.0, 32, hands)
         print("from the loop")
         sys.stdout.flush()
@@ -362,7 +362,7 @@ def test_other_output_makes_the_line_give_way(terminal: Terminal, hands: Hands) 
 
 def test_a_note_does_not_go_on_in_somebodys_unfinished_line(terminal: Terminal, hands: Hands) -> None:
     progress = live(hands, terminal.stream)
-    aside = Aside(terminal.stream, progress)
+    aside = ProgressAwareStdout(terminal.stream, progress)
     aside.write("half a line")
     progress.note("a note")
     progress.note("another")
@@ -370,7 +370,7 @@ def test_a_note_does_not_go_on_in_somebodys_unfinished_line(terminal: Terminal, 
 
 
 def test_aside_is_the_stream_in_all_other_respects(terminal: Terminal, hands: Hands) -> None:
-    aside = Aside(terminal.stream, live(hands, terminal.stream))
+    aside = ProgressAwareStdout(terminal.stream, live(hands, terminal.stream))
     assert aside.isatty()
     assert aside.fileno() == terminal.stream.fileno()
     assert aside.encoding == "utf-8"

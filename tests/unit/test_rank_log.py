@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.launcher.rank_log import LONGEST_LINE, Log, last_lines
+from unisono.launcher.rank_log import LONGEST_LINE, RankLog, last_lines
 
 PIECES = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\x1b[2K\r"]), max_size=30)
 
@@ -35,7 +35,7 @@ def test_any_cuts_give_the_same_log(
     data = b"".join(pieces)
     path = tmp_path_factory.getbasetemp() / "rank-0.log"
     path.unlink(missing_ok=True)
-    log = Log(path)
+    log = RankLog(path)
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     for begin, end in pairwise(edges):
         log.write(data[begin:end])
@@ -45,21 +45,21 @@ def test_any_cuts_give_the_same_log(
 
 def test_a_second_run_is_appended(tmp_path: Path) -> None:
     for text in (b"first\n", b"second\n"):
-        log = Log(tmp_path / "log" / "rank-0.log")
+        log = RankLog(tmp_path / "log" / "rank-0.log")
         log.write(text)
         log.close()
     assert (tmp_path / "log" / "rank-0.log").read_bytes() == b"first\nsecond\n"
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
-    log = Log(tmp_path / "rank-0.log")
+    log = RankLog(tmp_path / "rank-0.log")
     log.write(b"x" * (LONGEST_LINE + 1))
     assert (tmp_path / "rank-0.log").stat().st_size == LONGEST_LINE + 1
     log.close()
 
 
 def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
-    log = Log(Path("/dev/full"))
+    log = RankLog(Path("/dev/full"))
     log.write(b"a line\n")
     assert log.lost is not None
     log.write(b"another\n")

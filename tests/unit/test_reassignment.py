@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.plan.reassignment import deal_missing
+from unisono.plan.reassignment import assign_missing
 
 KINDS = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 3)), min_size=1, max_size=40)
 """Of each virtual rank: who holds it (-1: nobody), and its micro-batches."""
@@ -15,7 +15,7 @@ KINDS = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 3)), min_size=1, m
 def test_each_is_somebodys_and_what_is_missing_is_dealt_evenly(kinds: list[tuple[int, int]], size: int) -> None:
     held = [[v for v, (of, _) in enumerate(kinds) if of == rank] for rank in range(size)]
     pieces = {v: count for v, (_, count) in enumerate(kinds)}
-    dealt = deal_missing(pieces, held)
+    dealt = assign_missing(pieces, held)
     assert sorted(v for of in [*held, *dealt] for v in of) == list(range(len(kinds)))
     work = [sum(pieces[v] > 0 for v in of) for of in dealt]
     assert max(work) - min(work) <= 1
@@ -23,4 +23,4 @@ def test_each_is_somebodys_and_what_is_missing_is_dealt_evenly(kinds: list[tuple
 
 def test_neighbours_stay_together() -> None:
     pieces = dict.fromkeys(range(8), 1) | {7: 0}
-    assert deal_missing(pieces, [[0, 1], [2]]) == [[3, 4, 7], [5, 6]]
+    assert assign_missing(pieces, [[0, 1], [2]]) == [[3, 4, 7], [5, 6]]

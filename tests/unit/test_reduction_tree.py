@@ -15,8 +15,19 @@ from hypothesis import strategies as st
 
 from tests.unit.scores import quick, sizes, virtual_ranks
 from unisono.plan import assignment, reduction_tree, rng_keys
-from unisono.plan.assignment import place, place_evenly
-from unisono.plan.reduction_tree import Fold, Heap, Node, Plan, Scattered, chain, copies, fold, sibling, subtrees
+from unisono.plan.assignment import assign, assign_evenly
+from unisono.plan.reduction_tree import (
+    Fold,
+    Node,
+    NodeHeap,
+    Plan,
+    ScatteredPlan,
+    chain,
+    copies,
+    fold,
+    sibling,
+    subtrees,
+)
 
 
 def even(parts: list[int]) -> bool:
@@ -73,8 +84,8 @@ def test_leaves_in_any_order_make_the_same_brackets(leaves: int, size: int, data
     """Each process folds what it has, in the order in which it came; what they send is folded by the plan."""
     owners = data.draw(st.lists(st.integers(0, size - 1), min_size=leaves, max_size=leaves))
     order = data.draw(st.permutations(range(leaves)))
-    plan = Scattered(leaves, ((0, 0),) * size, tuple(owners))
-    heaps: list[Heap[Expression]] = [Heap(leaves, pair) for _ in range(size)]
+    plan = ScatteredPlan(leaves, ((0, 0),) * size, tuple(owners))
+    heaps: list[NodeHeap[Expression]] = [NodeHeap(leaves, pair) for _ in range(size)]
     for leaf in order:
         heaps[owners[leaf]].push(Node(leaf, leaf + 1), leaf)
     assert [list(plan.sends(rank)) for rank in range(size)] == [sorted(heap.held) for heap in heaps]
@@ -196,11 +207,11 @@ def covers(spans: assignment.Spans, leaves: int, size: int) -> bool:
 
 @pytest.mark.parametrize(("size", "sites"), [(2, 2), (4, 2), (6, 3), (9, 3), (6, 2)])
 def test_every_site_has_a_block_of_its_own_dealt_as_if_it_were_alone(size: int, sites: int) -> None:
-    spans, share, each = place_evenly(18, size, sites), 18 // sites, size // sites
+    spans, share, each = assign_evenly(18, size, sites), 18 // sites, size // sites
     assert covers(spans, 18, size)
     for site in range(sites):
         alone = [(lo - site * share, hi - site * share) for lo, hi in spans[site * each : (site + 1) * each]]
-        assert tuple(alone) == place_evenly(share, each)
+        assert tuple(alone) == assign_evenly(share, each)
 
 
 @quick
@@ -210,7 +221,7 @@ def test_every_site_has_a_block_of_its_own_dealt_as_if_it_were_alone(size: int, 
 @example(128, 128)
 @example(127, 61)
 def test_even_placement_gives_the_trees_sum(leaves: int, size: int) -> None:
-    spans = place_evenly(leaves, size)
+    spans = assign_evenly(leaves, size)
     assert covers(spans, leaves, size)
     widths = [hi - lo for lo, hi in spans]
     assert max(widths) == ceil(leaves / size)  # nobody works longer than the evenest cut asks for
@@ -221,7 +232,7 @@ def test_even_placement_gives_the_trees_sum(leaves: int, size: int) -> None:
 @given(virtual_ranks, st.data())
 def test_uneven_placement_gives_the_trees_sum_too(leaves: int, data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(0.01, 100) | st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=24))
-    spans = place(leaves, seconds)
+    spans = assign(leaves, seconds)
     assert covers(spans, leaves, len(seconds))
     assert carry_out(Plan(leaves, spans), lambda leaf: leaf, pair) == brackets(leaves)
     # the step ends as early as it can: an earlier end would leave virtual ranks over
@@ -250,7 +261,7 @@ def test_any_cut_whatever_gives_the_same_bits(leaves: int, data: st.DataObject) 
 @pytest.mark.parametrize("leaves", [1, 5, 8, 31, 97, 128])
 def test_the_whole_range_of_processes(leaves: int, size: int) -> None:
     for seconds in ([1.0] * size, [1.0 + rank % 3 for rank in range(size)]):
-        spans = place(leaves, seconds)
+        spans = assign(leaves, seconds)
         assert covers(spans, leaves, size)
         plan = Plan(leaves, spans)
         assert carry_out(plan, lambda leaf: leaf, pair) == brackets(leaves)
@@ -260,7 +271,7 @@ def test_the_whole_range_of_processes(leaves: int, size: int) -> None:
 @given(virtual_ranks, st.integers(1, 64))
 def test_traffic_is_what_the_plan_sends(leaves: int, size: int) -> None:
     """Counted by sending: a gradient of `size` chunks, so that each chunk is 1 / size of it."""
-    plan = Plan(leaves, place_evenly(leaves, size))
+    plan = Plan(leaves, assign_evenly(leaves, size))
     sent = [0] * size
     for rank in range(size):
         for to in range(size):
@@ -276,7 +287,7 @@ def test_traffic_is_what_the_plan_sends(leaves: int, size: int) -> None:
     ("leaves", "size"), [(leaves, 1 << k) for leaves in (8, 12, 61, 100, 128) for k in range(8) if 1 << k <= leaves]
 )
 def test_aligned_cuts_cost_what_an_ordinary_all_reduce_costs(leaves: int, size: int) -> None:
-    plan = Plan(leaves, place_evenly(leaves, size))
+    plan = Plan(leaves, assign_evenly(leaves, size))
     # a power of two of processes: one subtree each, whatever V is
     assert [len(plan.sends(rank)) for rank in range(size)] == [1] * size
     assert [plan.traffic(rank) for rank in range(size)] == [2 * (size - 1) / size] * size
@@ -300,19 +311,19 @@ def test_no_placement_that_ends_as_early_sends_less(leaves: int, size: int, data
             for rest in every(to, left - 1):
                 yield ((at, to), *rest)
 
-    assert judge(place(leaves, seconds)) == min(judge(spans) for spans in every(0, size))
+    assert judge(assign(leaves, seconds)) == min(judge(spans) for spans in every(0, size))
 
 
 def test_processes_beyond_the_virtual_ranks_get_nothing() -> None:
-    spans = place_evenly(8, 12)
+    spans = assign_evenly(8, 12)
     assert sum(lo == hi for lo, hi in spans) == 4
     assert sorted(span for span in spans if span[0] < span[1]) == [(i, i + 1) for i in range(8)]
 
 
 def test_a_faster_process_gets_more() -> None:
-    assert [hi - lo for lo, hi in place(8, [1.0, 3.0])] == [6, 2]
-    assert [hi - lo for lo, hi in place(8, [1.0, 1.0])] == [4, 4]
-    assert [hi - lo for lo, hi in place(8, [1.0, 100.0])] == [8, 0]
+    assert [hi - lo for lo, hi in assign(8, [1.0, 3.0])] == [6, 2]
+    assert [hi - lo for lo, hi in assign(8, [1.0, 1.0])] == [4, 4]
+    assert [hi - lo for lo, hi in assign(8, [1.0, 100.0])] == [8, 0]
 
 
 def test_the_example_in_the_docstring() -> None:

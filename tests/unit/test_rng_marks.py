@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unisono.data import rng_marks
-from unisono.data.rng import give_state, seed_everything, take_state
+from unisono.data.rng import get_state, seed_everything, set_state
 from unisono.data.rng_marks import mark
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -28,10 +28,10 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def generators() -> Iterator[None]:
-    state = take_state()
+    state = get_state()
     seed_everything(3)
     yield
-    give_state(state)
+    set_state(state)
 
 
 @pytest.mark.parametrize("draw", list(DRAWS.values()), ids=list(DRAWS))

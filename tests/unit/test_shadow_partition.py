@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import LoopError
-from unisono.parallel.pipeline_parallel.partition import Call
-from unisono.parallel.pipeline_parallel.shadow_partition import Replay
-from unisono.parallel.pipeline_parallel.shadow_tensor import Shadow
+from unisono.parallel.pipeline_parallel.partition import StageInput
+from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
+from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor
 
 
 def pieces(
@@ -27,7 +27,7 @@ def pieces(
     dice = torch.get_rng_state()
     crossed, output = [], None
     for stage, own in enumerate(owners):
-        replay = Replay(own, "a test")
+        replay = ShadowPartition(own, "a test")
         begins, forward = replay.begins(stages, names), own.forward
         users = replay.users(own, begins)
         replay.settle(own, begins, [stage], {id(p) for p in own.parameters() if stage in users[id(p)]})
@@ -36,7 +36,7 @@ def pieces(
         def begin(left: Tensor = left) -> None:
             torch.set_rng_state(left)
 
-        output, received = replay.compute(own, stage, Call(forward, args, kwargs, begin), received)
+        output, received = replay.compute(own, stage, StageInput(forward, args, kwargs, begin), received)
         dice = torch.get_rng_state()
         crossed.append([tuple(t.shape) for t in received[:-1]])
     return output, crossed[:-1]
@@ -214,7 +214,7 @@ def test_what_cannot_be_told_is_refused() -> None:
 
 def test_parts_keep_their_names_and_attributes_and_nothing_else() -> None:
     model = Branches()
-    replay = Replay(model, "a test")
+    replay = ShadowPartition(model, "a test")
     begins = replay.begins(2, ["rows.1"])
     replay.settle(model, begins, [0], {id(p) for link in replay.links[: begins[1]] for p in link.params})
     assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"enter", "place", "rows"}
@@ -223,7 +223,7 @@ def test_parts_keep_their_names_and_attributes_and_nothing_else() -> None:
         "rows.0.inner.bias",
     ]
     weight = model.leave.weight
-    assert isinstance(weight, Shadow)
+    assert isinstance(weight, ShadowTensor)
     assert (weight.shape, weight.dtype, weight.device.type) == ((2, 6), torch.float32, "cpu")
     with pytest.raises(LoopError, match="leave was called by itself"):
         model.leave(torch.ones(6))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.train.optimization import sharded_step
 from unisono.train.optimization.sharded_step import GRAIN, on_local_shards, prepare, spans
 
@@ -179,7 +179,7 @@ def test_an_optimizer_of_several_meshes_keeps_its_options() -> None:
             optimizer.step()
             seen.append(optimizer.param_groups[0]["foreach"])
         assert seen == [True, True]
-        assert [float(local(p.detach()).view(-1)[0]) for p in params] == [0.5, 0.5]
+        assert [float(to_local(p.detach()).view(-1)[0]) for p in params] == [0.5, 0.5]
     finally:
         dist.destroy_process_group()
 

@@ -23,7 +23,7 @@ from unisono.recipes.datasets.wav import check_waves, labelled_waves, read_wave
 def speaks() -> bool:
     try:
         return bool(espeak.variants())
-    except espeak.Silent:
+    except espeak.NoSpeech:
         return False
 
 
@@ -212,7 +212,7 @@ def test_voices_to_validate_on_say_everything_and_are_in_no_training_clip() -> N
 
 @needs_synthesizer
 def test_a_voice_that_there_is_not_is_told() -> None:
-    with pytest.raises(espeak.Silent, match=r"there is no voice nobody\+f1"):
+    with pytest.raises(espeak.NoSpeech, match=r"there is no voice nobody\+f1"):
         espeak.say([espeak.Utterance("one", "nobody+f1", 160, 50)], 0)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from unisono.plan.assignment import place_evenly
-from unisono.plan.stealing_gain import WINDOW, Claiming
+from unisono.plan.assignment import assign_evenly
+from unisono.plan.stealing_gain import WINDOW, StealingGain
 
-SPANS = place_evenly(32, 4)
+SPANS = assign_evenly(32, 4)
 
 
 def jittery(chance: random.Random) -> list[float]:
@@ -22,7 +22,7 @@ def plain(seconds: list[float]) -> float:
 
 
 def test_it_is_tried_where_somebody_is_always_waited_for_and_stays_where_it_pays() -> None:
-    mode, chance = Claiming(), random.Random(1)
+    mode, chance = StealingGain(), random.Random(1)
     modes = []
     for _ in range(200):
         seconds = jittery(chance)
@@ -32,7 +32,7 @@ def test_it_is_tried_where_somebody_is_always_waited_for_and_stays_where_it_pays
 
 
 def test_where_it_does_not_pay_it_is_tried_seldom_and_more_and_more_so() -> None:
-    mode, chance = Claiming(), random.Random(2)
+    mode, chance = StealingGain(), random.Random(2)
     modes = []
     for _ in range(20000):
         seconds = jittery(chance)
@@ -43,14 +43,14 @@ def test_where_it_does_not_pay_it_is_tried_seldom_and_more_and_more_so() -> None
 
 
 def test_where_nobody_is_slow_it_is_not_tried() -> None:
-    mode, chance = Claiming(), random.Random(3)
+    mode, chance = StealingGain(), random.Random(3)
     for _ in range(1000):
         seconds = [chance.uniform(0.95, 1.05) for _ in range(4)]
         assert not mode.hear(SPANS, seconds, plain(seconds))
 
 
 def test_when_nobody_is_slow_any_more_it_ends() -> None:
-    mode, chance = Claiming(), random.Random(4)
+    mode, chance = StealingGain(), random.Random(4)
     for _ in range(100):
         seconds = jittery(chance)
         mode.hear(SPANS, seconds, plain(seconds) / 2 if mode.on else plain(seconds))

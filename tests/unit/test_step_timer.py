@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unisono import phases
-from unisono.train.balance.step_timer import Pace
+from unisono.train.balance.step_timer import StepTimer
 
 
 class Clock:
@@ -44,10 +44,10 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     Event.waited_for = []
     monkeypatch.setattr("unisono.train.balance.step_timer.time.perf_counter", lambda: Clock.process)
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(phases.Waited, "seconds", 0.0)
+    monkeypatch.setattr(phases.CommWait, "seconds", 0.0)
 
 
-def passes(pace: Pace, count: int, *, orders: float, work: float, keep_up: bool = False) -> None:
+def passes(pace: StepTimer, count: int, *, orders: float, work: float, keep_up: bool = False) -> None:
     """A pass of so many micro-batches, each `orders` seconds of the process and `work` of the device."""
     pace.begin()
     for _ in range(count):
@@ -60,14 +60,14 @@ def passes(pace: Pace, count: int, *, orders: float, work: float, keep_up: bool 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_nothing_done_takes_no_time(kind: str) -> None:
-    pace = Pace(torch.device(kind))
+    pace = StepTimer(torch.device(kind))
     assert pace.seconds() == 0.0
     pace.begin()
     assert pace.seconds() == 0.0
 
 
 def test_the_processor_is_done_when_its_process_is() -> None:
-    pace = Pace(torch.device("cpu"))
+    pace = StepTimer(torch.device("cpu"))
     passes(pace, 3, orders=1.0, work=0.0)
     Clock.process += 5.0  # what comes after it
     assert pace.seconds() == 3.0
@@ -75,30 +75,30 @@ def test_the_processor_is_done_when_its_process_is() -> None:
 
 
 def test_a_device_is_waited_for() -> None:
-    pace = Pace(torch.device("cuda"))
+    pace = StepTimer(torch.device("cuda"))
     for _ in range(2):
         passes(pace, 4, orders=0.1, work=2.0)
         assert pace.seconds() == pytest.approx(8.1)
 
 
 def test_a_device_that_is_never_busy_is_as_slow_as_its_process() -> None:
-    pace = Pace(torch.device("cuda"))
+    pace = StepTimer(torch.device("cuda"))
     passes(pace, 4, orders=1.0, work=0.01)
     assert pace.seconds() == pytest.approx(4.01)
 
 
 def test_waiting_for_others_is_no_work() -> None:
     for kind in ("cpu", "cuda"):
-        pace = Pace(torch.device(kind))
+        pace = StepTimer(torch.device(kind))
         pace.begin()
         Clock.process += 3.0
-        phases.Waited.seconds += 2.0
+        phases.CommWait.seconds += 2.0
         pace.done()
         assert pace.seconds() == pytest.approx(1.0)
 
 
 def test_who_keeps_up_is_one_micro_batch_ahead_of_the_device() -> None:
-    pace: Any = Pace(torch.device("cuda"))
+    pace: Any = StepTimer(torch.device("cuda"))
     passes(pace, 1, orders=0.1, work=2.0, keep_up=True)
     assert Clock.process == pytest.approx(0.1)
     pace.begin()

@@ -18,36 +18,36 @@ import torch
 from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint, load, newest
-from unisono.checkpoint.save import Saver, packed
-from unisono.checkpoint.state_codec import Tensors
-from unisono.checkpoint.storage import Bucket, Place, place, place_of, settle_in
-from unisono.cli.request.run_options import Request
+from unisono.checkpoint.save import CheckpointSaver, packed
+from unisono.checkpoint.state_codec import TensorTable
+from unisono.checkpoint.storage import BucketStorage, Storage, place, place_of, prepare_storage
+from unisono.cli.request.run_options import RunRequest
 from unisono.config import CheckpointSettings, ParallelSettings
-from unisono.distributed.process_group import Group
-from unisono.entrypoint import Asked
+from unisono.distributed.process_group import ProcessGroup
+from unisono.entrypoint import StartRequest
 from unisono.environment import World
 from unisono.errors import CheckpointError, SettingsError
 from unisono.testing import run_ranks
 
 
-def save_at(there: Place, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
-    state = packed({"thing": {"w": torch.full((3,), float(steps))}}, {"models": ["thing"]}, Tensors())
-    Saver(Group()).begin(there, steps, state, keep, wait=True)
+def save_at(there: Storage, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
+    state = packed({"thing": {"w": torch.full((3,), float(steps))}}, {"models": ["thing"]}, TensorTable())
+    CheckpointSaver(ProcessGroup()).begin(there, steps, state, keep, wait=True)
 
 
 @pytest.fixture(params=["folder", "url"])
-def there(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def there(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return place(tmp_path / "kept" if request.param == "folder" else f"memory://{uuid4().hex}/kept")
 
 
-def test_the_last_stay_and_those_of_every_so_many_steps(there: Place) -> None:
+def test_the_last_stay_and_those_of_every_so_many_steps(there: Storage) -> None:
     for steps in range(10, 80, 10):
         save_at(there, steps, (2, 30))
     assert there.checkpoints() == [70, 60, 30]
 
 
-def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Place) -> None:
-    settle_in(tmp_path, str(there), resume=False)
+def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Storage) -> None:
+    prepare_storage(tmp_path, str(there), resume=False)
     assert newest(tmp_path, pytest.fail) is None
     save_at(place_of(tmp_path), 10)
     save_at(place_of(tmp_path), 20)
@@ -55,7 +55,7 @@ def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Place)
     assert found is not None
     assert torch.equal(load(found).states["thing"]["w"], torch.full((3,), 20.0))
     assert fingerprint(tmp_path)["step"] == 20
-    settle_in(tmp_path, None, resume=True)  # from now on in the run directory; what there is, is still found
+    prepare_storage(tmp_path, None, resume=True)  # from now on in the run directory; what there is, is still found
     assert fingerprint(tmp_path)["step"] == 20
     save_at(place_of(tmp_path), 30)
     assert [steps for steps, _ in manifest.checkpoints(tmp_path)] == [30]
@@ -63,11 +63,11 @@ def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Place)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["elsewhere.json", "step-00000030"]
 
 
-def test_a_place_with_another_run_is_refused_and_every_run_can_have_its_own(tmp_path: Path, there: Place) -> None:
+def test_a_place_with_another_run_is_refused_and_every_run_can_have_its_own(tmp_path: Path, there: Storage) -> None:
     save_at(there, 10)
     with pytest.raises(SettingsError, match=r"(?s)already: 1 checkpoint, the newest after step 10.*/kept/\{run\}'"):
-        settle_in(tmp_path / "new", str(there), resume=False)
-    settle_in(tmp_path / "new", f"{there}/{{run}}", resume=False)
+        prepare_storage(tmp_path / "new", str(there), resume=False)
+    prepare_storage(tmp_path / "new", f"{there}/{{run}}", resume=False)
     assert str(place_of(tmp_path / "new")) == f"{there}/new"
 
 
@@ -77,14 +77,14 @@ def test_what_was_never_finished_at_a_url_is_no_checkpoint_and_goes(tmp_path: Pa
     there.write(20, "rank-00000.safetensors", [b"half"])
     assert there.checkpoints() == [10]
     save_at(there, 30)
-    assert isinstance(there, Bucket)
+    assert isinstance(there, BucketStorage)
     assert there._folders() == {10: True, 30: True}
 
 
 def test_damage_at_a_url_is_named_and_passed_over(tmp_path: Path) -> None:
-    settle_in(tmp_path, url := f"memory://{uuid4().hex}", resume=False)
+    prepare_storage(tmp_path, url := f"memory://{uuid4().hex}", resume=False)
     there = place(url)
-    assert isinstance(there, Bucket)
+    assert isinstance(there, BucketStorage)
     save_at(there, 10)
     save_at(there, 20)
     there._fs.pipe_file(there._path(20, "state.json"), b"{}")
@@ -108,11 +108,11 @@ def test_whoever_began_first_is_told_that_another_saves_there() -> None:
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"(?s)fsspec says: .*gcsfs.*pip install 'gcsfs'"):
-        settle_in(tmp_path, "gs://bucket/run", resume=False)
+        prepare_storage(tmp_path, "gs://bucket/run", resume=False)
 
 
 def test_a_second_run_in_one_folder_of_checkpoints_is_told_who_is_there(tmp_path: Path) -> None:
-    asked, where = Asked(Path("train.py"), Request(), World.current()), str(tmp_path / "kept")
+    asked, where = StartRequest(Path("train.py"), RunRequest(), World.current()), str(tmp_path / "kept")
     with ExitStack() as kept:
         assert asked.save_in(where, tmp_path / "one", kept) == where
         words = rf"(?s)checkpoint\.dir = {where}\n  Process {os.getpid()} on .*checkpoint\.dir={where}-2"
@@ -146,7 +146,7 @@ def with_s3(world: World, folder: Path, about: dict[str, str], config: Any, resu
     if world.rank:
         return told
     there = place_of(folder)
-    assert isinstance(there, Bucket)
+    assert isinstance(there, BucketStorage)
     return told, there.checkpoints(), json.loads(there._fs.cat_file(f"{there._root}/writer.json"))["host"]
 
 

@@ -20,8 +20,8 @@ from tests.house.sources import ROOT
 from tests.shards import COUNTS, write_lines, write_tars
 from unisono.data.streaming import files, jsonl, tar
 from unisono.data.streaming.files import expand
-from unisono.data.streaming.stream import Damaged, Forward, Stream
-from unisono.distributed.init import group as join
+from unisono.data.streaming.stream import DamagedSample, ForwardReader, Stream
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import DataError
 
@@ -91,13 +91,13 @@ def test_patterns(tmp_path: Path) -> None:
 def test_an_index_is_kept_until_its_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = write_lines(tmp_path, (3,))
     scanned: list[str] = []
-    scan = jsonl.Lines._scan
+    scan = jsonl.LineReader._scan
 
-    def noticed(lines: jsonl.Lines) -> list[list[int]]:
+    def noticed(lines: jsonl.LineReader) -> list[list[int]]:
         scanned.append("")
         return scan(lines)
 
-    monkeypatch.setattr(jsonl.Lines, "_scan", noticed)
+    monkeypatch.setattr(jsonl.LineReader, "_scan", noticed)
     for _ in range(3):
         assert len(Stream.json_lines(pattern)) == 3
     assert len(scanned) == 1
@@ -136,7 +136,7 @@ def damage_tar(folder: Path, member: int, at: int, to: bytes | None) -> Path:
 def stop(stream: Stream) -> str:
     with join(World()) as group:
         try:
-            stream.settle(group, "stop")
+            stream.read_lengths(group, "stop")
             stream.__getitems__(list(range(len(stream))))
         except DataError as error:
             return str(error)
@@ -145,7 +145,7 @@ def stop(stream: Stream) -> str:
 
 def skip(stream: Stream) -> list[int]:
     with join(World()) as group:
-        stream.settle(group, "skip")
+        stream.read_lengths(group, "skip")
         return numbers(stream.__getitems__(list(range(len(stream)))))
 
 
@@ -208,7 +208,7 @@ def test_a_micro_batch_without_a_whole_sample(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("1\n2\nno\nnor this\n")
     stream = Stream.json_lines(tmp_path / "x.jsonl")
     with join(World()) as group:
-        stream.settle(group, "skip")
+        stream.read_lengths(group, "skip")
     assert stream.__getitems__([0, 2]) == [1]
     with pytest.raises(DataError, match="All of them are damaged"):
         stream.__getitems__([2, 3])
@@ -221,7 +221,7 @@ def test_what_map_raises_is_the_users(tmp_path: Path) -> None:
         stream.__getitems__([0, 1])
     assert caught.value.__notes__ == [f"while mapping sample 1 of {tmp_path}/x.jsonl"]
     with join(World()) as group:
-        stream.settle(group, "skip")
+        stream.read_lengths(group, "skip")
     assert stream.__getitems__([0, 1, 2]) == [1.0, 0.5]
 
 
@@ -257,8 +257,8 @@ def test_a_shard_that_is_read_forwards_is_read_once_within_a_window() -> None:
     assert (shards.begun, shards.read) == (1, 100)
     assert stream[12] == 12  # further back than the window
     assert (shards.begun, shards.read) == (2, 113)
-    with pytest.raises(Damaged, match="longer when it was counted"):
-        Forward(Watched(), 3)[100]
+    with pytest.raises(DamagedSample, match="longer when it was counted"):
+        ForwardReader(Watched(), 3)[100]
 
 
 class Rows(IterableDataset[int]):
@@ -294,7 +294,7 @@ def test_what_has_no_shards_is_told() -> None:
 def test_a_plain_tar_is_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream.tar(write_tars(tmp_path))
     assert len(stream) == LENGTH
-    monkeypatch.setattr(tar.Tar, "_scan", None)  # known from the counting
+    monkeypatch.setattr(tar.TarReader, "_scan", None)  # known from the counting
     assert stream[19]["cls"] == 19
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.monitor import summary
-from unisono.monitor.summary import bottleneck, closing, of_directory, straggler, where_the_time_went
+from unisono.monitor.summary import bottleneck, closing_lines, read_directory, straggler, time_shares
 from unisono.monitor.timeline import Timeline
 from unisono.phases import PHASES
 
@@ -31,7 +31,7 @@ RESULT = {
 
 def test_the_table() -> None:
     seconds = {"other": 0.05, "data": 25.0, "forward": 50.0, "backward": 125.0, "exchange": 0.0}
-    assert where_the_time_went(seconds, steps=1) == "\n".join(
+    assert time_shares(seconds, steps=1) == "\n".join(
         [
             "where the time went  3:20 min in 1 step",
             "  backward  2:05 min   62%  " + "█" * 32,
@@ -43,12 +43,12 @@ def test_the_table() -> None:
 
 
 def test_what_nobody_watched_is_shown() -> None:
-    assert "unwatched  5.0 s   50%" in where_the_time_went({"forward": 5.0}, 10.0)
-    assert "unwatched" not in where_the_time_went({"forward": 9.99}, 10.0)
+    assert "unwatched  5.0 s   50%" in time_shares({"forward": 5.0}, 10.0)
+    assert "unwatched" not in time_shares({"forward": 9.99}, 10.0)
 
 
 def test_no_time_at_all() -> None:
-    assert where_the_time_went({}) == where_the_time_went({"data": 0.0}) == "where the time went: nowhere yet"
+    assert time_shares({}) == time_shares({"data": 0.0}) == "where the time went: nowhere yet"
 
 
 seconds_of_phases = st.dictionaries(st.sampled_from(PHASES), st.floats(0, 1e7))
@@ -56,10 +56,10 @@ seconds_of_phases = st.dictionaries(st.sampled_from(PHASES), st.floats(0, 1e7))
 
 @given(seconds_of_phases)
 def test_the_table_fits_eighty_columns_and_any_stream(seconds: dict[str, float]) -> None:
-    text = where_the_time_went(seconds, steps=10**9)
+    text = time_shares(seconds, steps=10**9)
     assert max(map(len, text.splitlines())) <= 80
-    where_the_time_went(seconds, ascii_only=True).encode("ascii")
-    colored = where_the_time_went(seconds, steps=10**9, color=True)
+    time_shares(seconds, ascii_only=True).encode("ascii")
+    colored = time_shares(seconds, steps=10**9, color=True)
     assert re.sub(r"\x1b\[\d*m", "", colored).split() == text.split()
 
 
@@ -98,9 +98,9 @@ def test_the_one_they_wait_for_hardly_waits() -> None:
 
 def test_the_closing_lines(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text("[loader]\nworkers = 3\n")
-    lines = closing({**RESULT, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
+    lines = closing_lines({**RESULT, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
     assert lines[0] == "where the time went  10.0 s in 200 steps"
-    resumed = closing({**RESULT, "resumed_at": 150, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
+    resumed = closing_lines({**RESULT, "resumed_at": 150, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
     assert resumed[0] == "where the time went  10.0 s in 50 steps"
     assert any("Waiting for data took 40% of the time." in line for line in lines)
     assert f"run          {tmp_path}" in lines
@@ -112,20 +112,22 @@ def test_the_closing_lines(tmp_path: Path) -> None:
 
 
 def test_the_closing_lines_say_what_they_know(tmp_path: Path) -> None:
-    assert closing({}, tmp_path) == [f"run  {tmp_path}"]
-    assert closing({"promise": "", "weights_sha256": None, "stopped": True}, tmp_path)[-1].endswith("with --resume")
-    one = closing({"steps": 1, "ranks": 1, "virtual_ranks": 1}, tmp_path)
+    assert closing_lines({}, tmp_path) == [f"run  {tmp_path}"]
+    assert closing_lines({"promise": "", "weights_sha256": None, "stopped": True}, tmp_path)[-1].endswith(
+        "with --resume"
+    )
+    one = closing_lines({"steps": 1, "ranks": 1, "virtual_ranks": 1}, tmp_path)
     assert "result  1 step, 1 rank (1 virtual)" in one
 
 
 def test_a_path_with_spaces_is_left_alone() -> None:
     path = "a very long path  with spaces " * 5
-    assert closing({}, path)[-1] == f"run  {path}"
+    assert closing_lines({}, path)[-1] == f"run  {path}"
 
 
 def test_a_run_that_ended_is_told_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps(RESULT))
-    assert of_directory(tmp_path) == closing(RESULT, tmp_path)
+    assert read_directory(tmp_path) == closing_lines(RESULT, tmp_path)
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def crashed(tmp_path: Path) -> Path:
 
 
 def test_a_run_that_crashed_is_told_from_its_timeline(crashed: Path) -> None:
-    lines = of_directory(crashed)
+    lines = read_directory(crashed)
     assert lines[0] == "where the time went  9.0 s in 9 steps"
     assert any(line.startswith("Exchanging gradients, and waiting for each other, took 50%") for line in lines)
     assert "Rank 1 is the one they wait for: 0% of its time in the exchange, the others 50%." in lines
@@ -168,38 +170,40 @@ def test_a_result_that_cannot_be_read_is_no_result(tmp_path: Path, content: str 
     if content is not None:
         (tmp_path / "result.json").write_text(content)
     assert summary.read_result(tmp_path) is None
-    assert of_directory(tmp_path)[-1].endswith("--resume")
+    assert read_directory(tmp_path)[-1].endswith("--resume")
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     shutil.rmtree(gone)
-    assert of_directory(gone)[0] == f"run  {gone}"
+    assert read_directory(gone)[0] == f"run  {gone}"
 
 
 @pytest.mark.parametrize("settings", ["", "[loader]\n", "loader = 3", "[loader]\nworkers = 'many'", "= ="])
 def test_settings_that_say_nothing_of_workers(tmp_path: Path, settings: str) -> None:
     (tmp_path / "settings.toml").write_text(settings)
-    assert "Waiting for data took 100% of the time. Next: --set loader.workers=2" in closing(
+    assert "Waiting for data took 100% of the time. Next: --set loader.workers=2" in closing_lines(
         {"phases": {"data": 4.0}}, tmp_path
     )
 
 
 def test_a_server_that_waits_is_as_it_should_be(tmp_path: Path) -> None:
     seconds = {"exchange": 80.0, "evaluate": 60.0, "forward": 10.0}
-    text = "\n".join(closing({**RESULT, "phases": seconds, "servers": 1, "late_mean": 1.97, "late_most": 3}, tmp_path))
+    text = "\n".join(
+        closing_lines({**RESULT, "phases": seconds, "servers": 1, "late_mean": 1.97, "late_most": 3}, tmp_path)
+    )
     assert "Evaluating took 40% of the time" in text
     assert "gradients by 2.0 updates in the mean, 3 at most" in text
 
 
 def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
     told = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
-    text = " ".join(" ".join(closing(told, tmp_path)).split())
+    text = " ".join(" ".join(closing_lines(told, tmp_path)).split())
     assert "sent 555 kB of gradients a step, by a process, 1.1% of what it would be uncompressed promise" in text
-    more = " ".join(" ".join(closing({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
+    more = " ".join(" ".join(closing_lines({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
     assert "117.9% of what it would be uncompressed: fewer nodes send less (compress.nodes)" in more
     assert "sent 812 B of gradients a step, by a process promise" in " ".join(
-        " ".join(closing({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
+        " ".join(closing_lines({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
     )
-    assert "of gradients" not in "".join(closing({**RESULT, "bytes_per_step": 0}, tmp_path))
+    assert "of gradients" not in "".join(closing_lines({**RESULT, "bytes_per_step": 0}, tmp_path))

@@ -13,13 +13,13 @@ import pytest
 
 from unisono import environment
 from unisono.errors import WorldError
-from unisono.launcher.failure_record import Record, read, write, write_to
+from unisono.launcher.failure_record import FailureRecord, read, write, write_to
 from unisono.launcher.local_launch import loopback_name
-from unisono.launcher.supervisor import Outcome, Task, _has_something, supervise
+from unisono.launcher.supervisor import RunOutcome, WorkerSpec, _has_something, supervise
 
 
-def task(folder: Path, name: str, *command: str, log: Path | None = None) -> Task:
-    return Task(
+def task(folder: Path, name: str, *command: str, log: Path | None = None) -> WorkerSpec:
+    return WorkerSpec(
         command=command,
         environment=environment.inherited({}),
         log=log or folder / f"{name}.log",
@@ -29,7 +29,7 @@ def task(folder: Path, name: str, *command: str, log: Path | None = None) -> Tas
 
 def test_any_processes_are_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcome = supervise([task(tmp_path, "a", "echo", "first"), task(tmp_path, "b", "echo", "second")])
-    assert outcome == Outcome(0)
+    assert outcome == RunOutcome(0)
     assert capfd.readouterr() == ("first\n", "")
     assert (tmp_path / "b.log").read_text() == "second\n"
 
@@ -51,7 +51,7 @@ def test_when_one_cannot_be_started_the_others_are_ended(tmp_path: Path) -> None
 def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     full = Path("/dev/full")
     outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo one; echo two", log=full)])
-    assert outcome == Outcome(0)
+    assert outcome == RunOutcome(0)
     told = capfd.readouterr()
     assert told.out == "one\ntwo\n"
     assert told.err == "The log /dev/full ends here: No space left on device. The run goes on.\n"
@@ -62,12 +62,12 @@ def test_outside_the_main_thread_signals_are_left_alone(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: outcomes.append(supervise([task(tmp_path, "a", "true")], screen=None)))
     thread.start()
     thread.join()
-    assert outcomes == [Outcome(0)]
+    assert outcomes == [RunOutcome(0)]
 
 
 def test_a_process_that_fills_its_pipe_is_read_to_the_end(tmp_path: Path) -> None:
     write_much = "import sys; sys.stdout.write('x' * 79 + '\\n'); sys.stdout.write(('y' * 79 + '\\n') * 50_000)"
-    assert supervise([task(tmp_path, "a", sys.executable, "-c", write_much)], screen=None) == Outcome(0)
+    assert supervise([task(tmp_path, "a", sys.executable, "-c", write_much)], screen=None) == RunOutcome(0)
     assert (tmp_path / "a.log").stat().st_size == 80 * 50_001
 
 
@@ -100,7 +100,7 @@ def test_a_record_says_what_where_and_how(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_that_leaves_keeps_its_status(code: int | str | None, status: int, message: str) -> None:
-    record = Record.of(SystemExit(code))
+    record = FailureRecord.of(SystemExit(code))
     assert (record.exit_status, record.message, record.traceback) == (status, message, "")
 
 

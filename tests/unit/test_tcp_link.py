@@ -8,18 +8,18 @@ import threading
 import pytest
 import torch
 
-from unisono.distributed.init import group as join
+from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.param_server.connections import Hub, Letter
-from unisono.param_server.tcp_link import Link, build_links
+from unisono.param_server.connections import Message, WorkerConnections
+from unisono.param_server.tcp_link import TcpLink, build_links
 from unisono.testing import run_ranks
 
 
-def pair() -> tuple[Link, Link]:
+def pair() -> tuple[TcpLink, TcpLink]:
     with socket.create_server(("127.0.0.1", 0)) as door:
         one = socket.create_connection(door.getsockname())
         other, _ = door.accept()
-    return Link(one), Link(other)
+    return TcpLink(one), TcpLink(other)
 
 
 def test_tensors_of_any_kind_arrive_as_they_were() -> None:
@@ -78,16 +78,16 @@ def test_a_word_is_not_waited_with() -> None:
 
 def test_a_hub_answers_in_turn_and_tells_who_is_gone() -> None:
     here, there = pair()
-    hub = Hub({1: here})
+    hub = WorkerConnections({1: here})
     there.send({"hello": True}, [torch.ones(2)])
     letter = hub.receive(10.0)
     assert letter is not None
     assert (letter.worker, letter.about) == (1, {"hello": True})
-    hub.answer(Letter(1, {"step": 3}, [torch.zeros(1)]))
+    hub.answer(Message(1, {"step": 3}, [torch.zeros(1)]))
     assert there.receive()[0] == {"step": 3}
     there.close()
-    assert hub.receive(10.0) == Letter(1, {})
-    hub.wake()
+    assert hub.receive(10.0) == Message(1, {})
+    hub.notify()
     assert hub.receive(10.0) is None
     assert hub.receive(0.01) is None
     hub.close()
@@ -95,7 +95,7 @@ def test_a_hub_answers_in_turn_and_tells_who_is_gone() -> None:
 
 def test_a_hub_that_ends_tells_who_computes_and_who_waits() -> None:
     ends = [pair(), pair()]
-    hub = Hub({rank: here for rank, (here, _) in enumerate(ends)})
+    hub = WorkerConnections({rank: here for rank, (here, _) in enumerate(ends)})
     ends[0][1].send({"hello": True})
     assert hub.receive(10.0) is not None
     hub.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.train.diagnostics.tensor_hash import apart, digest, digests, raw
+from unisono.train.diagnostics.tensor_hash import bit_difference, digest, digests, raw_bytes
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64)
 
@@ -14,7 +14,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8,
 def test_every_bit_counts(dtype: torch.dtype) -> None:
     tensor = torch.arange(1, 12).to(dtype)
     before = digest([tensor])
-    flat = raw(tensor)
+    flat = raw_bytes(tensor)
     for byte in range(len(flat)):
         for bit in range(8):
             flat[byte] ^= 1 << bit
@@ -37,9 +37,11 @@ def test_where_two_differ() -> None:
     right = torch.zeros(3, 4)
     right[1, 2] = 0.5
     mine = right.clone()
-    assert apart(mine, right) is None
+    assert bit_difference(mine, right) is None
     mine[1, 2], mine[2, 0] = 0.75, 1.0
-    assert str(apart(mine, right)) == "2 of 12 elements, the first at [1, 2]: 0.75 instead of 0.5 (bit 22 of it)"
-    one = apart(torch.tensor(-0.0), torch.tensor(0.0))
+    assert (
+        str(bit_difference(mine, right)) == "2 of 12 elements, the first at [1, 2]: 0.75 instead of 0.5 (bit 22 of it)"
+    )
+    one = bit_difference(torch.tensor(-0.0), torch.tensor(0.0))
     assert one is not None
     assert (one.place, one.bits) == ((), [31])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.distributed.process_group import Group
-from unisono.exchange.tree.tree_fold import Tree
-from unisono.plan.batch_order import deal
+from unisono.distributed.process_group import ProcessGroup
+from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.plan.batch_order import cut_batch
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["the last is told", "nobody knows which is the last"])
@@ -15,9 +15,9 @@ from unisono.plan.batch_order import deal
 def test_no_gradient_is_lost_whichever_virtual_ranks_have_nothing(virtual_ranks: int, told: bool) -> None:
     """A short step: so many samples for all of them. Where one without work completes a subtree, two sums meet."""
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    tree = Tree([p], virtual_ranks, Group())
+    tree = TreeExchange([p], virtual_ranks, ProcessGroup())
     for samples in [virtual_ranks, *range(1, virtual_ranks), 2 * virtual_ranks + 1]:
-        shares = {v: deal(samples, virtual_ranks, v) for v in range(virtual_ranks)}
+        shares = {v: cut_batch(samples, virtual_ranks, v) for v in range(virtual_ranks)}
         pieces = {v: stop - start for v, (start, stop) in shares.items()}
         tree.begin(((0, virtual_ranks),), pieces, lambda: torch.ones(virtual_ranks, dtype=torch.float64))
         rounds = [v for v in range(virtual_ranks) for _ in range(pieces[v])]

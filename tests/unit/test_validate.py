@@ -10,14 +10,14 @@ import pytest
 
 import unisono
 from tests.unit.test_config import Settings, problems_of
-from unisono.config import Line, explain, flatten, gather, load
+from unisono.config import CommandLine, flatten, gather, load, provenance_lines
 from unisono.config.validate import check, examine
 from unisono.errors import Problem
 
 
 def test_check_finds_nothing_wrong_with_what_is_right() -> None:
-    assert check(load(Settings, sets=["steps=1"]).settings, 8, Line()) == []
-    assert check(load(Settings, sets=["epochs=2"]).settings, 1, Line()) == []
+    assert check(load(Settings, sets=["steps=1"]).settings, 8, CommandLine()) == []
+    assert check(load(Settings, sets=["epochs=2"]).settings, 1, CommandLine()) == []
 
 
 @pytest.mark.parametrize(
@@ -76,25 +76,25 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
     ],
 )
 def test_check_says_what_is_true_and_what_to_type(changes: dict[str, Any], true: str, do: str) -> None:
-    (problem,) = check(Settings(**changes), 1, Line())
+    (problem,) = check(Settings(**changes), 1, CommandLine())
     assert (problem.true, problem.do) == (true, do)
 
 
 def test_more_processes_than_virtual_ranks_are_refused_with_the_line_to_type() -> None:
-    assert check(Settings(steps=1), 9, Line(("unisono", "run", "text"))) == [
+    assert check(Settings(steps=1), 9, CommandLine(("unisono", "run", "text"))) == [
         Problem(
             "9 processes",
             "8 virtual ranks: 1 to 8 processes.",
             "unisono run text --ranks 8, or (other bits): unisono run text --ranks 9 --set virtual_ranks=9",
         )
     ]
-    (problem,) = check(Settings(steps=1, batch=8), 9, Line())
+    (problem,) = check(Settings(steps=1, batch=8), 9, CommandLine())
     assert problem.do.endswith("--set virtual_ranks=9 --set batch=9")
 
 
 def test_check_tells_several_problems_at_once() -> None:
     wrong = Settings(batch=3, steps=1, epochs=2, clip=-1.0, micro_batch=0, threads=0)
-    assert len(check(wrong, 9, Line())) == 6
+    assert len(check(wrong, 9, CommandLine())) == 6
 
 
 @pytest.mark.parametrize(("before", "now"), [("steps=24", "epochs=3"), ("epochs=3", "steps=24")])
@@ -104,7 +104,7 @@ def test_whichever_of_steps_and_epochs_is_asked_for_later_counts(tmp_path: Path,
         steps: int | None = 7
 
     ran = tmp_path / "settings.toml"
-    ran.write_text(explain(*load(Own, sets=[before])))
+    ran.write_text(provenance_lines(*load(Own, sets=[before])))
     newer = tmp_path / "newer.toml"
     newer.write_text(now.replace("=", " = "))
     name = now.partition("=")[0]
@@ -118,7 +118,7 @@ def test_whichever_of_steps_and_epochs_is_asked_for_later_counts(tmp_path: Path,
         assert f"{name}={values[name]}" == now
         assert [values["steps"], values["epochs"]].count(None) == 1
     both = load(Own, sets=[before, now])  # at once they contradict each other
-    (problem,) = check(both.settings, 1, Line(("python", "train.py", "--set", before, "--set", now)))
+    (problem,) = check(both.settings, 1, CommandLine(("python", "train.py", "--set", before, "--set", now)))
     assert problem.true == "Only one of them can say when it ends."
     assert problem.do.startswith("python train.py --set ")
 
@@ -140,7 +140,7 @@ def test_none_is_a_choice_where_a_literal_has_it(tmp_path: Path) -> None:
     """Once given by --set, it is what the run goes on with."""
     ran = tmp_path / "settings.toml"
     given = ["parallel.recompute=none", "compress.kind=none", "micro_batch=none"]
-    ran.write_text(explain(*load(unisono.Settings, sets=given)))
+    ran.write_text(provenance_lines(*load(unisono.Settings, sets=given)))
     loaded, sources = load(unisono.Settings, earlier=ran)
     assert (loaded.parallel.recompute, loaded.compress.kind, loaded.micro_batch) == ("none", "none", None)
     assert sources["parallel.recompute"] == sources["micro_batch"] == "--set"
@@ -159,7 +159,9 @@ def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path
 
 
 def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
-    line = Line(("unisono", "run", "train.py", "--ranks", "9", "--set", "lrr=1", "--set", "clip=x", "--set", "seed=-1"))
+    line = CommandLine(
+        ("unisono", "run", "train.py", "--ranks", "9", "--set", "lrr=1", "--set", "clip=x", "--set", "seed=-1")
+    )
     gathered = gather(Settings, sets=["lrr=1", "clip=x", "seed=-1", "steps=1"], line=line)
     problems = examine(gathered, 9).problems
     assert [p.asked for p in problems] == ["--set lrr=1", "--set clip=x", "seed = -1", "9 processes"]
@@ -170,20 +172,20 @@ def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
 
 
 def test_a_line_is_said_again_with_something_else_in_it() -> None:
-    line = Line(("python", "a b.py", "--set", "lr=1", "--resume", "--accept-change", "x", "--", "--set", "lr=3"))
+    line = CommandLine(("python", "a b.py", "--set", "lr=1", "--resume", "--accept-change", "x", "--", "--set", "lr=3"))
     assert str(line.setting("lr=2")) == "python 'a b.py' --set lr=2 --resume --accept-change x -- --set lr=3"
     assert str(line.setting("seed=2")).endswith("--accept-change x --set seed=2 -- --set lr=3")
     assert str(line.without("--resume").flag("--accept-change", "lr", "x")).startswith(
         "python 'a b.py' --set lr=1 --accept-change lr --"
     )
     assert str(line.in_processes(2)).startswith("unisono run 'a b.py' --set lr=1 --resume --accept-change x --ranks 2")
-    assert str(Line(("--set", "a", "--set")).setting("b=1", instead_of="a")) == "--set b=1 --set"
-    assert str(Line().in_processes(2)) == "unisono run SCRIPT --ranks 2"
+    assert str(CommandLine(("--set", "a", "--set")).setting("b=1", instead_of="a")) == "--set b=1 --set"
+    assert str(CommandLine().in_processes(2)) == "unisono run SCRIPT --ranks 2"
 
 
 def test_the_file_that_was_probably_meant_is_named(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("")
-    line = Line(("python", "train.py", "--settings", f"{tmp_path}/smal.toml"))
+    line = CommandLine(("python", "train.py", "--settings", f"{tmp_path}/smal.toml"))
     (problem,) = problems_of(Settings, file=tmp_path / "smal.toml", line=line)
     assert problem.do == f"python train.py --settings {tmp_path}/small.toml"
     (tmp_path / "small.toml").unlink()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from unisono.config import (
+    CommandLine,
     CompressSettings,
     DdpSettings,
     DealSettings,
-    Line,
     LoaderSettings,
     LocalSettings,
     ParallelSettings,
@@ -22,7 +22,7 @@ from unisono.config import (
 )
 from unisono.config.validate import check
 
-LINE = Line(("unisono", "run", "train.py"))
+LINE = CommandLine(("unisono", "run", "train.py"))
 
 
 @pytest.mark.parametrize(

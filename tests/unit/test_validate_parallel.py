@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from tests.unit.test_config import Settings
-from unisono.config import Line, ParallelSettings
-from unisono.config.mesh_shape import Axes
+from unisono.config import CommandLine, ParallelSettings
+from unisono.config.mesh_shape import MeshShape
 from unisono.config.validate import check
 from unisono.parallel.one_process.data_parallel_threads import restore
-from unisono.parallel.one_process.devices import devices_of, problems_of_machine
-from unisono.parallel.parallelize import promised
+from unisono.parallel.one_process.devices import device_problems, devices_of
+from unisono.parallel.parallelize import promise_of_parallel
 
-LINE = Line(("unisono", "run", "text"))
+LINE = CommandLine(("unisono", "run", "text"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
     ],
 )
 def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
-    (problem,) = problems_of_machine(ParallelSettings(**parallel), 1, LINE)
+    (problem,) = device_problems(ParallelSettings(**parallel), 1, LINE)
     assert true in problem.true
     assert do in problem.do.replace('\'parallel.devices=["cpu","cpu"]\'', 'parallel.devices=["cpu","cpu"]')
 
@@ -106,7 +106,7 @@ def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
 @only_cpu
 def test_the_cpu_may_stand_for_several_devices() -> None:
     parallel = ParallelSettings(split=2, devices=["cpu:0", "cpu:1"])
-    assert problems_of_machine(parallel, 3, LINE) == []
+    assert device_problems(parallel, 3, LINE) == []
     assert devices_of(parallel, torch.device("cpu")) == [torch.device("cpu")] * 2
 
 
@@ -118,8 +118,8 @@ def test_devices_are_the_first_ones_unless_they_are_named() -> None:
 
 def test_threads_promise_less() -> None:
     exchange = ("exact", "a tree")
-    assert promised(exchange, ParallelSettings(split=2), Axes(), []) == exchange
-    assert promised(exchange, ParallelSettings(threads=2), Axes(), [])[0] == "tolerance"
+    assert promise_of_parallel(exchange, ParallelSettings(split=2), MeshShape(), []) == exchange
+    assert promise_of_parallel(exchange, ParallelSettings(threads=2), MeshShape(), [])[0] == "tolerance"
 
 
 def test_a_copy_that_a_thread_computes_with_has_its_own_forward() -> None:

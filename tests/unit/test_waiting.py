@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unisono.distributed.membership.waiting import Late, Messenger, Watched
+from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
 
 
 class News:
@@ -16,7 +16,7 @@ class News:
 
     bad = False
 
-    def bad_news(self, seconds: float = 0.0) -> bool:
+    def has_lost_peer(self, seconds: float = 0.0) -> bool:
         return self.bad
 
 
@@ -34,7 +34,7 @@ class Work:
 
 
 def test_messages_are_done_in_their_order() -> None:
-    messenger = Messenger(News())  # type: ignore[arg-type]
+    messenger = SendThread(News())  # type: ignore[arg-type]
     works = [Work(), Work()]
     first, second = map(messenger.take, works)
     works[0].done.set()
@@ -46,7 +46,7 @@ def test_messages_are_done_in_their_order() -> None:
 
 
 def test_one_that_fails_fails_for_whoever_waits() -> None:
-    messenger, work = Messenger(News()), Work("Connection reset by peer")  # type: ignore[arg-type]
+    messenger, work = SendThread(News()), Work("Connection reset by peer")  # type: ignore[arg-type]
     posted = [messenger.take(work), messenger.take(Work())]
     work.done.set()
     for each in posted:
@@ -54,9 +54,9 @@ def test_one_that_fails_fails_for_whoever_waits() -> None:
             each.wait()
 
 
-def test_one_that_is_forgotten_is_left_behind_at_bad_news() -> None:
+def test_one_that_is_forgotten_is_left_behind_at_a_lost_peer() -> None:
     news = News()
-    messenger = Messenger(news)  # type: ignore[arg-type]
+    messenger = SendThread(news)  # type: ignore[arg-type]
     posted = messenger.take(Work())
 
     def die() -> None:
@@ -73,10 +73,10 @@ def test_one_that_is_forgotten_is_left_behind_at_bad_news() -> None:
 def test_a_collective_takes_its_time_until_somebody_dies() -> None:
     news, slow = News(), Work()
     threading.Timer(1.2, slow.done.set).start()
-    Watched(slow, news).wait()  # type: ignore[arg-type]
+    GlooWork(slow, news).wait()  # type: ignore[arg-type]
     news.bad = True
     with pytest.raises(ConnectionError, match="closed by peer"):
-        Watched(Work(), news).wait()  # type: ignore[arg-type]
+        GlooWork(Work(), news).wait()  # type: ignore[arg-type]
 
 
 class Queued:
@@ -98,17 +98,17 @@ def test_what_returns_at_once_is_waited_for_all_the_same() -> None:
     slow, failed = Queued(), Queued("remote process exited or there was a network error")
     threading.Timer(0.2, slow.done.set).start()
     began = time.monotonic()
-    assert Late(slow, News()).wait()  # type: ignore[arg-type]
+    assert NcclWork(slow, News()).wait()  # type: ignore[arg-type]
     assert time.monotonic() - began > 0.15
     threading.Timer(0.1, failed.done.set).start()
     with pytest.raises(RuntimeError, match="remote process"):
-        Late(failed, News()).wait()  # type: ignore[arg-type]
+        NcclWork(failed, News()).wait()  # type: ignore[arg-type]
 
 
 def test_what_nobody_tells_of_is_waited_for_until_somebody_dies() -> None:
     news, done = News(), Queued()
     threading.Timer(0.1, lambda: setattr(news, "bad", True)).start()
     with pytest.raises(ConnectionError, match="closed by peer"):
-        Late(Queued(), news).wait()  # type: ignore[arg-type]
+        NcclWork(Queued(), news).wait()  # type: ignore[arg-type]
     done.done.set()
-    assert Late(done, news).wait()  # type: ignore[arg-type]  # it was over before, and is right
+    assert NcclWork(done, news).wait()  # type: ignore[arg-type]  # it was over before, and is right

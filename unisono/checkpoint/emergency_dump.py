@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FOLDER = "left-behind"
 
 
-def steps_left(run_dir: Path) -> int:
+def dumped_steps(run_dir: Path) -> int:
     """The newest step that anybody has left something of; 0: nobody has."""
     names = [path.stem for path in _found(run_dir, "rank-*-step-*.safetensors")]
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
@@ -43,7 +43,7 @@ def write(run_dir: Path, rank: int, step: int, tensors: Mapping[str, torch.Tenso
     half.rename(path)
 
 
-def take(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] | None:
+def read_dump(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] | None:
     """What this rank's process has left, which is gone afterwards; None: nothing."""
     from safetensors import safe_open
 

@@ -25,7 +25,7 @@ from unisono.errors import CheckpointError, SettingsError
 ASKED = "The weights in {} were to be exported."
 
 
-class Exported(NamedTuple):
+class ExportedWeights(NamedTuple):
     """What was written."""
 
     path: Path
@@ -40,36 +40,36 @@ class Exported(NamedTuple):
     """What is no tensor, and has no place in such a file."""
 
 
-def export(path: Path, out: Path, model: str | None = None) -> Exported:
+def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
     """Write the weights of a run's newest whole checkpoint, or of a checkpoint itself, to a file, whole or not at all.
 
     model  the one of this name only, under its own names
 
     Needs memory for the weights once. Raises CheckpointError, and SettingsError where there is no model of that name.
     """
-    folder = load.whole_one(path, ASKED)
-    names = load.about(folder)["models"]
+    folder = load.complete_checkpoint(path, ASKED)
+    names = load.metadata_of(folder)["models"]
     if model is not None and model not in names:
         true = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."
         raise SettingsError(f"--model {model}", true, f"--model {names[0]}" if names else "run.track(model=model)")
     checkpoint = load.load(folder, only=names if model is None else [model])
-    load.let_go(folder)
+    load.release(folder)
     states = checkpoint.states
     values = {
         f"{name}.{key}" if len(states) > 1 else key: value
         for name, state in states.items()
         for key, value in state.items()
     }
-    tensors, aliases = once({name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
+    tensors, aliases = convert({name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
     fingerprint = load.fingerprint_of(states)
     facts = {"format": "pt", "step": str(checkpoint.steps), "weights_sha256": fingerprint}
     _write(out, tensors, {**aliases, **facts})
     size = sum(tensor.nbytes for tensor in tensors.values())
     left_out = [name for name, value in values.items() if not isinstance(value, torch.Tensor)]
-    return Exported(out, folder, checkpoint.steps, fingerprint, len(tensors), size, aliases, left_out)
+    return ExportedWeights(out, folder, checkpoint.steps, fingerprint, len(tensors), size, aliases, left_out)
 
 
-def once(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def convert(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Every tensor under its first name, and the first name of each other one (a checkpoint holds it once as well)."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import STATE
-from unisono.checkpoint.safetensors_reader import Stored, stored
+from unisono.checkpoint.safetensors_reader import LazyTensor, stored
 from unisono.checkpoint.save import FORMAT
 from unisono.checkpoint.state_codec import described, unpack
 from unisono.checkpoint.storage import checkpoints_at, place_of, places_of
@@ -43,7 +43,7 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
         found = checkpoints_at(there)
         for steps in found:
             path = there.fetch(steps, run_dir / "checkpoints")
-            wrong = manifest.damage(path)
+            wrong = manifest.damage_of(path)
             if wrong is None:
                 return path
             told.append(wrong)
@@ -59,14 +59,14 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
     )
 
 
-def here(path: Path, run_dir: Path) -> Path:
+def localize(path: Path, run_dir: Path) -> Path:
     """The checkpoint that the main process has found, as this process sees it: hosts that share no folder fetch what is
     kept at a URL, each for itself. Raises CheckpointError where it is not to be had."""
     if path.is_dir():
         return path
     steps = int(path.name.rpartition("-")[2])
     found = place_of(run_dir).fetch(steps, run_dir / "checkpoints" / f".{os.getpid()}.fetched")
-    wrong = manifest.damage(found) if found.is_dir() else "It is not there."
+    wrong = manifest.damage_of(found) if found.is_dir() else "It is not there."
     if wrong is not None:
         raise CheckpointError(
             f"{path} was to be read on {socket.gethostname()}.",
@@ -76,21 +76,21 @@ def here(path: Path, run_dir: Path) -> Path:
     return found
 
 
-def let_go(path: Path) -> None:
+def release(path: Path) -> None:
     """A copy of a checkpoint that was fetched is not needed any more; what is no copy stays."""
     for folder in (path.parent, path.parent.parent):
         if folder.name.endswith(".fetched"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def about(path: Path) -> dict[str, Any]:
+def metadata_of(path: Path) -> dict[str, Any]:
     """What a checkpoint says of itself, without reading its tensors."""
     state = _state(path)
     state.pop("states")
     return state
 
 
-def opened(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path) -> Checkpoint:
     """A whole checkpoint, none of whose tensors has been read: each stands there as a Stored."""
     state = _state(path)
     plain = state.pop("states")
@@ -100,14 +100,14 @@ def opened(path: Path) -> Checkpoint:
 
 def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
     """Read a whole checkpoint, or `only` the states of these names. Tensors are on the CPU."""
-    found = opened(path)
+    found = open_checkpoint(path)
     read: dict[str, torch.Tensor] = {}  # tied ones are one again
 
-    def whole(tensor: Stored) -> torch.Tensor:
+    def whole(tensor: LazyTensor) -> torch.Tensor:
         return read[tensor.name] if tensor.name in read else read.setdefault(tensor.name, tensor.whole())
 
     wanted = {name: state for name, state in found.states.items() if only is None or name in only}
-    return found._replace(states=tree_map_only(Stored, whole, wanted))
+    return found._replace(states=tree_map_only(LazyTensor, whole, wanted))
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> None:
         leaves.append((name, value))
 
 
-def whole_one(path: Path, asked: str) -> Path:
+def complete_checkpoint(path: Path, asked: str) -> Path:
     """The newest whole checkpoint of a run directory, or the checkpoint itself, if it is whole. Raises CheckpointError;
     `asked` says what for, with {} for where."""
     itself = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
@@ -164,7 +164,7 @@ def whole_one(path: Path, asked: str) -> Path:
             "There is no checkpoint in it." if path.is_dir() else "There is no such directory.",
             "name a run's directory (runs/...) or one of its checkpoints (runs/.../checkpoints/step-...).",
         )
-    wrong = manifest.damage(folder)
+    wrong = manifest.damage_of(folder)
     if wrong is not None:
         raise CheckpointError(asked.format(folder), f"{wrong}.", "name another checkpoint.")
     return folder
@@ -175,9 +175,9 @@ def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
 
     weights_sha256 covers the tracked models; with `state`, state_sha256 covers optimizers and schedules as well.
     """
-    folder = whole_one(path, "The fingerprint of {} was asked for.")
+    folder = complete_checkpoint(path, "The fingerprint of {} was asked for.")
     checkpoint = load(folder)
-    let_go(folder)
+    release(folder)
     models = checkpoint.about["models"]
     result: dict[str, Any] = {"path": str(folder), "step": checkpoint.steps}
     result["weights_sha256"] = fingerprint_of({name: checkpoint.states[name] for name in models})

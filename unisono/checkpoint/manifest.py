@@ -30,23 +30,23 @@ LARGE = 1 << 22
 NAME = re.compile(r"step-(\d{8,})")
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """What was written under a name."""
 
     size: int
     sha256: str
 
     @classmethod
-    def of(cls, content: bytes) -> Written:
+    def of(cls, content: bytes) -> WrittenFile:
         return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
 def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(steps done, path) of a run's complete checkpoints, the newest first; none, if they are kept at a URL."""
-    return within(Path(elsewhere(run_dir)[0] or run_dir / "checkpoints"))
+    return relative_to_run(Path(external_folder(run_dir)[0] or run_dir / "checkpoints"))
 
 
-def within(folder: Path) -> list[tuple[int, Path]]:
+def relative_to_run(folder: Path) -> list[tuple[int, Path]]:
     """The same of the folder that holds them."""
     if not folder.is_dir():
         return []
@@ -54,7 +54,7 @@ def within(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def elsewhere(run_dir: Path) -> list[str | None]:
+def external_folder(run_dir: Path) -> list[str | None]:
     """Where the checkpoints of a run have been kept, the newest place first: a folder, a URL, or None, which is its own
     directory. [None] unless `checkpoint.dir` ever said another."""
     try:
@@ -64,9 +64,9 @@ def elsewhere(run_dir: Path) -> list[str | None]:
     return [where for where in found if where is None or isinstance(where, str)] or [None]
 
 
-def keep_elsewhere(run_dir: Path, where: str | None) -> None:
+def record_external_folder(run_dir: Path, where: str | None) -> None:
     """From now on they are kept there, and the directory says so."""
-    before = elsewhere(run_dir)
+    before = external_folder(run_dir)
     if where == before[0]:
         return
     folder = run_dir / "checkpoints"
@@ -78,20 +78,20 @@ def keep_elsewhere(run_dir: Path, where: str | None) -> None:
 
 def any_of(run_dir: Path) -> bool:
     """Has this run left checkpoints, here or (as far as can be told without looking) elsewhere?"""
-    return bool(elsewhere(run_dir)[0] or checkpoints(run_dir))
+    return bool(external_folder(run_dir)[0] or checkpoints(run_dir))
 
 
 def name_of(steps: int) -> str:
     return f"step-{steps:08d}"
 
 
-def sealed(files: dict[str, Written]) -> bytes:
+def sealed(files: dict[str, WrittenFile]) -> bytes:
     """The manifest of these files."""
     told = {name: of._asdict() for name, of in sorted(files.items())}
     return json.dumps({"files": told, "sha256": _sha256_of(told)}, indent=1).encode()
 
 
-def damage(folder: Path) -> str | None:
+def damage_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if it is whole. Reads every byte of it."""
     manifest = folder / MANIFEST
     try:

@@ -25,7 +25,7 @@ from unisono.checkpoint.safetensors_writer import NAMES, SUFFIX
 from unisono.errors import CheckpointError
 
 
-class Sheets:
+class SafetensorsFiles:
     """The sheets of a checkpoint, each opened when it is first read."""
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class Sheets:
         return file.get_slice(name)[tuple(box)] if box else file.get_tensor(name)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor: in which sheet, where it begins in the whole, its shape."""
 
     sheet: str
@@ -57,14 +57,14 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Stored:
+class LazyTensor:
     """A tensor of a checkpoint."""
 
-    sheets: Sheets
+    sheets: SafetensorsFiles
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    parts: list[Part]
+    parts: list[TensorPart]
 
     def whole(self) -> torch.Tensor:
         """All of it, in the CPU's memory."""
@@ -85,24 +85,24 @@ class Stored:
         return out
 
 
-def stored(folder: Path, about: Mapping[str, Mapping[str, Any]]) -> dict[str, Stored]:
+def stored(folder: Path, about: Mapping[str, Mapping[str, Any]]) -> dict[str, LazyTensor]:
     """The tensors of a whole checkpoint, by name; `about`: dtype and shape of each, as state.json has them.
 
     Raises CheckpointError, which names the folder, where there is less or more of one than it should have.
     """
-    sheets = Sheets(folder)
-    found: dict[str, Stored] = {}
+    sheets = SafetensorsFiles(folder)
+    found: dict[str, LazyTensor] = {}
     for name, of in about.items():
-        found[name] = Stored(sheets, name, getattr(torch, of["dtype"]), torch.Size(of["shape"]), [])
+        found[name] = LazyTensor(sheets, name, getattr(torch, of["dtype"]), torch.Size(of["shape"]), [])
     for word in sorted(folder.glob("rank-*.json")):
         said = json.loads(word.read_text(encoding="utf-8"))
         for name in said["whole"]:
             if name in found:
                 shape = found[name].shape
-                found[name].parts.append(Part(word.with_suffix(SUFFIX).name, [0] * len(shape), shape))
+                found[name].parts.append(TensorPart(word.with_suffix(SUFFIX).name, [0] * len(shape), shape))
         for name, (start, shape) in said["parts"].items():
             if name in found:
-                found[name].parts.append(Part(word.with_suffix(SUFFIX).name, start, shape))
+                found[name].parts.append(TensorPart(word.with_suffix(SUFFIX).name, start, shape))
     for tensor in found.values():
         count = sum(prod(part.shape) for part in tensor.parts)
         if count != tensor.shape.numel():

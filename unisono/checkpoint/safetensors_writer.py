@@ -51,7 +51,7 @@ LARGE = 1 << 26
 THREADS, PIECE = 4, 1 << 20
 
 
-class Sheet(NamedTuple):
+class FileLayout(NamedTuple):
     """Where everything goes: `head` comes first, then `size` bytes with each tensor from its place on."""
 
     head: bytes
@@ -59,7 +59,7 @@ class Sheet(NamedTuple):
     size: int
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> Sheet:
+def file_layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
     """The sheet of these tensors. The widest numbers come first: then all begin where their kind likes to, and there
     are no gaps, which the format forbids."""
     places, header, end = {}, {}, 0
@@ -70,19 +70,19 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> Sheet:
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return Sheet(len(text).to_bytes(8, "little") + text, places, end)
+    return FileLayout(len(text).to_bytes(8, "little") + text, places, end)
 
 
-class Stage:
+class StagingBuffer:
     """Memory in which a state waits to be written, while training goes on with its own. It is made once and used again;
     with an accelerator it is pinned, so that the copy out of the device runs at the speed of the bus."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._sheet: Sheet | None = None
+        self._sheet: FileLayout | None = None
         self._rooms: dict[str, torch.Tensor] = {}
 
-    def take(self, sheet: Sheet, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    def take(self, sheet: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
         """Copy them in, and return what is to be written. This is all that training waits for."""
         away = next((t.device for t in tensors.values() if t.device.type != "cpu"), None)
         if sheet != self._sheet:
@@ -116,7 +116,7 @@ def _copy(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         room.copy_(piece)
 
 
-def at_once(sheet: Sheet, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def copy_now(sheet: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     """What is to be written, from where it lies: nothing may be changed until it is."""
     return _chunks(sheet.head, (tensors[name].cpu() for name in sheet.places))
 

@@ -36,12 +36,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from unisono.checkpoint.manifest import STATE, Written, name_of
-from unisono.checkpoint.safetensors_writer import SUFFIX, Stage, at_once, lay_out
-from unisono.checkpoint.state_codec import Tensors, described, pack
-from unisono.checkpoint.storage import Place, clear_old, place_of
+from unisono.checkpoint.manifest import STATE, WrittenFile, name_of
+from unisono.checkpoint.safetensors_writer import SUFFIX, StagingBuffer, copy_now, file_layout
+from unisono.checkpoint.state_codec import TensorTable, described, pack
+from unisono.checkpoint.storage import Storage, clear_old, place_of
 from unisono.config import size
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError, Problem
 
 FORMAT = 3
@@ -57,15 +57,15 @@ PATIENCE_SECONDS = 10.0
 """How long a run that breaks lets the last save become a checkpoint, if others have to help."""
 
 
-Packed = tuple[Tensors, dict[str, Any]]
+Packed = tuple[TensorTable, dict[str, Any]]
 """A state taken apart, and what goes into state.json beside what saving itself knows."""
 
 
-class Abandoned(Exception):
+class SaveAbandoned(Exception):
     """A save is not wanted any more: somebody else's part of it failed, or the run is over."""
 
 
-class Job:
+class SaveJob:
     """One save, as far as this process has to do with it.
 
     attempt  what everybody calls it: words of an earlier one, of the same step, do not count
@@ -76,9 +76,9 @@ class Job:
 
     def __init__(
         self,
-        there: Place,
+        there: Storage,
         steps: int,
-        tensors: Tensors,
+        tensors: TensorTable,
         plain: Mapping[str, Any] | None,
         keep: tuple[int, int],
         *,
@@ -140,14 +140,14 @@ class Job:
         self.unwanted.set()
         self.over.wait()
 
-    def _heard(self) -> tuple[dict[str, Written], list[dict[str, Any]]]:
+    def _heard(self) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]]:
         """The files that all have written, and the words about them."""
-        files: dict[str, Written] = {}
+        files: dict[str, WrittenFile] = {}
         words = []
         for rank in self.ranks:
             content, word = self._word(f"{_stem(rank)}.json")
-            files[f"{_stem(rank)}{SUFFIX}"] = Written(**word["sheet"])
-            files[f"{_stem(rank)}.json"] = Written.of(content)
+            files[f"{_stem(rank)}{SUFFIX}"] = WrittenFile(**word["sheet"])
+            files[f"{_stem(rank)}.json"] = WrittenFile.of(content)
             words.append(word)
         return files, words
 
@@ -160,7 +160,7 @@ class Job:
                 if content is not None and word.get("attempt") == self.attempt:
                     return content, word
             if self.unwanted.wait(pause):
-                raise Abandoned
+                raise SaveAbandoned
             if self.all_written is not None and time.monotonic() > self.all_written + SHARED_SECONDS:
                 raise CheckpointError(
                     f"{name_of(self.steps)} was to be put together in {self.there}.",
@@ -190,22 +190,22 @@ class Job:
     def _while_wanted(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
         for chunk in chunks:
             if self.unwanted.is_set():
-                raise Abandoned
+                raise SaveAbandoned
             yield chunk
 
     def _failed(self, error: Exception) -> None:
         if self.problem is None:
-            self.problem = told(error, self.there, self.steps, self.bytes)
+            self.problem = saved_line(error, self.there, self.steps, self.bytes)
 
 
-class Saver:
+class CheckpointSaver:
     """Saves of one run, one after the other, with one memory and at most one writer. All processes of `group` call the
     same verbs of it together; who they are may change in between, and whoever has just come knows of no save."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self.stage = Stage()
-        self.job: Job | None = None
+        self.stage = StagingBuffer()
+        self.job: SaveJob | None = None
 
     @property
     def failed(self) -> bool:
@@ -214,7 +214,7 @@ class Saver:
 
     def begin(
         self,
-        there: Place,
+        there: Storage,
         steps: int,
         state: Packed | CheckpointError,
         keep: tuple[int, int],
@@ -228,7 +228,7 @@ class Saver:
         main = self.group.rank == 0
         problem = list(state.problems[0]) if isinstance(state, CheckpointError) else None
         has = not isinstance(state, CheckpointError) and bool(state[0])
-        said = self.group.gather([problem, has, uuid.uuid4().hex if main else ""])
+        said = self.group.all_gather_object([problem, has, uuid.uuid4().hex if main else ""])
         for problem, _, _ in said:
             if problem:
                 raise CheckpointError(*problem)
@@ -236,9 +236,11 @@ class Saver:
         tensors, plain = state
         ranks = [rank for rank, (_, has, _) in enumerate(said) if has]
         whole = {"format": FORMAT, "steps": steps, **plain} if main else None
-        job = self.job = Job(there, steps, tensors, whole, keep, rank=self.group.rank, ranks=ranks, attempt=said[0][2])
-        sheet = lay_out(tensors)
-        chunks = at_once(sheet, tensors) if wait else self.stage.take(sheet, tensors)
+        job = self.job = SaveJob(
+            there, steps, tensors, whole, keep, rank=self.group.rank, ranks=ranks, attempt=said[0][2]
+        )
+        sheet = file_layout(tensors)
+        chunks = copy_now(sheet, tensors) if wait else self.stage.take(sheet, tensors)
         threading.Thread(target=job.both, args=[chunks], name=f"checkpoint {steps}", daemon=True).start()
         if wait:
             self.settle()
@@ -251,7 +253,7 @@ class Saver:
             return True
         if job is not None:
             job.written.wait()
-        said = self.group.gather([job is not None, job is not None and job.publishes, job and job.problem])
+        said = self.group.all_gather_object([job is not None, job is not None and job.publishes, job and job.problem])
         # ranks go by age: whoever was the main process when it began is that still, or dead
         lost = any(knows for knows, _, _ in said) and not said[0][1]
         problem = next((problem for _, _, problem in said if problem), None)
@@ -259,7 +261,7 @@ class Saver:
             if job is not None:
                 job.all_written = time.monotonic()
                 job.over.wait()
-            problem = self.group.share(job and job.problem)
+            problem = self.group.broadcast_object(job and job.problem)
         elif job is not None:
             job.abandon()
         self.job = None
@@ -279,7 +281,7 @@ class Saver:
             self.job = None
 
 
-def packed(states: Mapping[str, Any], about: Mapping[str, Any], tensors: Tensors) -> Packed | CheckpointError:
+def packed(states: Mapping[str, Any], about: Mapping[str, Any], tensors: TensorTable) -> Packed | CheckpointError:
     """These states, ready to be saved; or why they cannot be, for all processes to hear."""
     try:
         return tensors, {**about, "states": {name: pack(state, name, tensors) for name, state in states.items()}}
@@ -295,7 +297,9 @@ def save(run_dir: Path, steps: int, states: Mapping[str, Any], about: Mapping[st
 
     Raises CheckpointError if it cannot be written; the checkpoints that were there are then untouched.
     """
-    Saver(Group()).begin(place_of(run_dir), steps, packed(states, about, Tensors()), (keep, 0), wait=True)
+    CheckpointSaver(ProcessGroup()).begin(
+        place_of(run_dir), steps, packed(states, about, TensorTable()), (keep, 0), wait=True
+    )
     return run_dir / "checkpoints" / name_of(steps)
 
 
@@ -303,7 +307,7 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def told(error: Exception, there: Place, steps: int, needed: int) -> Problem:
+def saved_line(error: Exception, there: Storage, steps: int, needed: int) -> Problem:
     """Why a checkpoint of so many bytes could not be written, and what is left."""
     if isinstance(error, CheckpointError):
         return error.problems[0]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from unisono.checkpoint.safetensors_reader import Stored
-from unisono.distributed.process_group import lies_apart, like
+from unisono.checkpoint.safetensors_reader import LazyTensor
+from unisono.distributed.process_group import from_local_like, is_dtensor
 
 if TYPE_CHECKING:
     from unisono.distributed.mesh import Mesh
@@ -35,7 +35,7 @@ def simple(state: Any, mesh: Mesh) -> Any:
     into boxes is whole on all of them. All processes must call this together."""
 
     def gathered(tensor: Any) -> Any:
-        return tensor.detach().full_tensor() if lies_apart(tensor) and not _in_boxes(tensor, mesh) else tensor
+        return tensor.detach().full_tensor() if is_dtensor(tensor) and not _in_boxes(tensor, mesh) else tensor
 
     return tree_map_only(torch.Tensor, gathered, state)
 
@@ -55,19 +55,19 @@ def start_of(tensor: Any, mesh: Mesh) -> tuple[int, ...] | None:
     return None if any(copies) else box[1]
 
 
-def whole_here(value: Any) -> Any:
+def gather_whole(value: Any) -> Any:
     """A tensor, whole on every process; anything else as it is. All processes must call this together."""
-    return value.full_tensor() if lies_apart(value) else value
+    return value.full_tensor() if is_dtensor(value) else value
 
 
-def whole(state: Any, *, keep: bool) -> Any:
+def is_whole(state: Any, *, keep: bool) -> Any:
     """A state with every tensor whole, in the CPU's memory if it was not. All processes must call this together.
 
     keep  False: this process only helps the others; None stands for what was apart
     """
 
     def gather(tensor: Any) -> Any:
-        if not lies_apart(tensor):
+        if not is_dtensor(tensor):
             return tensor
         full = tensor.detach().full_tensor()
         return full.cpu() if keep else None
@@ -101,19 +101,19 @@ def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:
 
 def read(state: Any) -> Any:
     """A state in which what waits in a checkpoint has been read, as wholes."""
-    return tree_map_only(Stored, lambda tensor: tensor.whole(), state)
+    return tree_map_only(LazyTensor, lambda tensor: tensor.whole(), state)
 
 
 def _like(value: Any, model: Any) -> Any:
-    fits = lies_apart(model) and isinstance(value, (torch.Tensor, Stored)) and value.shape == model.shape
+    fits = is_dtensor(model) and isinstance(value, (torch.Tensor, LazyTensor)) and value.shape == model.shape
     if not fits:
-        return value.whole() if isinstance(value, Stored) else value
+        return value.whole() if isinstance(value, LazyTensor) else value
     box = box_of(model)
-    if isinstance(value, Stored) and box is not None:  # only what belongs here is read
+    if isinstance(value, LazyTensor) and box is not None:  # only what belongs here is read
         shape, start = box
-        return like(value.box(start, shape).to(model.to_local().device), model)
+        return from_local_like(value.box(start, shape).to(model.to_local().device), model)
     from torch.distributed.tensor import distribute_tensor  # half a second
 
-    whole_one = value.whole() if isinstance(value, Stored) else value
+    whole_one = value.whole() if isinstance(value, LazyTensor) else value
     on_device = whole_one.to(model.to_local().device)
     return distribute_tensor(on_device, model.device_mesh, model.placements, src_data_rank=None)

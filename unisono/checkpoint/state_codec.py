@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.distributed.process_group import lies_apart, local
+from unisono.distributed.process_group import is_dtensor, to_local
 from unisono.errors import CheckpointError
 
 _MARK = "~"
@@ -29,7 +29,7 @@ None: another process has the same part, and speaks for it."""
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteTensor:
     """Stands for a tensor that another process has, and has packed under this name."""
 
     name: str
@@ -41,7 +41,7 @@ class Elsewhere:
         return {_MARK: "tensor", "name": self.name, "dtype": self.dtype, "shape": self.shape}
 
 
-class Tensors(dict[str, torch.Tensor]):
+class TensorTable(dict[str, torch.Tensor]):
     """Tensors by name. One that is there already, under another name (tied weights), is not put in twice.
 
     starts  of those that are parts: where they begin in the whole
@@ -62,9 +62,9 @@ class Tensors(dict[str, torch.Tensor]):
     def put(self, tensor: torch.Tensor, name: str) -> str:
         """Put a tensor in, and return the name that it has here."""
         start: Sequence[int] | None = () if self._speaks else None
-        if apart := self._begins is not None and lies_apart(tensor):
+        if apart := self._begins is not None and is_dtensor(tensor):
             assert self._begins is not None
-            start, tensor = self._begins(tensor), local(tensor.detach())
+            start, tensor = self._begins(tensor), to_local(tensor.detach())
         memory = tensor.untyped_storage().data_ptr()
         layout = (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if memory and layout in self._names:
@@ -85,7 +85,7 @@ class Tensors(dict[str, torch.Tensor]):
         return name
 
 
-def pack(value: Any, name: str, tensors: Tensors) -> Any:
+def pack(value: Any, name: str, tensors: TensorTable) -> Any:
     """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`.
 
     What inherits from dict, list, tuple or set (a Counter, a namedtuple) comes back as that.
@@ -98,7 +98,7 @@ def pack(value: Any, name: str, tensors: Tensors) -> Any:
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": [*value.shape],
         }
-    if isinstance(value, Elsewhere):
+    if isinstance(value, RemoteTensor):
         return value.told()
     if isinstance(value, np.generic):  # before float: numpy's float64 is one
         return pack(value.item(), name, tensors)

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.checkpoint import manifest
-from unisono.checkpoint.manifest import MANIFEST, Written, name_of
+from unisono.checkpoint.manifest import MANIFEST, WrittenFile, name_of
 from unisono.config import plural
 from unisono.errors import CheckpointError, SettingsError
 
 
-class Place(Protocol):
+class Storage(Protocol):
     """What saving and loading ask of it. Steps name a checkpoint."""
 
     def __str__(self) -> str: ...
@@ -39,13 +39,13 @@ class Place(Protocol):
     def claim(self) -> None:
         """From now on this process saves here; it may be said again."""
 
-    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         """Write a file of a checkpoint that is not complete yet; when this returns it would survive a power cut."""
 
     def read(self, steps: int, name: str) -> bytes | None:
         """The same file again; None: it is not there (yet)."""
 
-    def publish(self, steps: int, files: dict[str, Written]) -> None:
+    def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
         """These files are all there: from here on the checkpoint exists."""
 
     def discard(self, steps: int) -> None:
@@ -64,7 +64,7 @@ class Place(Protocol):
         """Bytes that there is room for, if that can be known."""
 
 
-class Folder:
+class FolderStorage:
     """A folder of checkpoints."""
 
     def __init__(self, root: Path) -> None:
@@ -77,12 +77,12 @@ class Folder:
         return self.root / f".{name_of(steps)}.unfinished"
 
     def checkpoints(self) -> list[int]:
-        return [steps for steps, _ in manifest.within(self.root)]
+        return [steps for steps, _ in manifest.relative_to_run(self.root)]
 
     def claim(self) -> None:
         """A folder has a lock, which cli/request/run_dir.py takes when a run begins."""
 
-    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         path = self._draft(steps) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         size, digest = 0, hashlib.sha256()
@@ -96,7 +96,7 @@ class Folder:
         except OSError as error:
             error.filename = error.filename or str(path)  # a full disk does not say which file was too much
             raise
-        return Written(size, digest.hexdigest())
+        return WrittenFile(size, digest.hexdigest())
 
     def read(self, steps: int, name: str) -> bytes | None:
         try:
@@ -104,7 +104,7 @@ class Folder:
         except FileNotFoundError:
             return None
 
-    def publish(self, steps: int, files: dict[str, Written]) -> None:
+    def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
         folder, final = self._draft(steps), self.root / name_of(steps)
         for path in folder.iterdir():  # of an attempt that failed, perhaps of more processes
             if path.name not in files:
@@ -142,7 +142,7 @@ WRITER = "writer.json"
 kept out by a process that is dead, and one that is alive, and has been replaced, is told before it changes anything."""
 
 
-class Bucket:
+class BucketStorage:
     """A URL of fsspec's. (https://filesystem-spec.readthedocs.io; a put to S3 is there whole or not at all.)"""
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -189,7 +189,7 @@ class Bucket:
                 "let one run save there: end the other, or give this one --set checkpoint.dir=URL of its own.",
             )
 
-    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         size, digest = 0, hashlib.sha256()
         self._fs.makedirs(self._path(steps), exist_ok=True)  # an object store has none, and knows that
         file = self._fs.open(self._path(steps, name), "wb")
@@ -202,7 +202,7 @@ class Bucket:
                 file.discard()  # or closing it would leave half of it under the whole one's name
             raise
         file.close()
-        return Written(size, digest.hexdigest())
+        return WrittenFile(size, digest.hexdigest())
 
     def read(self, steps: int, name: str) -> bytes | None:
         try:
@@ -211,7 +211,7 @@ class Bucket:
             return None
         return content
 
-    def publish(self, steps: int, files: dict[str, Written]) -> None:
+    def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
         self._see_that_it_is_ours()
         self._fs.pipe_file(self._path(steps, MANIFEST), manifest.sealed(files))
 
@@ -262,31 +262,31 @@ def _filesystem(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return fs, root.rstrip("/")
 
 
-def place(where: str | Path, **options: Any) -> Place:
+def place(where: str | Path, **options: Any) -> Storage:
     """The place that is meant: a folder, or a URL."""
     if isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://")):
-        return Bucket(where, **options)
-    return Folder(Path(str(where).removeprefix("file://").removeprefix("local://")))
+        return BucketStorage(where, **options)
+    return FolderStorage(Path(str(where).removeprefix("file://").removeprefix("local://")))
 
 
-def places_of(run_dir: Path) -> list[Place]:
+def places_of(run_dir: Path) -> list[Storage]:
     """Where a run's checkpoints are, and where they were before, the newest place first."""
-    return [place(where or run_dir / "checkpoints") for where in manifest.elsewhere(run_dir)]
+    return [place(where or run_dir / "checkpoints") for where in manifest.external_folder(run_dir)]
 
 
-def place_of(run_dir: Path) -> Place:
+def place_of(run_dir: Path) -> Storage:
     """Where a run saves."""
     return places_of(run_dir)[0]
 
 
-def settle_in(run_dir: Path, where: str | None, *, resume: bool) -> Path | None:
+def prepare_storage(run_dir: Path, where: str | None, *, resume: bool) -> Path | None:
     """This run saves there from now on, as its directory will say; `{run}` stands for its name. Returns the folder, if
     it is one outside the run directory.
 
     Raises SettingsError where that cannot be had, or holds another run's checkpoints, since this one begins anew.
     """
     if where is None:
-        manifest.keep_elsewhere(run_dir, None)
+        manifest.record_external_folder(run_dir, None)
         return None
     try:
         there = place(where.replace("{run}", run_dir.name))
@@ -297,11 +297,11 @@ def settle_in(run_dir: Path, where: str | None, *, resume: bool) -> Path | None:
         true = f"A run has saved there already: {plural(len(steps), 'checkpoint')}, the newest after step {steps[0]}."
         other = f"{where}-2" if "{run}" in where else where.rstrip("/") + "/{run}"
         raise SettingsError(f"checkpoint.dir = {where}", true, f"--resume, or: --set checkpoint.dir='{other}'")
-    manifest.keep_elsewhere(run_dir, str(there))
-    return there.root if isinstance(there, Folder) else None
+    manifest.record_external_folder(run_dir, str(there))
+    return there.root if isinstance(there, FolderStorage) else None
 
 
-def checkpoints_at(there: Place) -> list[int]:
+def checkpoints_at(there: Storage) -> list[int]:
     """What checkpoints there are, by the steps done, the newest first. Raises CheckpointError if nobody can tell."""
     try:
         return there.checkpoints()
@@ -313,7 +313,7 @@ def checkpoints_at(there: Place) -> list[int]:
         ) from error
 
 
-def clear_old(there: Place, steps: int, keep: int, keep_every: int) -> None:
+def clear_old(there: Storage, steps: int, keep: int, keep_every: int) -> None:
     """Keep the `keep` newest checkpoints up to that after `steps` steps, and, with `keep_every` above 0, all that are
     after a multiple of it; remove older ones, and what never became one.
 

@@ -25,7 +25,7 @@ from unisono.cli.commands.fingerprint import fingerprint
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
-from unisono.cli.request.run_options import Request, split, table_of
+from unisono.cli.request.run_options import RunRequest, split, table_of
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
 from unisono.config import Settings, settings_of
@@ -148,7 +148,7 @@ def _class_of_target(words: Sequence[str]) -> type | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    with console.patiently():
+    with console.broken_pipe_safe():
         try:
             return _obey(words)
         except UnisonoError as error:
@@ -165,7 +165,7 @@ def _obey(words: Sequence[str]) -> int:
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _class_of_target(flags) or Settings)
     if command in (run, check, prove, audit, doctor):
-        bound.arguments["request"] = replace(bound.arguments.get("request", Request()), own=tuple(own))
+        bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
         raise SettingsError(

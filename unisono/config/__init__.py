@@ -26,11 +26,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar, get_type_hints
 
-from unisono.config.command_line import Line
+from unisono.config.command_line import CommandLine
 from unisono.config.schema import (
-    ABOUT,
-    OURS,
-    About,
+    SECTIONS,
+    SETTING_INFO,
     CheckpointSettings,
     CompressSettings,
     DdpSettings,
@@ -41,12 +40,13 @@ from unisono.config.schema import (
     ParallelSettings,
     PromiseSettings,
     ServerSettings,
+    SettingInfo,
     Settings,
     StuckSettings,
 )
 from unisono.config.static_settings import settings_of
 from unisono.config.toml_file import lines_of
-from unisono.config.value_types import Misfit, choices_of, kind, plain, shown, toml, typed, within
+from unisono.config.value_types import ValueMismatch, choices_of, kind, plain, shown, toml, typed, within
 from unisono.config.wording import nearest_name, plural, size
 from unisono.errors import Problem, SettingsError
 
@@ -63,16 +63,16 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "StuckSettings",
-    "Loaded",
-    "Entry",
-    "Line",
-    "Gathered",
+    "LoadedSettings",
+    "SettingEntry",
+    "CommandLine",
+    "SettingsSources",
     "load",
     "gather",
     "ENVIRONMENT",
     "flatten",
-    "mathematics",
-    "explain",
+    "numeric_settings",
+    "provenance_lines",
     "read",
     "entries_of",
     "nearest_name",
@@ -94,14 +94,14 @@ UNASKED = ("default", "script")  # sources of values that nobody asked for on th
 T = TypeVar("T")
 
 
-class Loaded(NamedTuple, Generic[T]):
+class LoadedSettings(NamedTuple, Generic[T]):
     """Settings, and for every dotted name where its value came from: default, script, the file's path, or --set."""
 
     settings: T
     sources: dict[str, str]
 
 
-class Entry(NamedTuple):
+class SettingEntry(NamedTuple):
     """One setting that a class has."""
 
     name: str  # dotted, as in model.width
@@ -118,8 +118,8 @@ def load(
     file: Path | None = None,
     sets: Sequence[str] = (),
     earlier: Path | None = None,
-    line: Line = Line(),  # noqa: B008  (frozen)
-) -> Loaded[T]:
+    line: CommandLine = CommandLine(),  # noqa: B008  (frozen)
+) -> LoadedSettings[T]:
     """What class, earlier run, file and `--set key=value` make together. Raises SettingsError with all that is wrong.
 
     earlier  the settings.toml of the run that is resumed: what it was given counts more than what the script says
@@ -138,14 +138,14 @@ def gather(
     sets: Sequence[str] = (),
     earlier: Path | None = None,
     strangers: bool = False,
-    line: Line = Line(),  # noqa: B008  (frozen)
-) -> Gathered[T]:
+    line: CommandLine = CommandLine(),  # noqa: B008  (frozen)
+) -> SettingsSources[T]:
     """The same, but problems are kept, so that more can be looked at before they are told.
 
     strangers  pass over names that the class does not have: somebody else knows them
     """
     _refuse_lost_fields(cls)
-    gathered = Gathered(cls, {entry.name: entry for entry in entries_of(cls)}, line)
+    gathered = SettingsSources(cls, {entry.name: entry for entry in entries_of(cls)}, line)
     if earlier is not None:
         gathered.take_earlier(earlier)
     if file is not None:
@@ -175,10 +175,10 @@ SCRIPTS, EARLIER, FILE, TYPED = range(4)
 """Where a value may come from; a later one counts more."""
 
 
-class Gathered(Generic[T]):
+class SettingsSources(Generic[T]):
     """Values on their way to a settings object, and what is wrong with them so far."""
 
-    def __init__(self, cls: type[T], entries: Mapping[str, Entry], line: Line) -> None:
+    def __init__(self, cls: type[T], entries: Mapping[str, SettingEntry], line: CommandLine) -> None:
         self.cls, self.entries, self.line = cls, entries, line
         self._mended = line  # what was typed, with all of it mended
         self.values = {name: entry.default for name, entry in entries.items()}
@@ -201,7 +201,7 @@ class Gathered(Generic[T]):
                 entry, value = self.entries[name], "none" if values[name] is None else values[name]
                 try:
                     self.values[name] = typed(entry.hint, value)  # "none" may be one of a Literal's choices
-                except Misfit as misfit:
+                except ValueMismatch as misfit:
                     asked = f"{name} = {toml(value)} in {file}"
                     do = str(self.line.setting(f"{name}={example_of(entry)}"))
                     self._doubt(name, Problem(asked, f"{name} takes {misfit}.", do))
@@ -250,10 +250,10 @@ class Gathered(Generic[T]):
         if self.sources["virtual_ranks"] == "default" and isinstance(batch, int) and batch >= 1:
             values["virtual_ranks"] = min(batch, values["virtual_ranks"])
 
-    def build(self) -> Loaded[T]:
+    def build(self) -> LoadedSettings[T]:
         """The settings object. Raises SettingsError where the class itself refuses a value."""
         try:
-            return Loaded(_build(self.cls, self.values), self.sources)
+            return LoadedSettings(_build(self.cls, self.values), self.sources)
         except (ValueError, TypeError) as error:  # the class checks its own values when it is made
             true = f"{type(error).__name__}: {error}"
             do = f"{self.line.setting('NAME=VALUE')}, with another value for what it names."
@@ -273,7 +273,7 @@ class Gathered(Generic[T]):
             entry = self.entries[name]
             try:
                 self.values[name] = typed(entry.hint, value, text=text)
-            except Misfit as misfit:
+            except ValueMismatch as misfit:
                 near = difflib.get_close_matches(str(value), [shown(choice) for choice in choices_of(entry.hint)], 1)
                 example = near[0] if near else _example(entry)
                 do = instead(name, shown(example) if text else toml(example))
@@ -309,7 +309,7 @@ class Gathered(Generic[T]):
         self._mended = self._mended.setting(*pair, instead_of=instead_of)
         return str(self.line.setting(*pair, instead_of=instead_of))
 
-    def _check_default(self, entry: Entry) -> None:
+    def _check_default(self, entry: SettingEntry) -> None:
         """The script's own default may be missing, or of another type than its annotation says."""
         if entry.default is MISSING:
             do = str(self.line.setting(f"{entry.name}={example_of(entry)}"))
@@ -317,9 +317,9 @@ class Gathered(Generic[T]):
             return
         try:
             typed(entry.hint, entry.default)
-        except Misfit as misfit:
+        except ValueMismatch as misfit:
             asked = f"{entry.name} = {shown(entry.default)} in the script"
-            if entry.name in ABOUT:
+            if entry.name in SETTING_INFO:
                 true, do = f"It takes {misfit}.", f"Change the default of {entry.name} in the script."
             else:
                 true = f"Its type says that it takes {misfit}."
@@ -336,7 +336,7 @@ def flatten(settings: Any) -> dict[str, Any]:
     return {entry.name: entry.default for entry in entries_of(type(settings), settings)}
 
 
-def mathematics(settings: Any) -> dict[str, Any]:
+def numeric_settings(settings: Any) -> dict[str, Any]:
     """The values that the result depends on, as JSON can hold them (a path as text, a tuple as a list, an Enum's name).
 
     Everything a script adds is part of it, unless its field says `field(..., metadata={"mathematics": False})`.
@@ -344,7 +344,7 @@ def mathematics(settings: Any) -> dict[str, Any]:
     return {e.name: plain(e.default) for e in entries_of(type(settings), settings) if e.mathematics}
 
 
-def explain(settings: Any, sources: Mapping[str, str]) -> str:
+def provenance_lines(settings: Any, sources: Mapping[str, str]) -> str:
     """TOML, one line a value with its source as a comment. It is a settings file too: `--settings` takes it."""
     lines = [(f"{name} = {toml(value)}", sources[name]) for name, value in flatten(settings).items()]
     width = min(40, max(len(line) for line, _ in lines))
@@ -365,20 +365,22 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values, sources
 
 
-def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str = "") -> Iterator[Entry]:
+def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str = "") -> Iterator[SettingEntry]:
     """Every setting of a class, sections unfolded, in order. With an instance its values stand in for the defaults."""
     for f, hint, default in _fields(cls, instance):
         name = prefix + f.name
         owner = next(base for base in cls.__mro__ if f.name in inspect.get_annotations(base))
-        origin = source or ("default" if owner in OURS else "script")
+        origin = source or ("default" if owner in SECTIONS else "script")
         if _is_section(hint):
             # A section that the script defines anew is the script's as a whole.
             yield from entries_of(hint, default, name + ".", "script" if origin == "script" else "")
         else:
-            if name in ABOUT and not within(hint, _hints()[name]):
+            if name in SETTING_INFO and not within(hint, _hints()[name]):
                 hint = _hints()[name]  # `precision: str` takes what precision takes
-            about = ABOUT.get(name) or About(f.metadata.get("meaning", ""), f.metadata.get("mathematics", True))
-            yield Entry(name, hint, default, origin, about.mathematics, about.meaning)
+            about = SETTING_INFO.get(name) or SettingInfo(
+                f.metadata.get("meaning", ""), f.metadata.get("mathematics", True)
+            )
+            yield SettingEntry(name, hint, default, origin, about.mathematics, about.meaning)
 
 
 @cache
@@ -421,16 +423,16 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str = "", default: A
     return cls(**arguments)
 
 
-def example_of(entry: Entry) -> str:
+def example_of(entry: SettingEntry) -> str:
     """A value that the setting would take, as one types it after `--set key=`."""
     return shown(_example(entry))
 
 
-def _example(entry: Entry) -> Any:
+def _example(entry: SettingEntry) -> Any:
     for candidate in (entry.default, *choices_of(entry.hint), 1, 0.1, True, "text", [1, 2], ["a", "b"]):
         if candidate is not None and candidate is not MISSING:
             try:
                 return typed(entry.hint, candidate)
-            except Misfit:
+            except ValueMismatch:
                 continue
     return "VALUE"

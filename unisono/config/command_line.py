@@ -14,7 +14,7 @@ VALUED = (
 
 
 @dataclass(frozen=True)
-class Line:
+class CommandLine:
     """What was typed, word by word; `str` quotes it for a shell. Every method gives a new one.
 
     Without words nobody knows what was typed, and only what is new is said: --set lr=1.
@@ -25,7 +25,7 @@ class Line:
     def __str__(self) -> str:
         return shlex.join(self.words)
 
-    def setting(self, *pairs: str, instead_of: str = "") -> Line:
+    def setting(self, *pairs: str, instead_of: str = "") -> CommandLine:
         """With these `--set key=value`, which replace those of the same keys, and the one called `instead_of`."""
         names = {pair.partition("=")[0].strip() for pair in pairs}
 
@@ -34,12 +34,12 @@ class Line:
 
         return self._swap(replaced, [word for pair in pairs for word in ("--set", pair)])
 
-    def flag(self, name: str, value: str = "", instead_of: str = "") -> Line:
+    def flag(self, name: str, value: str = "", instead_of: str = "") -> CommandLine:
         """With this flag, once; or for one that repeats, in place of the one with the value `instead_of`."""
         new = [name, value] if value else [name]
         return self._swap(lambda flag, v: flag == name and instead_of in ("", v), new)
 
-    def without(self, name: str, value: str = "") -> Line:
+    def without(self, name: str, value: str = "") -> CommandLine:
         """Without this flag, or only without the one that has this value."""
         return self._swap(lambda flag, v: flag == name and value in ("", v), [])
 
@@ -53,16 +53,16 @@ class Line:
         target = [word for word in self.words[2:4] if word != "--rehearse"]
         return shlex.join(["unisono", "run", *target[:1], "--help"])
 
-    def in_processes(self, count: int) -> Line:
+    def in_processes(self, count: int) -> CommandLine:
         """As `unisono run` starts that many processes, or srun or mpirun, if that is what was typed."""
         words = self.words or ("unisono", "run", "SCRIPT")
         if words[:2] in (("srun", "-n"), ("mpirun", "-n")):
-            return Line((*words[:2], str(count), *words[3:]))
+            return CommandLine((*words[:2], str(count), *words[3:]))
         if words[0] == "python":
             words = ("unisono", "run", *words[1:])
-        return Line(words).flag("--ranks", str(count))
+        return CommandLine(words).flag("--ranks", str(count))
 
-    def _swap(self, replaced: Callable[[str, str], bool], new: list[str]) -> Line:
+    def _swap(self, replaced: Callable[[str, str], bool], new: list[str]) -> CommandLine:
         """Put `new` where the first replaced flag is, or last; what comes after -- belongs to the script."""
         end = self.words.index("--") if "--" in self.words else len(self.words)
         front, place, i = list[str](), None, 0
@@ -75,4 +75,4 @@ class Line:
                 front += words
             i += count
         place = len(front) if place is None else place
-        return Line((*front[:place], *new, *front[place:], *self.words[end:]))
+        return CommandLine((*front[:place], *new, *front[place:], *self.words[end:]))

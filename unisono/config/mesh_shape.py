@@ -24,7 +24,7 @@ BESIDE_NO_PIPELINE = {
 """Axes that do not go together with a pipeline, and why."""
 
 
-class Axes(NamedTuple):
+class MeshShape(NamedTuple):
     """The size of every axis, outermost first."""
 
     pipeline: int = 1
@@ -62,18 +62,18 @@ class Axes(NamedTuple):
 
 def wanted(parallel: Any) -> dict[str, int]:
     """The sizes that the settings give, by the axis's name."""
-    return {name: getattr(parallel, name) for name in Axes._fields}
+    return {name: getattr(parallel, name) for name in MeshShape._fields}
 
 
-def fill(sizes: dict[str, int], processes: int) -> Axes | None:
+def fill(sizes: dict[str, int], processes: int) -> MeshShape | None:
     """The mesh of these sizes over so many processes, with one `FILL` filled in; None: they do not fit."""
     known = prod(size for size in sizes.values() if size != FILL)
     found = {name: processes // known if size == FILL else size for name, size in sizes.items()}
-    axes = Axes(**found)
+    axes = MeshShape(**found)
     return axes if axes.size == processes and list(sizes.values()).count(FILL) <= 1 else None
 
 
-def layout(parallel: Any, axes: Axes) -> str:
+def layout(parallel: Any, axes: MeshShape) -> str:
     """How a model is divided in ways that its bits depend on, in words; "whole": in none.
 
     Replicas, shards and stages leave every addition where it was (but for what stages share:

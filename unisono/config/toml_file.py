@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.config.command_line import Line
+from unisono.config.command_line import CommandLine
 from unisono.errors import SettingsError
 
 
-def lines_of(file: Path, line: Line = Line()) -> dict[str, Any]:  # noqa: B008  (frozen)
+def lines_of(file: Path, line: CommandLine = CommandLine()) -> dict[str, Any]:  # noqa: B008  (frozen)
     """Every value in the file by its dotted name, in order. Raises SettingsError where it cannot be read.
 
     line  what was typed, for the messages
@@ -20,7 +20,7 @@ def lines_of(file: Path, line: Line = Line()) -> dict[str, Any]:  # noqa: B008  
     return dict(_flat(_parsed(file, line)))
 
 
-def _parsed(file: Path, line: Line) -> dict[str, Any]:
+def _parsed(file: Path, line: CommandLine) -> dict[str, Any]:
     """What a TOML file holds. Raises SettingsError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -36,7 +36,7 @@ def _parsed(file: Path, line: Line) -> dict[str, Any]:
         raise SettingsError(f"--settings {file}", f"It is not TOML: {error}.", do) from None
 
 
-def _another(file: Path, line: Line) -> str:
+def _another(file: Path, line: CommandLine) -> str:
     """What to type instead: with the file that was probably meant, or with none."""
     others = {path.name: path for path in file.parent.glob("*.toml") if path.is_file()}
     near = difflib.get_close_matches(file.name, others, 1, 0.6)

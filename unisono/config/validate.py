@@ -8,33 +8,33 @@ from typing import Any, NamedTuple
 
 from unisono.config import (
     UNASKED,
-    Entry,
-    Gathered,
-    Line,
-    Loaded,
+    CommandLine,
+    LoadedSettings,
+    SettingEntry,
+    SettingsSources,
     entries_of,
     example_of,
     flatten,
     plural,
     shown,
 )
-from unisono.config.mesh_shape import BESIDE_NO_PIPELINE, FILL, Axes, fill, fitting
+from unisono.config.mesh_shape import BESIDE_NO_PIPELINE, FILL, MeshShape, fill, fitting
 from unisono.config.validate_audit import problems_of_audits
 from unisono.config.validate_exchange import problems_of_exchange
 from unisono.config.validate_parallel import problems_of_buddy, problems_of_ways
-from unisono.config.validate_server import computing
-from unisono.config.value_types import Misfit, typed
+from unisono.config.validate_server import computing_processes
+from unisono.config.value_types import ValueMismatch, typed
 from unisono.errors import Problem, SettingsError
 
 
-class Examined(NamedTuple):
+class ValidatedSettings(NamedTuple):
     """The settings, as far as they can be made, and everything that is wrong with them."""
 
-    loaded: Loaded[Any] | None
+    loaded: LoadedSettings[Any] | None
     problems: list[Problem]
 
 
-def examine(gathered: Gathered[Any], size: int, *, only_given: bool = False) -> Examined:
+def examine(gathered: SettingsSources[Any], size: int, *, only_given: bool = False) -> ValidatedSettings:
     """Look at gathered settings for `size` processes. What follows only from another problem is not told.
 
     only_given  the defaults are not the script's: only what was given counts
@@ -42,13 +42,13 @@ def examine(gathered: Gathered[Any], size: int, *, only_given: bool = False) -> 
     try:
         loaded = gathered.build()
     except SettingsError as error:
-        return Examined(None, gathered.problems or list(error.problems))
+        return ValidatedSettings(None, gathered.problems or list(error.problems))
     unasked = {name for name, source in gathered.sources.items() if only_given and source in UNASKED}
     unknown = gathered.doubtful | unasked
-    return Examined(loaded, [*gathered.problems, *check(loaded.settings, size, gathered.line, unknown)])
+    return ValidatedSettings(loaded, [*gathered.problems, *check(loaded.settings, size, gathered.line, unknown)])
 
 
-def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -> list[Problem]:
+def check(settings: Any, size: int, line: CommandLine, unknown: Collection[str] = ()) -> list[Problem]:
     """Everything that is wrong with these settings for `size` processes.
 
     line     what was typed, for the messages
@@ -71,7 +71,7 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
     axes, wrong = _mesh(values, size, line)
     problems += wrong + _pipeline(values, axes, line) + problems_of_exchange(values, None if wrong else axes, line)
     problems += problems_of_buddy(values, axes, line) + problems_of_audits(values, axes, line) if not wrong else []
-    if ranks is not None and not wrong and (size := computing(values, axes)) > ranks >= 1:
+    if ranks is not None and not wrong and (size := computing_processes(values, axes)) > ranks >= 1:
         beside, who = axes.data - size, ("process", "processes") if size == axes.data else ("worker", "workers")
         true = f"{plural(ranks, 'virtual rank')}: 1 to {plural(ranks, *who)}."
         # More virtual ranks are another computation, so that comes second, and with the batch they need.
@@ -82,16 +82,16 @@ def check(settings: Any, size: int, line: Line, unknown: Collection[str] = ()) -
     return problems
 
 
-def _misfit(entry: Entry, line: Line) -> Problem | None:
+def _misfit(entry: SettingEntry, line: CommandLine) -> Problem | None:
     try:
         typed(entry.hint, entry.default)
-    except Misfit as misfit:
+    except ValueMismatch as misfit:
         do = str(line.setting(f"{entry.name}={example_of(entry)}"))
         return Problem(f"{entry.name} = {shown(entry.default)}", f"It is not {misfit}.", do)
     return None
 
 
-def _out_of_limits(values: dict[str, Any], line: Line) -> list[Problem]:
+def _out_of_limits(values: dict[str, Any], line: CommandLine) -> list[Problem]:
     problems = []
     for name, (least, most) in LIMITS.items():
         value = values.get(name)
@@ -107,9 +107,9 @@ def _out_of_limits(values: dict[str, Any], line: Line) -> list[Problem]:
     return problems
 
 
-def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Problem]]:
+def _mesh(values: dict[str, Any], size: int, line: CommandLine) -> tuple[MeshShape, list[Problem]]:
     """The mesh that the processes form, or why they cannot."""
-    names = {f"parallel.{name}": name for name in Axes._fields}
+    names = {f"parallel.{name}": name for name in MeshShape._fields}
     sizes = {axis: values.get(name, FILL if axis == "replicate" else 1) for name, axis in names.items()}
     problems = [
         Problem(f"{name} = {sizes[axis]}", "An axis has 1 or more processes; -1: what is left.", do)
@@ -117,12 +117,14 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
         if sizes[axis] < 1 and sizes[axis] != FILL and (do := str(line.setting(f"{name}=1")))
     ]
     if problems:
-        return Axes(), problems
+        return MeshShape(), problems
     given = [name for name, axis in names.items() if sizes[axis] != FILL]
     filled = [name for name in names if name not in given]
     if len(filled) > 1:
         asked = " and ".join(f"{name} = -1" for name in filled)
-        return Axes(), [Problem(asked, "One axis takes what the others leave.", str(line.setting(f"{filled[0]}=1")))]
+        return MeshShape(), [
+            Problem(asked, "One axis takes what the others leave.", str(line.setting(f"{filled[0]}=1")))
+        ]
     axes = fill(sizes, size)
     if axes is not None:
         return axes, []
@@ -133,10 +135,10 @@ def _mesh(values: dict[str, Any], size: int, line: Line) -> tuple[Axes, list[Pro
         dos.append(str(line.setting("parallel.replicate=-1")))
     elif size == 1:
         dos.append(str(line.setting(*(f"{name}=1" for name in given if values[name] != 1))))
-    return Axes(), [Problem(plural(size, "process", "processes"), true, ", or: ".join(dos))]
+    return MeshShape(), [Problem(plural(size, "process", "processes"), true, ", or: ".join(dos))]
 
 
-def _pipeline(values: dict[str, Any], axes: Axes, line: Line) -> list[Problem]:
+def _pipeline(values: dict[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """What does not go together with a pipeline."""
     if axes.pipeline == 1:
         return []
@@ -166,7 +168,7 @@ def _pipeline(values: dict[str, Any], axes: Axes, line: Line) -> list[Problem]:
     return problems
 
 
-def _without_one_end(values: dict[str, Any], line: Line) -> list[Problem]:
+def _without_one_end(values: dict[str, Any], line: CommandLine) -> list[Problem]:
     """Either steps or epochs says when it ends."""
     if not {"steps", "epochs"} <= set(values):
         return []

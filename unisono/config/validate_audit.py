@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.config.command_line import Line
-from unisono.config.mesh_shape import Axes
+from unisono.config.command_line import CommandLine
+from unisono.config.mesh_shape import MeshShape
 from unisono.errors import Problem
 
 BESIDE_NOT = {
@@ -18,7 +18,7 @@ BESIDE_NOT = {
 DIVIDED = ("shard", "tensor", "pipeline", "context")
 
 
-def problems_of_audits(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+def problems_of_audits(values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """`values`: of the settings that count, by their dotted names; `axes`: of the mesh that they make."""
     if not values.get("audit_every"):
         return []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.config.command_line import Line
-from unisono.config.mesh_shape import Axes
+from unisono.config.command_line import CommandLine
+from unisono.config.mesh_shape import MeshShape
 from unisono.config.schema import CompressSettings
 from unisono.config.value_types import shown
 from unisono.errors import Problem
@@ -18,7 +18,7 @@ READ_BY = {"begin": None, "nodes": None, "rank": "powersgd", "keep": "topk"}
 """Which kind reads a setting of `compress`; None: every one."""
 
 
-def problems_of_forms(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+def problems_of_forms(exchange: str, values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form."""
     kind = values.get("compress.kind", "none")
     problems = _not_read(exchange, kind, values, line)
@@ -51,7 +51,7 @@ def problems_of_forms(exchange: str, values: Mapping[str, Any], axes: Axes, line
     return problems + _no_level(values.get("compress.nodes"), ranks, line)
 
 
-def _no_level(nodes: int | None, ranks: int | None, line: Line) -> list[Problem]:
+def _no_level(nodes: int | None, ranks: int | None, line: CommandLine) -> list[Problem]:
     """Nodes that are no level of the tree."""
     if nodes is None or ranks is None or ranks < 2:
         return []
@@ -63,7 +63,7 @@ def _no_level(nodes: int | None, ranks: int | None, line: Line) -> list[Problem]
     return [Problem(f"compress.nodes = {nodes}", true, str(line.setting(f"compress.nodes={best}")))]
 
 
-def _not_read(exchange: str, kind: str, values: Mapping[str, Any], line: Line) -> list[Problem]:
+def _not_read(exchange: str, kind: str, values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     """A setting of `compress` that was changed, and that nobody reads."""
     problems = []
     for name, reader in READ_BY.items():

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from unisono.config.command_line import Line
-from unisono.config.mesh_shape import Axes
+from unisono.config.command_line import CommandLine
+from unisono.config.mesh_shape import MeshShape
 from unisono.config.schema import DdpSettings, LocalSettings, ServerSettings
 from unisono.config.validate_compression import problems_of_forms
 from unisono.config.validate_local_sgd import problems_of_sites
@@ -38,12 +38,12 @@ OWN = {"ddp": DdpSettings, "server": ServerSettings, "local": LocalSettings}
 """Settings that only the exchange of their name reads."""
 
 
-def problems_of_exchange(values: Mapping[str, Any], axes: Axes | None, line: Line) -> list[Problem]:
+def problems_of_exchange(values: Mapping[str, Any], axes: MeshShape | None, line: CommandLine) -> list[Problem]:
     """`values`: of the settings that count, by their dotted names. `axes`: the mesh that the processes form; None: they
     form none."""
     exchange = values.get("exchange", "tree")
     problems = _not_read(exchange, values, line)
-    asked = axes or Axes(**{axis: max(1, values.get(f"parallel.{axis}") or 1) for axis in DIVIDED})
+    asked = axes or MeshShape(**{axis: max(1, values.get(f"parallel.{axis}") or 1) for axis in DIVIDED})
     problems += _not_carried(exchange, values, asked, line)
     if axes is not None:
         problems += _not_claimed(exchange, values, axes, line)
@@ -51,7 +51,7 @@ def problems_of_exchange(values: Mapping[str, Any], axes: Axes | None, line: Lin
     return problems + (ALSO[exchange](values, axes, line) if exchange in ALSO else [])
 
 
-def _not_claimed(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+def _not_claimed(exchange: str, values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """What does not go together with claims."""
     if not values.get("deal.claim"):
         return []
@@ -70,7 +70,7 @@ def _not_claimed(exchange: str, values: Mapping[str, Any], axes: Axes, line: Lin
     ]
 
 
-def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+def _not_carried(exchange: str, values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """An axis that the exchange cannot go with."""
     problems = []
     for axis in DIVIDED:
@@ -89,7 +89,7 @@ def _not_carried(exchange: str, values: Mapping[str, Any], axes: Axes, line: Lin
     return problems
 
 
-def _not_read(exchange: str, values: Mapping[str, Any], line: Line) -> list[Problem]:
+def _not_read(exchange: str, values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     """A setting that was changed, and that nobody reads."""
     problems = []
     for other, kind in OWN.items():
@@ -102,7 +102,7 @@ def _not_read(exchange: str, values: Mapping[str, Any], line: Line) -> list[Prob
     return problems
 
 
-ALSO: dict[str, Callable[[Mapping[str, Any], Axes | None, Line], list[Problem]]] = {
+ALSO: dict[str, Callable[[Mapping[str, Any], MeshShape | None, CommandLine], list[Problem]]] = {
     "server": problems_of_roles,
     "local": problems_of_sites,
 }

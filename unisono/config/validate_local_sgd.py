@@ -7,8 +7,8 @@ from dataclasses import fields
 from math import inf
 from typing import Any
 
-from unisono.config.command_line import Line
-from unisono.config.mesh_shape import Axes
+from unisono.config.command_line import CommandLine
+from unisono.config.mesh_shape import MeshShape
 from unisono.config.schema import LocalSettings
 from unisono.config.value_types import shown
 from unisono.config.wording import plural
@@ -20,7 +20,7 @@ def sites_of(settings: Any) -> int:
     return {"local": int(settings.local.sites)}.get(settings.exchange, 1)
 
 
-def problems_of_sites(values: Mapping[str, Any], axes: Axes | None, line: Line) -> list[Problem]:
+def problems_of_sites(values: Mapping[str, Any], axes: MeshShape | None, line: CommandLine) -> list[Problem]:
     """Sites have equally many virtual ranks and processes. `axes`: None, where the processes form no mesh."""
     sites, problems = values.get("local.sites", LocalSettings.sites), _of_meetings(values, line)
     if axes is None or sites < 2:
@@ -41,13 +41,13 @@ def problems_of_sites(values: Mapping[str, Any], axes: Axes | None, line: Line) 
     return problems
 
 
-def _other_sites(count: int, sites: int, line: Line) -> list[str]:
+def _other_sites(count: int, sites: int, line: CommandLine) -> list[str]:
     """The nearest number of sites that so many things can be dealt to."""
     fits = [n for n in range(2, count + 1) if count % n == 0]
     return [str(line.setting(f"local.sites={min(fits, key=lambda n: abs(n - sites))}"))] if fits else []
 
 
-def _of_meetings(values: Mapping[str, Any], line: Line) -> list[Problem]:
+def _of_meetings(values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     """When sites meet, and what they make of it."""
     known = {field.name: values.get(f"local.{field.name}", field.default) for field in fields(LocalSettings)}
     problems = []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.config.command_line import Line
-from unisono.config.mesh_shape import Axes
+from unisono.config.command_line import CommandLine
+from unisono.config.mesh_shape import MeshShape
 from unisono.config.schema import ParallelSettings, Settings
 from unisono.errors import Problem
 
@@ -22,7 +22,7 @@ def asks_of_the_model(settings: Settings) -> bool:
     return settings.parallel != ParallelSettings() or settings.compress.kind != "none"
 
 
-def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
+def problems_of_ways(values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     """`values`: of the settings that count, by their dotted names."""
     found = {name.removeprefix("parallel."): v for name, v in values.items() if name.startswith("parallel.")}
     inside = [name for name in ONE_PROCESS if found.get(name, 1) > 1]
@@ -43,7 +43,7 @@ def problems_of_ways(values: Mapping[str, Any], line: Line) -> list[Problem]:
     return problems + _casts(found, values.get("precision"), line) + _devices(found, inside, line)
 
 
-def problems_of_mixed(settings: Settings, line: Line) -> list[Problem]:
+def problems_of_mixed(settings: Settings, line: CommandLine) -> list[Problem]:
     """What cannot be where processes have several kinds of device: accelerators and the CPU, NVIDIA's and AMD's. Whole
     models can; what lies over several processes is put together by torch, with one back end for one kind of device."""
     problems: list[Problem] = []
@@ -57,7 +57,7 @@ def problems_of_mixed(settings: Settings, line: Line) -> list[Problem]:
     return problems
 
 
-def problems_of_buddy(values: Mapping[str, Any], axes: Axes, line: Line) -> list[Problem]:
+def problems_of_buddy(values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """A copy of each shard needs shards. `axes`: of the mesh that these values make."""
     if not values.get("parallel.buddy") or "parallel.shard" not in values or axes.shard > 1:
         return []
@@ -73,7 +73,7 @@ def problems_of_buddy(values: Mapping[str, Any], axes: Axes, line: Line) -> list
     return [Problem("parallel.buddy = true", true, f"{more.setting(*wanted)}, or: {off}")]
 
 
-def _too_much_for_threads(found: Mapping[str, Any], line: Line) -> list[Problem]:
+def _too_much_for_threads(found: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     problems = []
     for name, off in (("recompute", "none"), ("compile", False)):
         if found.get(name, off) != off:
@@ -85,7 +85,7 @@ def _too_much_for_threads(found: Mapping[str, Any], line: Line) -> list[Problem]
     return problems
 
 
-def _casts(found: Mapping[str, Any], precision: str | None, line: Line) -> list[Problem]:
+def _casts(found: Mapping[str, Any], precision: str | None, line: CommandLine) -> list[Problem]:
     """What does not go together with parameters that are cast for each call of a layer."""
     if found.get("param_dtype", "fp32") == "fp32":
         return []
@@ -106,7 +106,7 @@ def _casts(found: Mapping[str, Any], precision: str | None, line: Line) -> list[
     return problems
 
 
-def _devices(found: Mapping[str, Any], inside: list[str], line: Line) -> list[Problem]:
+def _devices(found: Mapping[str, Any], inside: list[str], line: CommandLine) -> list[Problem]:
     """The devices that are named, if any are, are those that something uses."""
     named = found.get("devices", [])
     if not named or not all(name in found for name in ONE_PROCESS):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.config.command_line import Line
-from unisono.config.mesh_shape import FILL, Axes
+from unisono.config.command_line import CommandLine
+from unisono.config.mesh_shape import FILL, MeshShape
 from unisono.config.value_types import shown
 from unisono.config.wording import plural
 from unisono.errors import Problem
 
 
-def computing(values: Mapping[str, Any], axes: Axes) -> int:
+def computing_processes(values: Mapping[str, Any], axes: MeshShape) -> int:
     """How many processes share the virtual ranks of a step: not those who serve, and where each worker has steps of its
     own, it has all of them."""
     if values.get("exchange") != "server":
@@ -20,7 +20,7 @@ def computing(values: Mapping[str, Any], axes: Axes) -> int:
     return max(axes.data - values.get("server.count", 1), 1) if values.get("server.staleness", 0) == 0 else 1
 
 
-def problems_of_roles(values: Mapping[str, Any], axes: Axes | None, line: Line) -> list[Problem]:
+def problems_of_roles(values: Mapping[str, Any], axes: MeshShape | None, line: CommandLine) -> list[Problem]:
     """What does not go together with parameter servers. `axes`: None, where the processes form no mesh."""
     problems, count, bound = [], values.get("server.count", 1), values.get("server.staleness", 0)
     workers = axes.data - count if axes is not None else 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
-class Misfit(Exception):
+class ValueMismatch(Exception):
     """A value is not of its type; the text says what the type is: "a whole number"."""
 
 
@@ -26,26 +26,26 @@ def typed(hint: Any, value: Any, text: bool = False) -> Any:
             if choice is not types.NoneType:
                 try:
                     return typed(choice, value, text)
-                except Misfit:
+                except ValueMismatch:
                     continue
-        raise Misfit(kind(hint))
+        raise ValueMismatch(kind(hint))
     if origin is Literal:
         for choice in inside:
             if (type(value) is type(choice) and value == choice) or (text and value == str(choice)):
                 return choice
-        raise Misfit(kind(hint))
+        raise ValueMismatch(kind(hint))
     if origin in (tuple, list) or hint in (tuple, list):
         return _typed_list(hint, value, text)
     if isinstance(hint, type) and issubclass(hint, Enum):
         for member in hint:
             if value is member or value == member.name or (isinstance(value, str) and value == str(member.value)):
                 return member
-        raise Misfit(kind(hint))
+        raise ValueMismatch(kind(hint))
     if text and hint in (int, float):
         try:
             return hint(value)
         except ValueError:
-            raise Misfit(kind(hint)) from None
+            raise ValueMismatch(kind(hint)) from None
     if text and hint is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if hint is float and type(value) in (int, float):
@@ -54,7 +54,7 @@ def typed(hint: Any, value: Any, text: bool = False) -> Any:
         return Path(value)
     if hint in (int, bool, str) and type(value) is hint:
         return value
-    raise Misfit(kind(hint))
+    raise ValueMismatch(kind(hint))
 
 
 def _typed_list(hint: Any, value: Any, text: bool) -> Any:
@@ -63,13 +63,13 @@ def _typed_list(hint: Any, value: Any, text: bool) -> Any:
         try:
             value = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
-            raise Misfit(kind(hint)) from None
+            raise ValueMismatch(kind(hint)) from None
     container, inside = get_origin(hint) or hint, get_args(hint)
     if not isinstance(value, list | tuple):
-        raise Misfit(kind(hint))
+        raise ValueMismatch(kind(hint))
     if container is tuple and inside and inside[-1] is not Ellipsis:
         if len(value) != len(inside):
-            raise Misfit(kind(hint))
+            raise ValueMismatch(kind(hint))
         return tuple(typed(each, v) for each, v in zip(inside, value, strict=True))
     return container(typed(inside[0], v) if inside else v for v in value)
 

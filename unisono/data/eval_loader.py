@@ -17,15 +17,15 @@ from unisono.config import Settings
 from unisono.data import alignment
 from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_made_batches, same_length, to_device
 from unisono.data.rng import seed_everything
-from unisono.data.streaming.stream import settle
-from unisono.distributed.process_group import Group
+from unisono.data.streaming.stream import settle_streams
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
-from unisono.plan.assignment import Seat
-from unisono.plan.batch_order import Order, deal
-from unisono.plan.rng_keys import EVALUATE, ROUND, mix, place_key
+from unisono.plan.assignment import Slot
+from unisono.plan.batch_order import BatchOrder, cut_batch
+from unisono.plan.rng_keys import EVALUATE, ROUND, micro_batch_key, mix
 
 
-class MicroBatch(NamedTuple):
+class EvalBatch(NamedTuple):
     """Its number, from 0 in the data's own order; how many samples it has; what they were collated into.
 
     spare  somebody else has it as well, for whom it counts
@@ -37,7 +37,7 @@ class MicroBatch(NamedTuple):
     spare: bool = False
 
 
-class Walk:
+class EvalLoader:
     """Iterate over it for this process's micro-batches; then `finish` says how many there are of all processes.
 
     what      names the data in messages
@@ -50,7 +50,7 @@ class Walk:
         data: Any,
         what: str,
         settings: Settings,
-        group: Group,
+        group: ProcessGroup,
         collate: Collate | None,
         *,
         abreast: bool = False,
@@ -61,9 +61,9 @@ class Walk:
         self.key = mix(settings.seed, EVALUATE)
         self._count = self._samples = 0
 
-    def __iter__(self) -> Iterator[MicroBatch]:
+    def __iter__(self) -> Iterator[EvalBatch]:
         refuse_made_batches(self.data, self.what)
-        settle(self.data, self.group, self.settings.loader.damaged)
+        settle_streams(self.data, self.group, self.settings.loader.damaged)
         sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
         if sized and not isinstance(self.data, IterableDataset):
             return self._indexed()
@@ -82,13 +82,13 @@ class Walk:
             )
         return self._count
 
-    def _indexed(self) -> Iterator[MicroBatch]:
+    def _indexed(self) -> Iterator[EvalBatch]:
         length = length_of(self.data, self.what)
         same_length(self.group, length, self.what)
         # one "step" per micro-batch, on one virtual rank: the order is the data's own
-        order = Order(length=length, batch=self.size, virtual_ranks=1, seed=self.key, shuffle=False)
+        order = BatchOrder(length=length, batch=self.size, virtual_ranks=1, seed=self.key, shuffle=False)
         self._count, self._samples = order.steps_per_epoch, length
-        first, last = deal(self._count, self.group.size, self.group.rank)
+        first, last = cut_batch(self._count, self.group.size, self.group.rank)
         ours = range(first, last)
         if self.abreast and len(ours) < -(-self._count // self.group.size):  # a neighbour of ours
             first, last = (first, last + 1) if last < self._count else (first - 1, last)
@@ -96,7 +96,7 @@ class Walk:
             self.data,
             order,
             Schedule(((0, 1),)),
-            seat=Seat(0),
+            seat=Slot(0),
             first=first,
             last=last,
             device=self.group.device,
@@ -106,22 +106,22 @@ class Walk:
         )
         try:
             for place, batch in loader:
-                yield MicroBatch(place.step, order.batch_size(place.step), batch, spare=place.step not in ours)
+                yield EvalBatch(place.step, order.batch_size(place.step), batch, spare=place.step not in ours)
         finally:
             loader.close()
 
-    def _read(self) -> Iterator[MicroBatch]:
+    def _read(self) -> Iterator[EvalBatch]:
         key, collate = mix(self.key, ROUND), self.collate or default_collate
         device = None if self.group.device.type == "cpu" else self.group.device
         seed_everything(self.key)
         samples, last = iter(self.data), list[Any]()
 
-        def made(number: int, some: list[Any], *, spare: bool = False) -> MicroBatch:
+        def made(number: int, some: list[Any], *, spare: bool = False) -> EvalBatch:
             batch = alignment.align(collate(some))
-            return MicroBatch(number, len(some), batch if device is None else to_device(batch, device), spare)
+            return EvalBatch(number, len(some), batch if device is None else to_device(batch, device), spare)
 
         while True:
-            seed_everything(place_key(key, self._count, 0, 0), device)
+            seed_everything(micro_batch_key(key, self._count, 0, 0), device)
             some = list(islice(samples, self.size))
             if not some:
                 break

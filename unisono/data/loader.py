@@ -21,31 +21,31 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from unisono.data import alignment
 from unisono.data.fast_collate import are_rows, collate, collate_as_at_home, read_rows
-from unisono.data.loader_workers import MOST_RESTARTS, Workers, deaths, tells_of_a_death
-from unisono.data.rng import State, give_state, same_state, seed_everything, take_state
+from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, tells_of_a_death
+from unisono.data.rng import State, get_state, same_state, seed_everything, set_state
 from unisono.data.rng_marks import mark
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
-from unisono.plan.assignment import Seat, taken
-from unisono.plan.batch_order import Order, Place
-from unisono.plan.rng_keys import ROUND, mix, place_key
+from unisono.plan.assignment import Slot, micro_batches_of
+from unisono.plan.batch_order import BatchOrder, MicroBatchId
+from unisono.plan.rng_keys import ROUND, micro_batch_key, mix
 
 Collate = Callable[[list[Any]], Any]
 Spans = tuple[tuple[int, int], ...]
 Fetched = tuple[Any, State | None]
 
 
-class Task(NamedTuple):
+class FetchTask(NamedTuple):
     """One micro-batch to fetch."""
 
-    place: Place
+    place: MicroBatchId
     run_key: int
     samples: list[int]
 
     @property
     def key(self) -> int:
         """Of its random numbers."""
-        return place_key(self.run_key, *self.place[:3])
+        return micro_batch_key(self.run_key, *self.place[:3])
 
 
 class Schedule:
@@ -64,7 +64,7 @@ class Schedule:
         self._changes = [(0, self.at(first_step - 1)), (first_step, spans)]
 
 
-class Numbers(Dataset[int]):
+class IndexDataset(Dataset[int]):
     """No data: a step's batch is the next so many numbers. Fetching gives a micro-batch's as a range."""
 
     def __init__(self, batch: int) -> None:
@@ -81,7 +81,7 @@ class Numbers(Dataset[int]):
         return range(first, first + len(samples))
 
 
-class Fetcher(Dataset[Any]):
+class MicroBatchDataset(Dataset[Any]):
     """The user's data set, seen through tasks instead of sample numbers. Runs in workers, or in the process itself.
     What it returns is aligned (alignment.py), before it leaves a worker too: the layout of some tensors is lost there.
 
@@ -94,20 +94,20 @@ class Fetcher(Dataset[Any]):
         self.rows = are_rows(data, collate_fn)
         self._draws = False  # has a fetch been seen to draw?
 
-    def __getitem__(self, task: Task) -> Fetched:
+    def __getitem__(self, task: FetchTask) -> Fetched:
         """For a worker: the batch, and where the generators stand if the fetch drew from them."""
         if self.rows:
             return read_rows(self.data, task.samples), None
         if get_worker_info() is None:
-            return self.fetch(task), take_state()
+            return self.fetch(task), get_state()
         collate_as_at_home()
         seed_everything(task.key)
-        before = take_state()
+        before = get_state()
         batch = self._read(task)
-        after = take_state()
+        after = get_state()
         return batch, None if same_state(before, after) else after
 
-    def fetch(self, task: Task) -> Any:
+    def fetch(self, task: FetchTask) -> Any:
         """The batch; the generators stand where they shall for what the loop does with it."""
         if self.keyed:
             seed_everything(task.key)
@@ -121,19 +121,19 @@ class Fetcher(Dataset[Any]):
                 return batch
             self._draws = True
         # a fetch that draws does so from its key; what it drew from the stream before that was seen is drawn anew
-        stream = take_state()
+        stream = get_state()
         seed_everything(task.key)
         before = mark()
         batch = self._read(task)
         if mark() == before:
-            give_state(stream)
+            set_state(stream)
         return batch
 
-    def _read(self, task: Task) -> Any:
+    def _read(self, task: FetchTask) -> Any:
         data, samples = self.data, task.samples
         if self.rows:
             return read_rows(data, samples)
-        if type(data) is Numbers:
+        if type(data) is IndexDataset:
             return data.micro_batch(task.place.step, samples)
         threads = torch.get_num_threads()
         if threads > 1:
@@ -155,10 +155,10 @@ class Loader:
     def __init__(
         self,
         data: Any,
-        order: Order,
+        order: BatchOrder,
         schedule: Schedule,
         *,
-        seat: Seat,
+        seat: Slot,
         first: int,
         last: int,
         device: torch.device,
@@ -174,11 +174,11 @@ class Loader:
         self._workers = workers
         self.horizon = first
         """No step from this one on has been dealt yet."""
-        self._dealt: deque[Task] = deque()
+        self._dealt: deque[FetchTask] = deque()
         self._dealing = self.deal()
-        self._tasks: Iterator[Task] | None = None  # where nothing is fetched ahead
-        self.fetcher = fetcher = Fetcher(data, collate or default_collate, keyed=keyed)
-        self._crew: Workers[Fetched] | None = None
+        self._tasks: Iterator[FetchTask] | None = None  # where nothing is fetched ahead
+        self.fetcher = fetcher = MicroBatchDataset(data, collate or default_collate, keyed=keyed)
+        self._crew: WorkerIterator[Fetched] | None = None
         if workers == 0 and device.type == "cpu":  # a DataLoader would add nothing but 20 microseconds a batch
             self._tasks = self._dealing
             self._batches: Iterable[Any] = map(fetcher.fetch, self._tasks)
@@ -198,7 +198,7 @@ class Loader:
             )
             return iter(batches)
 
-        self._crew = Workers(begin, workers, self._left)
+        self._crew = WorkerIterator(begin, workers, self._left)
         self._batches = self._from_workers(self._crew, fetcher.keyed)
 
     def _left(self) -> bool:
@@ -211,7 +211,7 @@ class Loader:
             if keyed:
                 seed_everything(self._dealt[0].key, None if self.device.type == "cpu" else self.device)
             if state is not None:
-                give_state(state)
+                set_state(state)
             yield alignment.align(batch if self.device.type == "cpu" else to_device(batch, self.device))
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class Loader:
         if crew is not None:
             crew.close()
 
-    def __iter__(self) -> Iterator[tuple[Place, Any]]:
+    def __iter__(self) -> Iterator[tuple[MicroBatchId, Any]]:
         batches = iter(self._batches)
         while True:
             try:
@@ -232,17 +232,17 @@ class Loader:
                 raise self._told(error) from error.__cause__
             yield self._dealt.popleft().place, batch
 
-    def fetch(self, place: Place) -> tuple[Place, Any]:
+    def fetch(self, place: MicroBatchId) -> tuple[MicroBatchId, Any]:
         """One micro-batch out of turn: somebody else's, which was to compute it."""
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
         try:
-            batch = self.fetcher.fetch(Task(place, mix(self.order.seed, ROUND), list(samples)))
+            batch = self.fetcher.fetch(FetchTask(place, mix(self.order.seed, ROUND), list(samples)))
         except Exception as error:
             error.add_note(_while_fetching(place, samples))
             raise
         return place, batch if self.device.type == "cpu" else to_device(batch, self.device)
 
-    def skip(self, count: int, batches: Iterator[tuple[Place, Any]]) -> None:
+    def skip(self, count: int, batches: Iterator[tuple[MicroBatchId, Any]]) -> None:
         """Let go of the next so many micro-batches of ours, which others have computed. What nobody fetches ahead is
         not fetched at all."""
         for _ in range(count):
@@ -252,14 +252,14 @@ class Loader:
                 next(self._tasks)
                 self._dealt.popleft()
 
-    def deal(self) -> Iterator[Task]:
+    def deal(self) -> Iterator[FetchTask]:
         """Every task of this process, in order; what is dealt is remembered until it is yielded."""
         run_key = mix(self.order.seed, ROUND)
         for step in self.steps:
             span = self.schedule.at(step)[self.seat.span]
             self.horizon = step + 1
-            for place, samples in taken(self.order.places(step, span), self.seat):
-                task = Task(place, run_key, samples)
+            for place, samples in micro_batches_of(self.order.places(step, span), self.seat):
+                task = FetchTask(place, run_key, samples)
                 self._dealt.append(task)
                 yield task
 
@@ -288,7 +288,7 @@ class _Tasks:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Task]:
+    def __iter__(self) -> Iterator[FetchTask]:
         tasks = chain(list(self._loader._dealt), self._loader._dealing)
         while True:
             with deaths.later():  # an exception within it would end the dealing
@@ -302,7 +302,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _while_fetching(place: Place, samples: Sequence[int]) -> str:
+def _while_fetching(place: MicroBatchId, samples: Sequence[int]) -> str:
     return f"while fetching the samples {_some(samples)} of step {place.step}, virtual rank {place.virtual_rank}"
 
 
@@ -323,9 +323,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return batch
 
 
-def same_length(group: Group, length: int, what: str) -> None:
+def same_length(group: ProcessGroup, length: int, what: str) -> None:
     """Refuse data of another length on another process: everybody deals the same sample numbers."""
-    lengths = group.gather(length)
+    lengths = group.all_gather_object(length)
     if len(set(lengths)) > 1:
         told = ", ".join(f"{n} on rank {rank}" for rank, n in enumerate(lengths) if lengths.index(n) == rank)
         raise DataError(

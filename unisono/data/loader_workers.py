@@ -48,7 +48,7 @@ MOST_RESTARTS = 3
 kills."""
 
 
-class Workers(Iterator[T]):
+class WorkerIterator(Iterator[T]):
     """What the workers of one loader fetch, in order; workers that die are started again.
 
     begin  begin(arrived) starts workers, each of which calls arrived(number), and returns an iterator over all that has
@@ -195,7 +195,7 @@ def tells_of_a_death(error: Exception) -> bool:
     return isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not sent_home
 
 
-class Deaths:
+class WorkerDeaths:
     """Workers that died. torch raises wherever the main thread happens to be when it hears of one: here that is only
     where it waits for one of the loader whose worker it was."""
 
@@ -261,4 +261,4 @@ def _dead(children: Sequence[BaseProcess]) -> RuntimeError | None:
     return None
 
 
-deaths = Deaths()
+deaths = WorkerDeaths()

@@ -26,12 +26,12 @@ def seed_everything(key: int, device: torch.device | None = None) -> None:
         torch.get_device_module(device).manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
 
 
-def take_state() -> State:
+def get_state() -> State:
     """Where the generators of the CPU stand."""
     return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
 
 
-def give_state(state: State) -> None:
+def set_state(state: State) -> None:
     """Put the generators of the CPU where they stood."""
     torch.default_generator.set_state(state[0])
     np.random.set_state(state[1])
@@ -39,19 +39,19 @@ def give_state(state: State) -> None:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def preserve_rng(device: torch.device) -> Iterator[None]:
     """Whoever draws in this block: behind it all generators, that of `device` too, stand where they stood before."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    stood, of_device = take_state(), accelerator.get_rng_state() if accelerator else None
+    stood, of_device = get_state(), accelerator.get_rng_state() if accelerator else None
     try:
         yield
     finally:
-        give_state(stood)
+        set_state(stood)
         if accelerator:
             accelerator.set_rng_state(of_device)
 
 
-class Generators:
+class RngStates:
     """The generators as a thing that a checkpoint can hold. What was loaded is given back when `give` says so, since a
     script draws (its model's weights, say) between its checkpoint's loading and its loop."""
 
@@ -67,7 +67,7 @@ class Generators:
     def state_dict(self) -> dict[str, Any]:
         if self._held is not None:
             return self._held
-        of_torch, (_, keys, *of_numpy), (version, words, gauss) = take_state()
+        of_torch, (_, keys, *of_numpy), (version, words, gauss) = get_state()
         return {
             "torch": of_torch,
             "numpy": [torch.from_numpy(keys.astype(np.int64)), *of_numpy],
@@ -86,7 +86,7 @@ class Generators:
         keys, *of_numpy = state["numpy"]
         version, words, gauss = state["random"]
         of_numpy = ("MT19937", keys.numpy().astype(np.uint32), *of_numpy)
-        give_state((state["torch"], of_numpy, (version, tuple(words.tolist()), gauss)))
+        set_state((state["torch"], of_numpy, (version, tuple(words.tolist()), gauss)))
         if self._module is not None and state["device"] is not None:
             self._module.set_rng_state(state["device"])
         return True

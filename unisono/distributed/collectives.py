@@ -26,12 +26,12 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.distributed.process_group import Group, Message, peers, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, wait_for, wrap_peer_errors
 from unisono.distributed.pytree import (
     Form,
     Tree,
     differences,
-    first_wrong,
+    first_structure_error,
     form_of,
     from_rows,
     leaves,
@@ -39,11 +39,11 @@ from unisono.distributed.pytree import (
     pack,
     rows_by_kind,
     size_of,
+    structure_error,
     tensors_of,
     unpack,
-    wrong,
 )
-from unisono.distributed.ring_allreduce import ring_
+from unisono.distributed.ring_allreduce import ring_all_reduce_
 from unisono.errors import LoopError
 
 Op = Literal["sum", "mean", "max", "min"]
@@ -64,7 +64,7 @@ class Collectives:
     group       what this is built on: verbs that begin something, and do not wait
     """
 
-    def __init__(self, group: Group, *, ask: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, group: ProcessGroup, *, ask: Callable[[], None] = lambda: None) -> None:
         """`ask`: are the others about to call a verb too? Called first; raises on all of them if not."""
         self.group, self._ask = group, ask
         self.rank, self.size, self.device = group.rank, group.size, group.device
@@ -79,7 +79,7 @@ class Collectives:
     def ring_all_reduce(self, tree: Tree) -> Tree:
         """The sum, carried around a ring: each process talks to two others only (ring_allreduce.py draws it)."""
         with self._together("ring_all_reduce", self._op("sum", tree), form_of(tree)):
-            return map_rows(tree, self.device, lambda row: ring_(self.group, row))
+            return map_rows(tree, self.device, lambda row: ring_all_reduce_(self.group, row))
 
     def all_gather(self, tree: Tree) -> list[Tree]:
         """Everybody's tree, in the order of ranks."""
@@ -149,7 +149,7 @@ class Collectives:
             form = self._told("broadcast", form_of(tree) if self.rank == source else None, source)
             here = self.rank == source
             row = pack(tree, self.device) if here else self._empty(form)
-            self.group.share_([row], source)
+            self.group.broadcast_([row], source)
             return unpack(row, form, tree if here else None)
 
     def scatter(self, trees: Sequence[Tree] | None = None, source: int = 0) -> Tree:
@@ -186,9 +186,11 @@ class Collectives:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:  # told on all processes: the others would wait
-            unfit = [wrong(f"It takes what JSON carries, and of this it says: {error}.", "str(value), or a tensor")]
+            unfit = [
+                structure_error(f"It takes what JSON carries, and of this it says: {error}.", "str(value), or a tensor")
+            ]
         with self._together(verb, *said, *unfit):
-            return self.group.gather(value)
+            return self.group.all_gather_object(value)
 
     # -- before anything travels
 
@@ -196,34 +198,38 @@ class Collectives:
     def _together(self, verb: str, *said: Any) -> Iterator[None]:
         """See that all processes are about to do the same; and if one is lost on the way, say what was being done."""
         self._ask()
-        with peers(verb):
+        with wrap_peer_errors(verb):
             told = json.dumps([verb, *said])
             if self.size > 1:
                 number = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
                 most, least = self.group.max_(torch.tensor([number, -number], device=self.device)).tolist()
                 if most != -least:
-                    raise _unlike(verb, self.group.gather(json.loads(told)))
+                    raise _unlike(verb, self.group.all_gather_object(json.loads(told)))
             _refuse_wrong(verb, list(said))
             yield
 
     def _told(self, verb: str, said: Any, source: int) -> Any:
         """What process `source` says, on all of them; raises LoopError on all of them if it is wrong."""
-        found = self.group.gather(said)[source]
+        found = self.group.all_gather_object(said)[source]
         _refuse_wrong(verb, found)
         return found
 
     def _op(self, op: str, tree: Tree) -> Any:
         if op not in FOLDS:
-            return wrong(f"It knows {', '.join(FOLDS)}; this is {op}.", 'op="sum"')
-        kinds = {leaf.dtype for leaf in leaves(tree)} if first_wrong(form_of(tree)) is None else set()
+            return structure_error(f"It knows {', '.join(FOLDS)}; this is {op}.", 'op="sum"')
+        kinds = {leaf.dtype for leaf in leaves(tree)} if first_structure_error(form_of(tree)) is None else set()
         if op == "mean" and not all(kind.is_floating_point or kind.is_complex for kind in kinds):
-            return wrong("The mean of whole numbers is none.", 'tensor.float(), or op="sum"')
+            return structure_error("The mean of whole numbers is none.", 'tensor.float(), or op="sum"')
         if op in ("sum", "mean") and torch.bool in kinds:
-            return wrong("Yes and no have no sum.", 'op="max" (any of them), op="min" (all of them), or tensor.int()')
+            return structure_error(
+                "Yes and no have no sum.", 'op="max" (any of them), op="min" (all of them), or tensor.int()'
+            )
         return op
 
     def _rank(self, rank: int) -> Any:
-        return rank if 0 <= rank < self.size else wrong(f"Ranks are 0 to {self.size - 1}; this is {rank}.", "0")
+        return (
+            rank if 0 <= rank < self.size else structure_error(f"Ranks are 0 to {self.size - 1}; this is {rank}.", "0")
+        )
 
     def _each(self, trees: Any, *, rows: bool = True) -> list[Form]:
         """The forms of a tree for each process; `rows`: with how many rows their tensors have."""
@@ -232,9 +238,9 @@ class Collectives:
             true = (
                 f"It takes a list of {self.size} trees, one for each process; this is a {type(trees).__name__}{count}."
             )
-            return [wrong(true, "[tree for rank in range(size)]")]
+            return [structure_error(true, "[tree for rank in range(size)]")]
         forms = [form_of(tree) for tree in trees]
-        return forms if rows or first_wrong(forms) else [_with_rows(form, None) for form in forms]
+        return forms if rows or first_structure_error(forms) else [_with_rows(form, None) for form in forms]
 
     # -- what travels
 
@@ -266,7 +272,7 @@ class Collectives:
         if self.size == 1:
             return mine
         width, theirs = mine.element_size(), sizes if theirs is None else theirs
-        came = self.group.trade(mine.view(torch.uint8), [width * n for n in sizes], [width * n for n in theirs])
+        came = self.group.all_to_all(mine.view(torch.uint8), [width * n for n in sizes], [width * n for n in theirs])
         return came.view(mine.dtype)
 
     def _fold(self, row: torch.Tensor, op: str) -> torch.Tensor:
@@ -293,7 +299,7 @@ def _with_rows(form: Form, rows: Sequence[int] | None) -> Form:
 
 
 def _refuse_wrong(verb: str, said: Any) -> None:
-    if (found := first_wrong(said)) is not None:
+    if (found := first_structure_error(said)) is not None:
         raise LoopError(f"{verb} was called with what it does not take.", *found)
 
 
@@ -305,7 +311,7 @@ def _unlike(verb: str, told: list[Any]) -> LoopError:
         do = "call the same collectives on every process, in the same order."
         return LoopError(asked, f"Rank 0 is at {first[0]}, rank {other} at {told[other][0]}.", do)
     for rank, said in enumerate(told):
-        if (found := first_wrong(said)) is not None:
+        if (found := first_structure_error(said)) is not None:
             return LoopError(asked, f"Rank {rank}: {found[0]}", found[1])
     name, one, another = next(differences(first[1:], told[other][1:]))
     inside = name.partition("]")[2]  # behind the number of what was handed in

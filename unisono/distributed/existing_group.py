@@ -30,12 +30,12 @@ _runs = 0
 """So many runs have used the script's group, this one included."""
 
 
-def there() -> bool:
+def existing_group_exists() -> bool:
     """Has the script made a group of several processes?"""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def taken_over(world: World) -> World:
+def take_over(world: World) -> World:
     """`world`, or the place of this process in the group that the script has made. Every process of the group must call
     this. Raises WorldError where the group cannot be the run's."""
     if world.dry or not (dist.is_available() and dist.is_initialized()):
@@ -65,7 +65,7 @@ def store() -> dist.Store:
     return dist.PrefixStore(f"unisono-{_runs}", found)
 
 
-def use(wire: torch.device, backend: str) -> None:
+def use_group(wire: torch.device, backend: str) -> None:
     """The run's tensors travel by the script's group from now on: from `wire`, which needs this back end. Raises
     WorldError if the group has none for such a device."""
     group = dist.group.WORLD
@@ -90,9 +90,9 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def refuse_a_second_group(size: int) -> None:
+def refuse_second_group(size: int) -> None:
     """Raises LoopError if the script has made a group of several processes since a run of one process began."""
-    if size == 1 and there() and dist.get_backend() != "fake":
+    if size == 1 and existing_group_exists() and dist.get_backend() != "fake":
         raise LoopError(
             "init_process_group was called inside the script's main.",
             f"This run has 1 process, and the group {dist.get_world_size()}: each would train alone.",

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it makes the back end known; a millisecond)
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from unisono.distributed.membership.membership import Company
+    from unisono.distributed.membership.membership import Membership
 
 
-class Pretended(Group):
+class FakeGroup(ProcessGroup):
     """The group of this process, and of others that are not there; until it becomes another one."""
 
     there = False
@@ -39,9 +39,9 @@ class Pretended(Group):
     def decides(self) -> bool:
         return super().decides if self.there else True
 
-    def become(self, *about: Any, **more: Any) -> None:
+    def regroup(self, *about: Any, **more: Any) -> None:
         self.there = True
-        super().become(*about, **more)
+        super().regroup(*about, **more)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         return super().sum_(tensor) if self.there else tensor.mul_(self.size)
@@ -49,14 +49,14 @@ class Pretended(Group):
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         return super().max_(tensor) if self.there else tensor
 
-    def gather(self, value: Any) -> list[Any]:
-        return super().gather(value) if self.there else [value] * self.size
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return super().all_gather_object(value) if self.there else [value] * self.size
 
-    def share(self, value: Any) -> Any:
-        return super().share(value) if self.there else value
+    def broadcast_object(self, value: Any) -> Any:
+        return super().broadcast_object(value) if self.there else value
 
 
-class _Agreeing(dist.Store):
+class _EchoStore(dist.Store):
     """Where processes meet, if all of them always say the same: each number comes `size` times."""
 
     def __init__(self, size: int) -> None:
@@ -80,18 +80,18 @@ class _Agreeing(dist.Store):
 
 
 @contextmanager
-def pretended(size: int) -> Iterator[Group]:
+def is_fake_group(size: int) -> Iterator[ProcessGroup]:
     """A group of so many processes on the CPU, of which this one is the first and the only one."""
     if size == 1:
-        yield Group()
+        yield ProcessGroup()
         return
-    group, _ = pretend(0, size)
+    group, _ = fake_group(0, size)
     yield group
     dist.destroy_process_group()
 
 
-def pretend(rank: int, size: int, company: Company | None = None) -> tuple[Group, object]:
+def fake_group(rank: int, size: int, company: Membership | None = None) -> tuple[ProcessGroup, object]:
     """A group of so many processes, of which this one is there alone, as rank `rank`; and what must live as long."""
-    store = _Agreeing(size)  # torch keeps what is C++ of it, and that alone
+    store = _EchoStore(size)  # torch keeps what is C++ of it, and that alone
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
-    return Pretended(rank, size, company=company), store
+    return FakeGroup(rank, size, company=company), store

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from unisono.distributed.process_group import Work
 
 
-def room(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def staging_buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Where what is to lie in `tensor` may arrive: itself, if that is on this device."""
     return tensor if tensor.device == device else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def brought(work: Work, here: torch.Tensor, there: torch.Tensor) -> Work:
+def staged(work: Work, here: torch.Tensor, there: torch.Tensor) -> Work:
     """This work, whose `wait` also brings what has come `here` to where it belongs."""
-    return work if here is there else Brought(work, here, there)
+    return work if here is there else StagedWork(work, here, there)
 
 
-class Brought:
+class StagedWork:
     """A collective under way whose result arrives on one device and belongs on another."""
 
     def __init__(self, work: Work, here: torch.Tensor, there: torch.Tensor) -> None:

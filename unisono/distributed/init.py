@@ -20,14 +20,21 @@ from torch.distributed import distributed_c10d
 
 from unisono.config.wording import plural
 from unisono.distributed import existing_group
-from unisono.distributed.membership.membership import SCHEME, Company
+from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
 from unisono.distributed.membership.waiting import TIMEOUT
-from unisono.distributed.process_group import Group
-from unisono.distributed.rendezvous.connect import alike, all_together, connect, count, count_groups_from, soon
-from unisono.distributed.rendezvous.host_names import find_meeting_host, require_own_name
-from unisono.distributed.rendezvous.hosted_store import HOSTED, hosted
-from unisono.distributed.rendezvous.store import Keys
+from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.rendezvous.connect import (
+    connect,
+    count_arrivals,
+    number_groups_from,
+    retrying,
+    same_everywhere,
+    wait_for_all,
+)
+from unisono.distributed.rendezvous.host_names import require_own_host_name, resolve_rendezvous_host
+from unisono.distributed.rendezvous.hosted_store import HOSTED, host_store
+from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.rendezvous.store_prefix import enter_round
 from unisono.distributed.shared_memory import find_neighbours
 from unisono.environment import World, host_of, variables
@@ -61,7 +68,7 @@ SHOWS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", 
 """Variables by which a process is shown some of its host's accelerators."""
 
 
-def shown() -> str:
+def visible_devices() -> str:
     """What this process sees of its host's accelerators. Slurm may show each task another one under the same number;
     but most tell their own names (CUDA's, ROCm's and XPU's: `uuid`)."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -72,18 +79,18 @@ def shown() -> str:
     return f"{variables(SHOWS)} {names}"
 
 
-def find_seat(world: World, store: dist.Store) -> int:
+def find_device_index(world: World, store: dist.Store) -> int:
     """The number of this process's accelerator among those that it sees, where somebody else has started it: its local
     rank, if all processes of its host see the same ones; else those that do take them as they come. Everybody must
     ask, and who sees none gets any number."""
-    those = f"seats of {world.host} with {shown()}"
+    those = f"seats of {world.host} with {visible_devices()}"
     store.add(those, 1)
-    count(store, world.size, "seats")
+    count_arrivals(store, world.size, "seats")
     return world.local_rank if store.add(those, 0) == world.local_size else store.add(f"{those}, taken", 1) - 1
 
 
 @contextmanager
-def group(world: World, *, divided: bool = False) -> Iterator[Group]:
+def join_process_group(world: World, *, divided: bool = False) -> Iterator[ProcessGroup]:
     """The group of all processes of `world`, joined on entry and left together on exit. `divided`: a model is to lie
     over several of them.
 
@@ -92,17 +99,17 @@ def group(world: World, *, divided: bool = False) -> Iterator[Group]:
     the interpreter ends.
     """
     if world.size == 1:
-        yield Group(0, 1, choose_device(world, world.seat))
+        yield ProcessGroup(0, 1, choose_device(world, world.seat))
         return
-    atexit.register(end_soon)
+    atexit.register(exit_watchdog)
     gloo = world.cpu_ranks > 0 or not torch.accelerator.is_available()
     if (world.store or "").startswith(SCHEME) and (gloo or world.least):
-        with company(world, divided=divided) as joined:
+        with join_elastic(world, divided=divided) as joined:
             yield joined
     else:
-        with meeting(world) as joined:
+        with join_fixed(world) as joined:
             yield joined
-    atexit.unregister(end_soon)
+    atexit.unregister(exit_watchdog)
 
 
 LATE_SECONDS = 20.0
@@ -110,7 +117,7 @@ LATE_SECONDS = 20.0
 
 
 @contextmanager
-def aloud(world: World) -> Iterator[None]:
+def warn_if_slow(world: World) -> Iterator[None]:
     """A block in which this process waits for the others."""
     where = host_of(world.store)
     place = f" at {where[0]}:{where[1]}" if where is not None else ""
@@ -126,16 +133,16 @@ def aloud(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def meeting(world: World) -> Iterator[Group]:
+def join_fixed(world: World) -> Iterator[ProcessGroup]:
     """The same, where all stay until the end."""
-    with aloud(world):
+    with warn_if_slow(world):
         store = _store(world)
-        device = choose_device(world, find_seat(world, store) if world.foreign else world.seat)
-        mixed = not alike(store, world.size, kind_of(device))
-    backend = back_end(device, mixed=mixed)
-    require_own_name(world, backend)
+        device = choose_device(world, find_device_index(world, store) if world.foreign else world.seat)
+        mixed = not same_everywhere(store, world.size, kind_of(device))
+    backend = backend_of(device, mixed=mixed)
+    require_own_host_name(world, backend)
     if world.store == existing_group.TAKEN:
-        existing_group.use(torch.device("cpu") if mixed else device, backend)
+        existing_group.use_group(torch.device("cpu") if mixed else device, backend)
     else:
         connect(store, world.rank, world.size, backend)
     joined = build_group(world, device, mixed=mixed)
@@ -146,7 +153,7 @@ def meeting(world: World) -> Iterator[Group]:
             dist.destroy_process_group()
 
 
-def back_end(device: torch.device, *, mixed: bool) -> str:
+def backend_of(device: torch.device, *, mixed: bool) -> str:
     """torch's, for this device; where not all processes have the same kind of it, the one that every process has."""
     return "gloo" if mixed else dist.get_default_backend_for_device(device)
 
@@ -157,7 +164,7 @@ LET_GO_SECONDS = 0.1
 """A thread of gloo's that was waiting for the interpreter, to let go of a tensor, has it by then, many times over."""
 
 
-def end_soon() -> None:
+def exit_watchdog() -> None:
     """The interpreter of a process that has failed is about to end, with torch's group still there.
 
     Its threads let go of the tensors of what is done, and need the interpreter for that; one that comes too late aborts
@@ -170,38 +177,38 @@ def end_soon() -> None:
 
 
 @contextmanager
-def company(world: World, *, divided: bool) -> Iterator[Group]:
+def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
     """The same, where those who are left go on without one that dies. Who joins later is alone at first; if it is to
     hold a part of a model, it pretends that the others who hold it are there."""
     device = choose_device(world, world.seat)
     mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
-    watched = Company(world, back_end(device, mixed=mixed))
-    joined, kept = Group(0, 1, device, mixed, company=watched), None
+    watched = Membership(world, backend_of(device, mixed=mixed))
+    joined, kept = ProcessGroup(0, 1, device, mixed, company=watched), None
     if not world.joins:
-        watched.form(joined)
+        watched.regroup(joined)
     elif divided:
-        from unisono.distributed.fake_group import pretend  # half a second
+        from unisono.distributed.fake_group import fake_group  # half a second
 
-        joined, kept = pretend(world.rank, world.size, watched)
+        joined, kept = fake_group(world.rank, world.size, watched)
     yield joined
     watched.leave()
     del kept
 
 
-def build_group(world: World, device: torch.device, *, mixed: bool = False) -> Group:
+def build_group(world: World, device: torch.device, *, mixed: bool = False) -> ProcessGroup:
     """The processes of `world`, whose process group is there. Every one of them must call this."""
-    group = Group(world.rank, world.size, device, mixed)
+    group = ProcessGroup(world.rank, world.size, device, mixed)
     return replace(group, neighbours=find_neighbours(group))
 
 
-def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watched: bool = False) -> dist.ProcessGroup:
+def port_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watched: bool = False) -> dist.ProcessGroup:
     """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together.
     `watched`: some may die in it, and the others try again without them."""
     made: list[dist.ProcessGroup] = []
     known = distributed_c10d._world.group_count
 
     def connect_here(attempt: int, patience: timedelta) -> None:
-        count_groups_from(known + (attempt - 1) * len(lines))  # what a failed attempt has left lies under other names
+        number_groups_from(known + (attempt - 1) * len(lines))  # what a failed attempt has left lies under other names
         made.extend(dist.new_group(list(line), timeout=patience) for line in lines)
 
     def part() -> None:
@@ -211,8 +218,8 @@ def join_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watche
         made.clear()
 
     store = dist.PrefixStore(f"lines-{lines}", distributed_c10d._get_default_store())
-    first, limit = (soon(size), FORM_SECONDS) if watched else (None, math.inf)
-    all_together(store, rank, size, "connected", connect_here, part, first, limit)
+    first, limit = (retrying(size), FORM_SECONDS) if watched else (None, math.inf)
+    wait_for_all(store, rank, size, "connected", connect_here, part, first, limit)
     mine = next(group for line, group in zip(lines, made, strict=True) if rank in line)
     distributed_c10d._set_pg_timeout(TIMEOUT, mine)
     return mine
@@ -222,14 +229,14 @@ def _store(world: World) -> dist.Store:
     """Where the processes meet."""
     assert world.store is not None
     if world.store.startswith(SCHEME):
-        return Keys(world.store.removeprefix(SCHEME), TIMEOUT)
+        return RendezvousStore(world.store.removeprefix(SCHEME), TIMEOUT)
     if world.store.startswith("file://"):
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
     if world.store == existing_group.TAKEN:
         return existing_group.store()
     if world.store.startswith(HOSTED):
-        return hosted(world.store, world.rank)
-    find_meeting_host(world)
+        return host_store(world.store, world.rank)
+    resolve_rendezvous_host(world)
     store: dist.Store
     store, _, _ = next(dist.rendezvous(world.store, world.rank, world.size, timeout=TIMEOUT))
     return enter_round(store, world.rank, world.size, TIMEOUT)

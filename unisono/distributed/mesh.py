@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from unisono.config.mesh_shape import Axes
-from unisono.distributed.init import join_lines
-from unisono.distributed.process_group import Group
+from unisono.config.mesh_shape import MeshShape
+from unisono.distributed.init import port_lines
+from unisono.distributed.process_group import ProcessGroup
 
 
 @dataclass(eq=False)
@@ -28,18 +28,18 @@ class Mesh:
     torchs     the axes of more than one process as torch's own classes take them; None: there is none but replicate
     """
 
-    axes: Axes = field(default_factory=Axes)
-    world: Group = field(default_factory=Group)
-    data: Group = field(default_factory=Group)
-    replicate: Group = field(default_factory=Group)
-    shard: Group = field(default_factory=Group)
-    tensor: Group = field(default_factory=Group)
-    context: Group = field(default_factory=Group)
-    pipeline: Group = field(default_factory=Group)
+    axes: MeshShape = field(default_factory=MeshShape)
+    world: ProcessGroup = field(default_factory=ProcessGroup)
+    data: ProcessGroup = field(default_factory=ProcessGroup)
+    replicate: ProcessGroup = field(default_factory=ProcessGroup)
+    shard: ProcessGroup = field(default_factory=ProcessGroup)
+    tensor: ProcessGroup = field(default_factory=ProcessGroup)
+    context: ProcessGroup = field(default_factory=ProcessGroup)
+    pipeline: ProcessGroup = field(default_factory=ProcessGroup)
     torchs: DeviceMesh | None = None
     _cut: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False)
 
-    def become(self) -> None:
+    def regroup(self) -> None:
         """The world has more or fewer replicas than before (distributed/membership/membership.py): this is its mesh.
         Everybody calls it.
 
@@ -51,7 +51,7 @@ class Mesh:
             return
         for line, names in ((self.replicate, ["replicate"]), (self.shard, ["shard"])):
             new = _line(self.axes, self.world, *names)
-            line.become(new.rank, new.size, new.neighbours, new.members, new.handle)
+            line.regroup(new.rank, new.size, new.neighbours, new.members, new.handle)
         handles: dict[str, Any] = {}
         for name in self.torchs.mesh_dim_names or ():
             handles[name] = getattr(self, name).handle or dist.group.WORLD
@@ -65,7 +65,7 @@ class Mesh:
         return self.axes.size // self.axes.replicate
 
     @property
-    def speaks(self) -> bool:
+    def is_leader(self) -> bool:
         """Of those that see the same samples, is this the one that says what came of them (or of a slice of them)?"""
         return self.tensor.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
 
@@ -79,19 +79,19 @@ class Mesh:
         return self._cut[axes]
 
 
-def build_mesh(axes: Axes, world: Group) -> Mesh:
+def build_mesh(axes: MeshShape, world: ProcessGroup) -> Mesh:
     """The mesh over all processes. Every one of them must call this."""
     mesh = _build(axes, world)
     if world.company is not None:
-        world.company.lines = mesh.become
+        world.company.lines = mesh.regroup
         world.company.own()
     return mesh
 
 
-def _build(axes: Axes, world: Group) -> Mesh:
+def _build(axes: MeshShape, world: ProcessGroup) -> Mesh:
     assert axes.size == world.size
     if axes.replicate == world.size:
-        alone = Group(device=world.device)
+        alone = ProcessGroup(device=world.device)
         return Mesh(axes, world, world, world, alone, alone, alone, alone)
     lines = {name: _line(axes, world, name) for name in axes._fields}
     whole = axes.shard == 1  # then replicate is all there is to it
@@ -111,7 +111,7 @@ def _build(axes: Axes, world: Group) -> Mesh:
     )
 
 
-class Sites(NamedTuple):
+class SiteMesh(NamedTuple):
     """The processes of a run in sites, as many in each (exchange=local). Ranks count through one site after the other:
 
         site 0      rank 0 --- rank 1          mesh     of this process's own site: its world is the site
@@ -123,27 +123,29 @@ class Sites(NamedTuple):
 
     number: int
     mesh: Mesh
-    across: Group
+    across: ProcessGroup
 
 
-def build_sites(count: int, world: Group) -> Sites:
+def build_sites(count: int, world: ProcessGroup) -> SiteMesh:
     """All processes in `count` sites. Every one of them must call this."""
     size = world.size // count
-    axes = Axes(pipeline=count, replicate=size)  # any two axes, the outer one for sites: only to count through them
+    axes = MeshShape(
+        pipeline=count, replicate=size
+    )  # any two axes, the outer one for sites: only to count through them
     site = replace(_line(axes, world, "replicate"), members=next(m for m in axes.lines("replicate") if world.rank in m))
-    alone = Group(device=world.device)
-    mesh = Mesh(Axes(replicate=size), site, site, site, alone, alone, alone, alone)
-    return Sites(world.rank // size, mesh, _line(axes, world, "pipeline"))
+    alone = ProcessGroup(device=world.device)
+    mesh = Mesh(MeshShape(replicate=size), site, site, site, alone, alone, alone, alone)
+    return SiteMesh(world.rank // size, mesh, _line(axes, world, "pipeline"))
 
 
-def _line(axes: Axes, world: Group, *names: str) -> Group:
+def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
     """The processes that differ from this one on these axes only."""
     lines = axes.lines(*names)
     mine = next(line for line in lines if world.rank in line)
     if len(mine) == 1:
-        return Group(device=world.device, company=world.company)
+        return ProcessGroup(device=world.device, company=world.company)
     if len(mine) == world.size:
         return world
     near = {i: world.neighbours[member] for i, member in enumerate(mine) if member in world.neighbours}
-    handle = join_lines(lines, world.rank, world.size, watched=world.company is not None)
-    return Group(mine.index(world.rank), len(mine), world.device, world.mixed, near, mine, handle, world.company)
+    handle = port_lines(lines, world.rank, world.size, watched=world.company is not None)
+    return ProcessGroup(mine.index(world.rank), len(mine), world.device, world.mixed, near, mine, handle, world.company)

@@ -16,35 +16,35 @@ import torch
 import torch.distributed as dist
 
 from unisono import phases
-from unisono.distributed.host_staging import brought, room
-from unisono.distributed.membership.waiting import Late, Patient, Watched
-from unisono.errors import PeerLost
+from unisono.distributed.host_staging import staged, staging_buffer
+from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendWork
+from unisono.errors import PeerLostError
 
 if TYPE_CHECKING:
-    from unisono.distributed.membership.membership import Company
+    from unisono.distributed.membership.membership import Membership
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """What nearly every tensor is: asking one of these for what it has not takes its time."""
 
 
-def lies_apart(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Does it lie over several processes (torch's DTensor), so that this one holds a part of it?"""
     return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
-def met_a_part(error: BaseException) -> bool:
+def is_mixed_dtensor_error(error: BaseException) -> bool:
     """Does torch say here that a tensor which lies apart met one that does not? (2.13 has no type for that.)"""
     return "mixed torch.Tensor and DTensor" in str(error)
 
 
-def local(tensor: Any) -> Any:
+def to_local(tensor: Any) -> Any:
     """What this process holds of a tensor that lies over several; of any other, itself."""
-    return tensor.to_local() if lies_apart(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def like(part: torch.Tensor, whole: Any) -> torch.Tensor:
+def from_local_like(part: torch.Tensor, whole: Any) -> torch.Tensor:
     """This process's part of a tensor that lies as `whole` does; where that lies here only, the part is all of it."""
-    if not lies_apart(whole):
+    if not is_dtensor(whole):
         return part
     from torch.distributed.tensor import DTensor  # half a second
 
@@ -66,7 +66,7 @@ def wait_for(works: Iterable[Work]) -> None:
     began = time.perf_counter()
     for work in works:
         work.wait()
-    phases.Waited.seconds += time.perf_counter() - began
+    phases.CommWait.seconds += time.perf_counter() - began
 
 
 # torch 2.13 gave these two new names and warns about the old ones
@@ -81,8 +81,8 @@ class Message(NamedTuple):
 
 
 @contextmanager
-def peers(what: str) -> Iterator[None]:
-    """A block of collectives: if a peer is gone, raises PeerLost, which says what was being done."""
+def wrap_peer_errors(what: str) -> Iterator[None]:
+    """A block of collectives: if a peer is gone, raises PeerLostError, which says what was being done."""
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
@@ -91,7 +91,7 @@ def peers(what: str) -> Iterator[None]:
             sign in first for sign in ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out")
         ):
             raise
-        raise PeerLost(
+        raise PeerLostError(
             f"{what} needed every process of the run.",
             f"One of them is gone or silent: {first}",
             "look at the other processes' logs; then start the same command with --resume.",
@@ -99,7 +99,7 @@ def peers(what: str) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Group:
+class ProcessGroup:
     """The processes of a run, or some of them: those of one line of its mesh (distributed/mesh.py).
 
     Whoever holds it holds what is so now: where processes may die and join (distributed/membership/membership.py), it
@@ -121,9 +121,9 @@ class Group:
     neighbours: Mapping[int, int] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
-    company: Company | None = None
+    company: Membership | None = None
 
-    def become(
+    def regroup(
         self,
         rank: int,
         size: int,
@@ -151,7 +151,7 @@ class Group:
             try:
                 body()
             except (RuntimeError, ConnectionError) as error:
-                company.bear(error)
+                company.tolerate(error)
         return not company.torn
 
     @property
@@ -169,13 +169,13 @@ class Group:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         here = tensor.to(self.wire)
         work = self._watched(dist.all_reduce(here, op=op, group=self.handle, async_op=True))
-        return brought(work, here, tensor)
+        return staged(work, here, tensor)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
         """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
-        here = room(out, self.wire)
+        here = staging_buffer(out, self.wire)
         work = self._watched(_all_gather(here, mine.to(self.wire), group=self.handle, async_op=True))
-        return brought(work, here, out)
+        return staged(work, here, out)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int = 0) -> list[Work]:
         """Begin to send and to receive these. Between two processes, messages of one tag arrive in the order they were
@@ -188,12 +188,12 @@ class Group:
         if self.on_gloo:  # it takes them one by one anyway: without the checks of a batch
             come: list[Work] = []
             for tensor, peer in receives:
-                here = room(tensor, self.wire)
+                here = staging_buffer(tensor, self.wire)
                 work = dist.irecv(here, group=self.handle, group_src=peer, tag=tag)
-                come.append(brought(Patient(work), here, tensor))
+                come.append(staged(SendWork(work), here, tensor))
             gone = [dist.isend(t.to(self.wire), group=self.handle, group_dst=peer, tag=tag) for t, peer in sends]
             post = self.company.messenger if self.company is not None else None
-            return come + [post.take(work) if post else Patient(work) for work in gone]
+            return come + [post.take(work) if post else SendWork(work) for work in gone]
         ops = [self.op(dist.irecv, message) for message in receives] + [
             self.op(dist.isend, message) for message in sends
         ]
@@ -202,34 +202,34 @@ class Group:
     def _watched(self, work: Any) -> Work:
         """A collective that was begun: somebody may die in it, and the others go on."""
         company = self.company
-        if company is None or company.pretends:
+        if company is None or company.is_fake:
             return work
         if company.late:
-            return Late(work, company)
-        return Watched(work, company) if company.watchful else work
+            return NcclWork(work, company)
+        return GlooWork(work, company) if company.watchful else work
 
     def op(self, what: Any, message: Message) -> dist.P2POp:
         """A message as torch takes it; `what` is dist.isend or dist.irecv."""
         peer = self.members[message.peer] if self.members else message.peer
         return dist.P2POp(what, message.tensor, peer, self.handle)
 
-    def trade(self, mine: torch.Tensor, sizes: list[int], theirs: list[int]) -> torch.Tensor:
+    def all_to_all(self, mine: torch.Tensor, sizes: list[int], theirs: list[int]) -> torch.Tensor:
         """Of `mine`, flat, process p gets sizes[p] elements, in order; returned is what came, theirs[p] from each."""
         if mine.dtype is torch.bool:  # gloo does not know it
-            return self.trade(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
+            return self.all_to_all(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
         here = mine.to(self.wire)
         out = here.new_empty(sum(theirs))
         self._watched(dist.all_to_all_single(out, here, theirs, sizes, group=self.handle, async_op=True)).wait()
         return out.to(mine.device)
 
-    def add_up(self, flat: torch.Tensor) -> torch.Tensor:
+    def deterministic_all_reduce(self, flat: torch.Tensor) -> torch.Tensor:
         """The sum of everybody's `flat` [n], added in the order of ranks: the same bits on each, every time. Each
         process adds up one chunk of it. Elementwise, so the bits do not depend on where chunks end either."""
         if self.size == 1:
             return flat
         chunk = -(-len(flat) // self.size)
         padded = torch.nn.functional.pad(flat, (0, self.size * chunk - len(flat)))
-        total, *others = self.trade(padded, [chunk] * self.size, [chunk] * self.size).view(self.size, chunk)
+        total, *others = self.all_to_all(padded, [chunk] * self.size, [chunk] * self.size).view(self.size, chunk)
         for other in others:
             total += other
         self.all_gather(padded, total).wait()
@@ -247,7 +247,7 @@ class Group:
             self.all_reduce(tensor, largest=True).wait()
         return tensor
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Everybody's `value` (anything that JSON carries), in the order of ranks."""
         if self.size == 1:
             return [value]
@@ -263,11 +263,11 @@ class Group:
         rows = everybody.cpu().view(self.size, longest)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The main process's `value` (anything that JSON carries), on every process."""
-        return self.gather(value if self.rank == 0 else None)[0]
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
 
-    def share_(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
+    def broadcast_(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every process the content that these tensors have on one of them, in place."""
         if self.size == 1:
             return

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import lies_apart
+from unisono.distributed.process_group import is_dtensor
 
 Tree = Any
 Form = Any
@@ -31,31 +31,35 @@ def leaves(tree: Tree) -> list[torch.Tensor]:
 
 def form_of(tree: Tree) -> Form:
     if isinstance(tree, torch.Tensor):
-        if lies_apart(tree):
-            return wrong("It takes whole tensors, and a DTensor lies over several processes.", "tensor.full_tensor()")
+        if is_dtensor(tree):
+            return structure_error(
+                "It takes whole tensors, and a DTensor lies over several processes.", "tensor.full_tensor()"
+            )
         if tree.layout is not torch.strided:
-            return wrong(f"It takes dense tensors, and one is {tree.layout}.", "tensor.to_dense()")
+            return structure_error(f"It takes dense tensors, and one is {tree.layout}.", "tensor.to_dense()")
         return {"kind": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape)}
     if isinstance(tree, dict):
         if not all(isinstance(name, str) for name in tree):
-            return wrong("It takes dicts by name, and one has a key that is no string.", "{str(key): value, ...}")
+            return structure_error(
+                "It takes dicts by name, and one has a key that is no string.", "{str(key): value, ...}"
+            )
         return {"dict": [[name, form_of(tree[name])] for name in sorted(tree)]}
     if isinstance(tree, (list, tuple)):
         return {"tuple" if isinstance(tree, tuple) else "list": [form_of(part) for part in tree]}
     true = f"It takes tensors, and dicts, lists and tuples of them; one thing is a {type(tree).__name__}."
-    return wrong(true, "torch.tensor(value); or a verb for objects: all_gather_object, broadcast_object")
+    return structure_error(true, "torch.tensor(value); or a verb for objects: all_gather_object, broadcast_object")
 
 
-def wrong(true: str, do: str) -> Form:
+def structure_error(true: str, do: str) -> Form:
     return {"wrong": [true, do]}
 
 
-def first_wrong(said: Any) -> Sequence[str] | None:
+def first_structure_error(said: Any) -> Sequence[str] | None:
     """(what is true, what to type) of the first thing in there that is wrong."""
     if isinstance(said, dict) and "wrong" in said:
         return list(said["wrong"])
     parts = list(said.values()) if isinstance(said, dict) else said if isinstance(said, list) else []
-    return next((found for part in parts if (found := first_wrong(part))), None)
+    return next((found for part in parts if (found := first_structure_error(part))), None)
 
 
 def tensors_of(form: Form) -> list[Form]:
@@ -96,10 +100,10 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str
             for kind in one:
                 yield from differences(one[kind], other[kind], name)
     else:
-        yield name, shown(one), shown(other)
+        yield name, describe(one), describe(other)
 
 
-def shown(form: Any) -> str:
+def describe(form: Any) -> str:
     """In few words: float32 [2, 3]."""
     if not isinstance(form, dict):
         return f"a list of {len(form)}" if isinstance(form, list) else str(form)

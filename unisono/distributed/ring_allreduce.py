@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from unisono.distributed.process_group import Group, Message, Work, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
 
 PIECE_BYTES = 2**21
 """Of what travels at once. With less, adding overlaps better with receiving, but every message has its price."""
@@ -38,7 +38,7 @@ IN_FLIGHT = 3
 """Pieces on their way at the same time: one arrives while another is added up."""
 
 
-def ring_(group: Group, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> torch.Tensor:
+def ring_all_reduce_(group: ProcessGroup, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> torch.Tensor:
     """The sum of everybody's `flat` [n], in place. Every process of the group must call it."""
     size, rank = group.size, group.rank
     if size == 1 or not len(flat):
@@ -95,7 +95,7 @@ def _room(piece: torch.Tensor, count: int) -> torch.Tensor:
     return found[: count * len(piece)].view(count, len(piece))
 
 
-class Carried(NamedTuple):
+class TransferWork(NamedTuple):
     """A tensor that is on its way; `wait` until its sum is there."""
 
     over: threading.Event
@@ -107,7 +107,7 @@ class Carried(NamedTuple):
             raise error
 
 
-class Carrier:
+class TransferThread:
     """Carries one tensor after the other around the ring, in a thread: whoever hands them over goes on computing.
 
     torch's operators and gloo's waiting leave Python's lock to others meanwhile. All processes hand over the same
@@ -115,10 +115,10 @@ class Carrier:
     two would mix.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.users = 0
-        self._waiting: queue.SimpleQueue[tuple[torch.Tensor, Carried] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[torch.Tensor, TransferWork] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, flat: torch.Tensor) -> Work:
@@ -127,7 +127,7 @@ class Carrier:
             # a daemon: a process that fails elsewhere leaves, instead of waiting for peers that wait for it
             self._thread = threading.Thread(target=self._carry, name="ring", daemon=True)
             self._thread.start()
-        carried = Carried(threading.Event(), [])
+        carried = TransferWork(threading.Event(), [])
         self._waiting.put((flat, carried))
         return carried
 
@@ -144,7 +144,7 @@ class Carrier:
         while (next_ := self._waiting.get()) is not None:
             flat, carried = next_
             try:
-                ring_(self.group, flat)
+                ring_all_reduce_(self.group, flat)
             except BaseException as error:  # whoever waits for it raises it
                 carried.error.append(error)
             finally:
@@ -152,15 +152,15 @@ class Carrier:
             del flat, next_  # or its memory would stay until the next one comes
 
 
-_carriers: dict[Any, Carrier] = {}
+_carriers: dict[Any, TransferThread] = {}
 
 
-def carrier_of(group: Group) -> Carrier:
+def carrier_of(group: ProcessGroup) -> TransferThread:
     """The carrier of this group in this process; `close` it when it is no longer needed."""
-    carrier = _carriers.setdefault(_key(group), Carrier(group))
+    carrier = _carriers.setdefault(_key(group), TransferThread(group))
     carrier.users += 1
     return carrier
 
 
-def _key(group: Group) -> Any:
+def _key(group: ProcessGroup) -> Any:
     return group.handle or dist.group.WORLD

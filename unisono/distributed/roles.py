@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 
 
-class Shares:
+class ParameterAssignment:
     """Which server holds which parameter."""
 
     def __init__(self, servers: int = 1) -> None:
@@ -43,11 +43,11 @@ class Shares:
 
 
 @dataclass(eq=False)
-class Crew(Group):
+class RoleGroup(ProcessGroup):
     """A group of which the first `servers` processes are servers."""
 
     servers: int = 1
-    shares: Shares = field(default_factory=Shares)
+    shares: ParameterAssignment = field(default_factory=ParameterAssignment)
 
     @property
     def serves(self) -> bool:
@@ -60,8 +60,10 @@ class Crew(Group):
         return range(self.servers, self.size)
 
 
-def build_crew(group: Group, servers: int) -> Crew:
+def build_crew(group: ProcessGroup, servers: int) -> RoleGroup:
     """The processes of a group, with roles. They send each other messages, also on one host: what a server makes of a
     gradient is another's only when it is sent."""
     assert 1 <= servers < group.size, "checked with the settings"
-    return Crew(group.rank, group.size, group.device, group.mixed, servers=servers, shares=Shares(servers))
+    return RoleGroup(
+        group.rank, group.size, group.device, group.mixed, servers=servers, shares=ParameterAssignment(servers)
+    )

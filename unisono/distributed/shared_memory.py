@@ -27,7 +27,7 @@ import torch
 from unisono.errors import WorldError
 
 if TYPE_CHECKING:
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
 
 LABEL = "unisono"
 """What such memory is called in /proc/PID/maps."""
@@ -35,14 +35,14 @@ LABEL = "unisono"
 _serial = itertools.count()
 
 
-class Name(NamedTuple):
+class SharedName(NamedTuple):
     """What memory is called between its maker and its neighbours. `number` is never used again, a descriptor may be."""
 
     descriptor: int
     number: int
 
 
-class Shared:
+class SharedMemory:
     """`size` bytes that neighbours can open, zeros at first. Given back when nobody holds them any more.
 
     A fork of this process may write to it as to any other memory: nobody else sees that.
@@ -57,7 +57,7 @@ class Shared:
             storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, max(size, 1))  # type: ignore[attr-defined]
         except (OSError, RuntimeError) as error:
             raise _refused(size, error) from error
-        self.name = Name(descriptor, next(_serial))
+        self.name = SharedName(descriptor, next(_serial))
         self.bytes = torch.empty(0, dtype=torch.uint8).set_(storage)[:size]
         _libc()
         _made.add(self)
@@ -73,7 +73,7 @@ class Shared:
 MAP_FIXED = 0x10
 """Linux's, on every processor (asm-generic/mman-common.h); Python's mmap does not name it."""
 
-_made: weakref.WeakSet[Shared] = weakref.WeakSet()
+_made: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 @cache
@@ -91,7 +91,7 @@ def _part_from_parent() -> None:
         memory.part_from_parent()
 
 
-def look(pid: int, name: Name, size: int) -> torch.Tensor:
+def probe_shared_memory(pid: int, name: SharedName, size: int) -> torch.Tensor:
     """The memory [size] bytes that process `pid` calls `name`: reading and writing, they are the same bytes there.
 
     Raises ConnectionError if the process is gone, WorldError if the system refuses.
@@ -131,13 +131,13 @@ class _Probe:
         try:  # in another container the number may be anybody's: nothing is opened that was not made here
             if not os.readlink(path).startswith(f"/memfd:{LABEL}"):
                 return False
-            found = look(self.pid, Name(self.descriptor, 0), len(self.secret))
+            found = probe_shared_memory(self.pid, SharedName(self.descriptor, 0), len(self.secret))
         except (OSError, WorldError):  # nobody's, or not ours to look at
             return False
         return bytes(found.tolist()) == self.secret.encode()
 
 
-def find_neighbours(group: Group) -> Mapping[int, int]:
+def find_neighbours(group: ProcessGroup) -> Mapping[int, int]:
     """{rank: process id} of those whose memory this process can open, and who can open its own.
 
     Only processes whose gradients lie in the CPU's memory have neighbours. Every process of the group must call this.
@@ -145,9 +145,11 @@ def find_neighbours(group: Group) -> Mapping[int, int]:
     memory, secret = None, secrets.token_hex(16)
     if group.device.type == "cpu" and hasattr(os, "memfd_create"):
         with contextlib.suppress(WorldError):  # some containers forbid it
-            memory = Shared(len(secret))
+            memory = SharedMemory(len(secret))
             memory.bytes.copy_(torch.frombuffer(bytearray(secret.encode()), dtype=torch.uint8))
-    said = group.gather(memory and (os.getpid(), memory.name.descriptor, secret))
+    said = group.all_gather_object(memory and (os.getpid(), memory.name.descriptor, secret))
     probes = {rank: _Probe(*about) for rank, about in enumerate(said) if about and memory and rank != group.rank}
-    everybody = group.gather([rank for rank, probe in probes.items() if probe.seen()])  # until here `memory` is needed
+    everybody = group.all_gather_object(
+        [rank for rank, probe in probes.items() if probe.seen()]
+    )  # until here `memory` is needed
     return {rank: probes[rank].pid for rank in everybody[group.rank] if group.rank in everybody[rank]}

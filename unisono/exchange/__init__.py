@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from unisono.distributed.process_group import Group, lies_apart
+from unisono.distributed.process_group import ProcessGroup, is_dtensor
 from unisono.errors import LoopError
 from unisono.plan.reduction_tree import Node
 
@@ -95,8 +95,10 @@ class Exchange(Protocol):
         return self.sent
 
     def held(self) -> Mapping[Node, Any]:
-        """After a failure: the partial sums that are still whole here, by the nodes of the tree, as `go_on` of another
-        exchange over the same parameters takes them. {}: all is computed anew."""
+        """Return the partial sums that are whole on this process after a failure, by nodes of the tree.
+
+        `continue_after_death` of another exchange over the same parameters takes them. {}: all is computed again.
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,29 +114,29 @@ class Exchange(Protocol):
         return
 
 
-def all_reduced(size: int, group: Group) -> float:
+def sum_over_replicas(size: int, group: ProcessGroup) -> float:
     """Bytes that a process sends when `size` bytes are added up over a group, by an all-reduce that sends as few as can
     be: each process adds up one chunk, and hands it to the others."""
     return 2 * (group.size - 1) / group.size * size
 
 
 _files = {
-    "tree": "unisono.exchange.tree.tree_fold:Tree",
-    "claimed": "unisono.exchange.tree.dynamic_tree:Claimed",
+    "tree": "unisono.exchange.tree.tree_fold:TreeExchange",
+    "claimed": "unisono.exchange.tree.dynamic_tree:DynamicTree",
     "allreduce": "unisono.exchange.allreduce:AllReduce",
-    "ring": "unisono.exchange.ring:Ring",
-    "server": "unisono.param_server.push_pull:Server",
-    "wide": "unisono.exchange.reproducible_sum:Wide",
-    "solo": "unisono.exchange.single:Solo",
-    "ddp": "unisono.exchange.ddp:Ddp",
+    "ring": "unisono.exchange.ring:RingAllReduce",
+    "server": "unisono.param_server.push_pull:ParameterServerExchange",
+    "wide": "unisono.exchange.reproducible_sum:ReproducibleSum",
+    "solo": "unisono.exchange.single:SingleProcess",
+    "ddp": "unisono.exchange.ddp:DdpExchange",
     "compressed tree": "unisono.exchange.compression.compressed:CompressedTree",
     "compressed allreduce": "unisono.exchange.compression.compressed:CompressedAllReduce",
-    "later": "unisono.exchange.warmup:Later",
-    "scatter": "unisono.exchange.tree.reduce_scatter:Scatter",
-    "local": "unisono.local_sgd.inner:Local",
+    "later": "unisono.exchange.warmup:WarmupExchange",
+    "scatter": "unisono.exchange.tree.reduce_scatter:ReduceScatterTree",
+    "local": "unisono.local_sgd.inner:InnerExchange",
 }
 
-_needs: dict[str, Callable[[Settings, Group], dict[str, Any]]] = {
+_needs: dict[str, Callable[[Settings, ProcessGroup], dict[str, Any]]] = {
     "wide": lambda settings, world: {"world": world},
     "ddp": lambda settings, world: {"settings": settings.ddp},
     "compressed tree": lambda settings, world: {"settings": settings.compress},
@@ -155,8 +157,8 @@ def _name(settings: Settings) -> str:
     return settings.exchange if settings.compress.kind == "none" else f"compressed {settings.exchange}"
 
 
-def chosen(
-    settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
+def exchange_class(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: ProcessGroup, world: ProcessGroup | None = None
 ) -> Exchange:
     """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
     name, ranks = _name(settings), settings.virtual_ranks
@@ -173,13 +175,13 @@ def chosen(
     return later
 
 
-def after_a_death(
-    settings: Settings, params: Sequence[torch.nn.Parameter], group: Group, world: Group | None = None
+def exchange_after_death(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: ProcessGroup, world: ProcessGroup | None = None
 ) -> Exchange:
     """The exchange that goes on where the one that the settings choose was left, among those who are left."""
     if settings.exchange == "tree":
         return build_exchange("claimed", params, settings.virtual_ranks, group)
-    return chosen(settings, params, group, world)
+    return exchange_class(settings, params, group, world)
 
 
 SURVIVE = ("tree",)
@@ -192,10 +194,10 @@ def survives(settings: Settings) -> bool:
 
 
 def build_exchange(
-    name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, **more: Any
+    name: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup, **more: Any
 ) -> Exchange:
     """The exchange called `name` over these parameters. One virtual rank on one process needs none: single.py."""
-    if virtual_ranks == group.size == 1 and not any(map(lies_apart, params)):
+    if virtual_ranks == group.size == 1 and not any(map(is_dtensor, params)):
         name, more = "solo", {}
     exchange: Exchange = _kind(name)(params, virtual_ranks, group, **more)
     return exchange

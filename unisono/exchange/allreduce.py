@@ -10,22 +10,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.distributed.process_group import Group, Work, wait_for
-from unisono.exchange import Spans, Weights, all_reduced
-from unisono.exchange.buckets import Copy, Layout, Readiness, divide_
-from unisono.exchange.wrapper import Bucketed
+from unisono.distributed.process_group import ProcessGroup, Work, wait_for
+from unisono.exchange import Spans, Weights, sum_over_replicas
+from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient, divide_
+from unisono.exchange.wrapper import BucketedExchange
 
 
-class AllReduce(Bucketed):
+class AllReduce(BucketedExchange):
     promise = "tolerance"
     reason = "exchange=allreduce adds in an order that depends on the number of processes; exchange=tree does not"
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         self.params = params
         self.group = group
-        self.layout = Layout(params, group.size)
-        self.ready = Readiness(self.layout, self._launch)
-        self.sum = Copy(self.layout)
+        self.layout = BucketLayout(params, group.size)
+        self.ready = BucketReadiness(self.layout, self._launch)
+        self.sum = FlatGradient(self.layout)
         self._works: list[Work] = []
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
@@ -46,12 +46,12 @@ class AllReduce(Bucketed):
         wait_for(self._works)
         self._works = []
         finite = [divide_(flat, weight) for flat in self.sum.flats]
-        self.sum.hand_over(self.params)
+        self.sum.detach_gradient(self.params)
         return all(finite)
 
     @property
     def sent(self) -> float:
-        return all_reduced(self.layout.bytes_of_all, self.group)
+        return sum_over_replicas(self.layout.bytes_of_all, self.group)
 
     def _launch(self, bucket: int) -> None:
         if self.group.size > 1:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import lies_apart, like, local
-from unisono.distributed.shared_memory import Shared
+from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
+from unisono.distributed.shared_memory import SharedMemory
 from unisono.errors import LoopError
 
 BUCKET_BYTES = 25 * 2**20
@@ -48,7 +48,7 @@ class Bucket:
         self.size += -(-elements // ALIGN) * ALIGN
 
 
-class Layout:
+class BucketLayout:
     """Which parameter lies where. Buckets are padded to a multiple of `size` chunks; the padding stays zero.
 
     holders  of each parameter, a number: only those of one number share a bucket
@@ -62,7 +62,7 @@ class Layout:
         holders: Sequence[int] = (),
     ) -> None:
         self.params = params
-        self.parts = [local(p.detach()) for p in params]
+        self.parts = [to_local(p.detach()) for p in params]
         """What this process holds of each."""
         self.buckets: list[Bucket] = []
         open_buckets: dict[tuple[torch.dtype, torch.device, int], Bucket] = {}
@@ -109,7 +109,7 @@ class Layout:
         ]
 
 
-class Copy:
+class FlatGradient:
     """One copy of the gradient that will travel: a flat buffer for each bucket, and a view for each parameter.
 
     Autograd writes a first gradient wherever it likes; `fill` brings it here while it is still in the processor's
@@ -120,8 +120,8 @@ class Copy:
     shared  in memory that neighbours can open (then the buckets are the CPU's)
     """
 
-    def __init__(self, layout: Layout, *, shared: bool = False) -> None:
-        self.memory = Shared(layout.bytes_shared) if shared else None
+    def __init__(self, layout: BucketLayout, *, shared: bool = False) -> None:
+        self.memory = SharedMemory(layout.bytes_shared) if shared else None
         if self.memory is not None:
             self.flats = layout.cut(self.memory.bytes)
         else:
@@ -145,7 +145,7 @@ class Copy:
             self.mark.zero_()
 
     @property
-    def spoilt(self) -> bool:
+    def is_modified(self) -> bool:
         """Has anybody begun to add up in it, so that it is no partial sum any more?"""
         return bool(self.mark[0])
 
@@ -153,12 +153,12 @@ class Copy:
         """Make p.grad what backward should add to: the views that hold a gradient, and nothing for the others."""
         self._versions = [flat._version for flat in self.flats]
         for number, (p, view, filled) in enumerate(zip(params, self.views, self.filled, strict=True)):
-            p.grad = view if filled and not (number in self.sparse or lies_apart(p)) else None
+            p.grad = view if filled and not (number in self.sparse or is_dtensor(p)) else None
 
-    def hand_over(self, params: Sequence[torch.nn.Parameter]) -> None:
+    def detach_gradient(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what is here."""
         for p, view in zip(params, self.views, strict=True):
-            p.grad = like(view, p)
+            p.grad = from_local_like(view, p)
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
@@ -168,7 +168,7 @@ class Copy:
             if grad.is_sparse:
                 self.sparse.add(number)
             self._add(number, grad)
-            p.grad = None if grad.is_sparse or lies_apart(p) else self.views[number]
+            p.grad = None if grad.is_sparse or is_dtensor(p) else self.views[number]
 
     def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Has nobody but autograd written to p.grad since `place`, nor replaced it?"""
@@ -176,20 +176,20 @@ class Copy:
             p.grad is None or p.grad is view for p, view in zip(params, self.views, strict=True)
         )
 
-    def merge(self, number: int, other: Loose) -> None:
+    def merge(self, number: int, other: LooseGradient) -> None:
         """Add the other's gradient of parameter `number`, which is gone from there then."""
         grad = other.take(number)
         if grad is not None:
             self._add(number, grad)
 
-    def take_over(self, other: Copy) -> None:
+    def take_over(self, other: FlatGradient) -> None:
         """Hold what another copy holds, which may lie in buckets of another size."""
         for number, filled in enumerate(other.filled):
             if filled:
                 self.views[number].copy_(other.views[number])
         self.filled = list(other.filled)
 
-    def absorb(self, other: Copy) -> None:
+    def add_from(self, other: FlatGradient) -> None:
         """Add all that is in another copy, which is free then."""
         for number, filled in enumerate(other.filled):
             if filled:
@@ -211,10 +211,10 @@ class Copy:
                 self.filled[number] = True
 
 
-class Loose:
+class LooseGradient:
     """One copy of the gradient that will be added to another one here: the tensors that autograd made, as they are."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: BucketLayout) -> None:
         self.grads: list[torch.Tensor | None] = [None] * len(layout.params)
         self.sparse = layout.sparse
         self._versions = [0] * len(layout.params)
@@ -222,7 +222,7 @@ class Loose:
     def place(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what backward should add to."""
         for number, (p, grad) in enumerate(zip(params, self.grads, strict=True)):
-            p.grad = None if number in self.sparse or lies_apart(p) else grad
+            p.grad = None if number in self.sparse or is_dtensor(p) else grad
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """A gradient of parameter `number` has been accumulated: see that it is here."""
@@ -236,7 +236,7 @@ class Loose:
             if grad is not held:  # somebody's zero_grad came between
                 held.add_(grad)
             self._versions[number] += 1
-        if grad.is_sparse or lies_apart(p):
+        if grad.is_sparse or is_dtensor(p):
             p.grad = None
         elif grad is not held:
             p.grad = held
@@ -248,7 +248,7 @@ class Loose:
             for p, grad, version in zip(params, self.grads, self._versions, strict=True)
         )
 
-    def merge(self, number: int, other: Loose) -> None:
+    def merge(self, number: int, other: LooseGradient) -> None:
         """Add the other's gradient of parameter `number`, which is gone from there then."""
         grad = other.take(number)
         held = self.grads[number]
@@ -267,9 +267,9 @@ def part_of_gradient(p: torch.Tensor) -> torch.Tensor:
     over the parameter's own processes, they are."""
     grad: Any = p.grad
     assert grad is not None
-    if lies_apart(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
+    if is_dtensor(p) and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(placements=p.placements)  # type: ignore[attr-defined]
-    part: torch.Tensor = local(grad)
+    part: torch.Tensor = to_local(grad)
     return part
 
 
@@ -315,27 +315,27 @@ def _view(flat: torch.Tensor, offset: int, p: torch.nn.Parameter) -> torch.Tenso
     return flat.as_strided(p.shape, dense, flat.storage_offset() + offset)
 
 
-class Pool:
+class FlatGradientPool:
     """Copies that are not in use. One that is taken holds nothing."""
 
-    def __init__(self, layout: Layout, *, shared: bool) -> None:
+    def __init__(self, layout: BucketLayout, *, shared: bool) -> None:
         self.layout, self.shared = layout, shared
-        self.free: list[Copy] = []
+        self.free: list[FlatGradient] = []
         self.made = 0
 
-    def take(self) -> Copy:
+    def take(self) -> FlatGradient:
         if not self.free:
             self.made += 1
-            return Copy(self.layout, shared=self.shared)
+            return FlatGradient(self.layout, shared=self.shared)
         copy = self.free.pop()
         copy.clear()
         return copy
 
-    def give(self, copies: Iterable[Copy]) -> None:
+    def give(self, copies: Iterable[FlatGradient]) -> None:
         self.free += copies
 
 
-def touched() -> LoopError:
+def gradient_modified_error() -> LoopError:
     return LoopError(
         "The gradient was changed between two micro-batches.",
         "There p.grad holds whatever this process has added up so far: another number of processes would change "
@@ -345,7 +345,7 @@ def touched() -> LoopError:
     )
 
 
-class Readiness:
+class BucketReadiness:
     """Knows which parameters backward has finished: calls `complete(number)` for each, where that matters, and
     `launch(bucket)` as soon as a bucket is complete, in the last micro-batch of all.
 
@@ -355,7 +355,7 @@ class Readiness:
     """
 
     def __init__(
-        self, layout: Layout, launch: Callable[[int], None], complete: Callable[[int], None] = lambda number: None
+        self, layout: BucketLayout, launch: Callable[[int], None], complete: Callable[[int], None] = lambda number: None
     ) -> None:
         self.layout = layout
         self.launch, self.complete = launch, complete
@@ -364,14 +364,14 @@ class Readiness:
         self.expected = [0] * len(layout.params)
         self.fired = [0] * len(layout.params)
         self.next = 0
-        self.into: Copy | Loose | None = None
+        self.into: FlatGradient | LooseGradient | None = None
         self._known = self._tell = self._sends = self._last = False
         self._missing: list[int] = []
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(number)) for number, p in enumerate(layout.params)
+            p.register_post_accumulate_grad_hook(self._on_gradient(number)) for number, p in enumerate(layout.params)
         ]
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
+    def _on_gradient(self, number: int) -> Callable[[torch.Tensor], None]:
         bucket = self.layout.bucket_of[number]
 
         def fire(p: torch.Tensor) -> None:
@@ -417,7 +417,7 @@ class Readiness:
         self.touched = False
         self.next = 0
 
-    def enter(self, into: Copy | Loose, *, tell: bool, last: bool, launch: bool) -> None:
+    def enter(self, into: FlatGradient | LooseGradient, *, tell: bool, last: bool, launch: bool) -> None:
         """A micro-batch begins, gathered in `into`. Does it matter when parameters are complete? Is it the last one?
         Do its buckets leave as soon as they are complete?"""
         self.into = into
@@ -430,7 +430,7 @@ class Readiness:
     def leave(self) -> None:
         if self.into is not None and not self.into.untouched(self.layout.params):
             if not self._last:
-                raise touched()
+                raise gradient_modified_error()
             self.touched = True
         self.into, self._tell, self._sends, self._last = None, False, False, False
         self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]

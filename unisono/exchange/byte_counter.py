@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.distributed.process_group import Group, Message, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, wait_for
 from unisono.plan.reduction_tree import Plan
 
 
-class Post:
+class CountedCollectives:
     """Messages between the processes of a group, and how many bytes of them have left this one."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
         self.others = [(group.rank + i) % group.size for i in range(1, group.size)]
         self.sent = 0

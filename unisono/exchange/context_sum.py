@@ -19,16 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from unisono.distributed.process_group import Group, local
-from unisono.exchange import Exchange, Spans, Weights, all_reduced
+from unisono.distributed.process_group import ProcessGroup, to_local
+from unisono.exchange import Exchange, Spans, Weights, sum_over_replicas
 from unisono.exchange.buckets import BUCKET_BYTES, divide_
-from unisono.exchange.wrapper import Around
+from unisono.exchange.wrapper import ExchangeWrapper
 
 
-class Slices(Around):
+class ContextSum(ExchangeWrapper):
     """`inner` exchanges along the axes of data, where our span is number `place`; `slices` is the axis of context."""
 
-    def __init__(self, inner: Exchange, params: Sequence[torch.nn.Parameter], slices: Group, place: int) -> None:
+    def __init__(self, inner: Exchange, params: Sequence[torch.nn.Parameter], slices: ProcessGroup, place: int) -> None:
         self.inner, self.params, self.slices, self.place = inner, params, slices, place
         self.promise, self.reason = inner.promise, inner.reason
         self._used: Sequence[bool] = ()
@@ -62,7 +62,7 @@ class Slices(Around):
         whole, self._bytes = True, 0
         for some in self._some():
             self._bytes += sum(grad.nbytes for grad in some)
-            flat = self.slices.add_up(torch.cat([grad.reshape(-1) for grad in some]))
+            flat = self.slices.deterministic_all_reduce(torch.cat([grad.reshape(-1) for grad in some]))
             whole &= divide_(flat, weight)
             for grad, mean in zip(some, flat.split([grad.numel() for grad in some]), strict=True):
                 grad.copy_(mean.view_as(grad))
@@ -76,7 +76,7 @@ class Slices(Around):
                 continue
             if p.grad.layout is not torch.strided:
                 p.grad = p.grad.to_dense()
-            grad: torch.Tensor = local(p.grad)
+            grad: torch.Tensor = to_local(p.grad)
             if some and ((grad.dtype, grad.device) != (some[0].dtype, some[0].device) or self._full(some)):
                 yield some
                 some = []
@@ -91,7 +91,7 @@ class Slices(Around):
     @property
     def sent(self) -> float:
         """To other slices, a chunk of our sum to each, and the sum of ours: what an all-reduce sends."""
-        return self.inner.sent + all_reduced(self._bytes, self.slices)
+        return self.inner.sent + sum_over_replicas(self._bytes, self.slices)
 
     @property
     def plain(self) -> float:

@@ -9,13 +9,13 @@ import torch
 
 from unisono.config.validate_exchange import DIVIDED
 from unisono.distributed.collectives import Collectives
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
 from unisono.exchange import PROMISES, Exchange
 
 if TYPE_CHECKING:
     from unisono.config import Settings
-    from unisono.config.mesh_shape import Axes
+    from unisono.config.mesh_shape import MeshShape
 
 Build = Callable[[Sequence[torch.nn.Parameter], int, Collectives], Exchange]
 """(parameters, virtual ranks, what processes do together) -> an exchange over them. A class is one."""
@@ -24,7 +24,7 @@ NEEDED = ("promise", "reason", "params", "finish")
 """What unisono.Exchange leaves to those that inherit from it."""
 
 
-class Own:
+class CustomExchange:
     """Builds a script's exchange, and knows what it promises.
 
     name  what it is called in a checkpoint
@@ -37,7 +37,7 @@ class Own:
         self.promise = str(getattr(inner, "promise", "unknown"))
         self.reason = str(getattr(inner, "reason", f"{self.name} was never built"))
 
-    def __call__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> Exchange:
+    def __call__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> Exchange:
         exchange = self.build(params, virtual_ranks, Collectives(group))
         members = [name for name in dir(Exchange) if not name.startswith("_")]
         lacks = [name for name in dict.fromkeys([*NEEDED, *members]) if not hasattr(exchange, name)]
@@ -60,7 +60,7 @@ class Own:
         return exchange
 
 
-def own_exchange(build: Any, settings: Settings, axes: Axes) -> Own | None:
+def own_exchange(build: Any, settings: Settings, axes: MeshShape) -> CustomExchange | None:
     """The script's exchange, if it has one. Raises LoopError for what cannot be one, and beside settings that nobody
     would read then."""
     if build is None:
@@ -71,7 +71,7 @@ def own_exchange(build: Any, settings: Settings, axes: Axes) -> Own | None:
             "It is built here, over the parameters that train, and again when others train.",
             "hand in its class, or a function: exchange=lambda params, virtual_ranks, group: Mine(params, group).",
         )
-    own = Own(build)
+    own = CustomExchange(build)
     for name, value, plain in (
         ("exchange", settings.exchange, "tree"),
         ("compress.kind", settings.compress.kind, "none"),

@@ -33,20 +33,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config import DdpSettings
-from unisono.distributed.process_group import Group
-from unisono.exchange import Exchange, Spans, Weights, all_reduced
-from unisono.exchange.buckets import finite, touched
+from unisono.distributed.process_group import ProcessGroup
+from unisono.exchange import Exchange, Spans, Weights, sum_over_replicas
+from unisono.exchange.buckets import finite, gradient_modified_error
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 """hook(state, bucket), as DistributedDataParallel.register_comm_hook takes it."""
 
 
-class Ddp(Exchange):
+class DdpExchange(Exchange):
     promise = "tolerance"
     reason = "exchange=ddp adds in an order that depends on the number of processes; exchange=tree does not"
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, *, settings: DdpSettings
+        self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup, *, settings: DdpSettings
     ) -> None:
         self.params, self.group, self.settings = params, group, settings
         self._used = [False] * len(params)
@@ -80,7 +80,7 @@ class Ddp(Exchange):
         if self._last:
             return
         if self._changed or list(map(_state_of, self.params)) != self._left:
-            raise touched()
+            raise gradient_modified_error()
 
     def launch(self) -> None:
         """What this process has used by now is on its way: let the rest go too."""
@@ -106,7 +106,7 @@ class Ddp(Exchange):
     def sent(self) -> float:
         """What a hook sends is its own affair."""
         size = sum(p.grad.nbytes for p in self.params if p.grad is not None)
-        return all_reduced(size, self.group) if self._hook is None else math.nan
+        return sum_over_replicas(size, self.group) if self._hook is None else math.nan
 
     @property
     def used(self) -> Sequence[bool]:
@@ -141,7 +141,7 @@ class Ddp(Exchange):
     def _build(self) -> DistributedDataParallel:
         """In the first step, and not before: a static graph counts what it hears in the first backward."""
         built = DistributedDataParallel(
-            Holder(self.params),
+            ParameterHolder(self.params),
             process_group=self.group.handle or dist.group.WORLD,
             bucket_cap_mb=self.settings.bucket_mb,
             static_graph=self.settings.static_graph,
@@ -180,7 +180,7 @@ class Ddp(Exchange):
         return self._hook
 
 
-def _mean_first(exchange: Ddp, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _mean_first(exchange: DdpExchange, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """The user's hook, over a gradient that is a mean. Also called from inside backward."""
     exchange.mean(bucket.buffer())
     state, hook = exchange.hook
@@ -192,7 +192,7 @@ def _state_of(p: torch.Tensor) -> tuple[int, int] | None:
     return None if p.grad is None or p.grad.is_sparse else (id(p.grad), p.grad._version)
 
 
-class Holder(nn.Module):
+class ParameterHolder(nn.Module):
     """Parameters, and a result that depends on none of them, for DistributedDataParallel to be around."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.exchange import Exchange
 
 
-class Carried:
+class ExchangeStates:
     """The exchanges of a run, each under a key that says whose gradient it makes whole.
 
     kind  which exchange it is, in words: what another one has carried means nothing to it, and is dropped
@@ -28,7 +28,7 @@ class Carried:
         """Something with a state that belongs to all of them, known before anything is loaded."""
         self.kept[key] = thing
 
-    def know(self, key: str, exchange: Exchange, trained: Sequence[str] | None = None) -> None:
+    def register(self, key: str, exchange: Exchange, trained: Sequence[str] | None = None) -> None:
         """An exchange was built: if something was saved for it, it continues from there.
 
         trained  the names of all parameters that train now. If others did when it was saved, nothing that was saved

@@ -16,7 +16,7 @@ from unisono.exchange import Exchange, Spans, Weights
 from unisono.plan.reduction_tree import Node
 
 
-class Resting(Exchange):
+class NoExchange(Exchange):
     """Of a stage that has nothing to learn just now: it meets nobody."""
 
     promise = "exact"
@@ -28,7 +28,7 @@ class Resting(Exchange):
         return True
 
 
-class Several:
+class PerStageExchange:
     """parts  an exchange for each stage, over parts of `params`; a parameter that several stages use is in several"""
 
     promise = "exact"

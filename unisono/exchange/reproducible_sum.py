@@ -40,11 +40,11 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group, Work, wait_for
+from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.errors import LoopError
-from unisono.exchange import Spans, Weights, all_reduced
-from unisono.exchange.buckets import Copy, Layout, Loose, Readiness, blocks, finite
-from unisono.exchange.wrapper import Bucketed
+from unisono.exchange import Spans, Weights, sum_over_replicas
+from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient, LooseGradient, blocks, finite
+from unisono.exchange.wrapper import BucketedExchange
 
 ROOM = 8
 """Bits by which a tensor's largest element may grow from one step to the next before it needs a window of its own."""
@@ -62,7 +62,7 @@ WINDOWS = 10
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Wide(Bucketed):
+class ReproducibleSum(BucketedExchange):
     """`world`: all processes that train, who agree on grids. Where parts of a model lie beside each other (tensor,
     context), that is more than the group that adds up."""
 
@@ -70,10 +70,15 @@ class Wide(Bucketed):
     reason = "float64 adds the gradients of the virtual ranks on one grid, exactly, in whatever order"
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, *, world: Group | None = None
+        self,
+        params: Sequence[torch.nn.Parameter],
+        virtual_ranks: int,
+        group: ProcessGroup,
+        *,
+        world: ProcessGroup | None = None,
     ) -> None:
         self.params, self.group, self.world = params, group, world or group
-        self.layout = Layout(params, group.size)
+        self.layout = BucketLayout(params, group.size)
         for bucket in self.layout.buckets:
             if bucket.dtype not in KINDS:
                 raise _too_wide(bucket.dtype)
@@ -84,13 +89,13 @@ class Wide(Bucketed):
             for b in self.layout.buckets
             for n, offset in zip(b.members, b.offsets, strict=True)
         }
-        self.result = Copy(self.layout)
-        self.ready = Readiness(self.layout, self._launch, self._add)
+        self.result = FlatGradient(self.layout)
+        self.ready = BucketReadiness(self.layout, self._launch, self._add)
         self.exponents = [UNKNOWN] * len(params)
         # where a sum begins, as a row: in an addition a row's dtype counts, and a number's does not
         self._starts = [part.new_zeros(1, dtype=torch.float64) for part in self.layout.parts]
         self._known = [UNKNOWN - 1] * len(params)  # the exponents that these were made for
-        self._leaf: Loose | None = None
+        self._leaf: LooseGradient | None = None
         self._to_come = 0  # micro-batches that are still to come for the leaf
         self._works: list[Work] = []
 
@@ -111,7 +116,7 @@ class Wide(Bucketed):
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         if self._leaf is None:
-            self._leaf, self._to_come = Loose(self.layout), self.pieces[virtual_rank]
+            self._leaf, self._to_come = LooseGradient(self.layout), self.pieces[virtual_rank]
             self._added = [False] * len(self.params)
         self._to_come -= 1
         self.ready.enter(self._leaf, tell=not self._to_come, last=last, launch=last and self.group.size > 1)
@@ -137,10 +142,10 @@ class Wide(Bucketed):
         self._bytes = 0
         told = self._told.tolist()
         whole = [self._divide(bucket, told, weight) for bucket in range(len(self.sums))]
-        self.result.hand_over(self.params)
+        self.result.detach_gradient(self.params)
         for number, (seen, *_) in enumerate(told):
             if seen > UNKNOWN:
-                self.exponents[number] = following(self.exponents[number], seen)
+                self.exponents[number] = next_exponent(self.exponents[number], seen)
         return all(whole)
 
     def commit(self) -> None:
@@ -148,7 +153,7 @@ class Wide(Bucketed):
 
     @property
     def sent(self) -> float:
-        return all_reduced(self._bytes, self.group)
+        return sum_over_replicas(self._bytes, self.group)
 
     def state_dict(self) -> dict[str, Any]:
         return {"exponents": list(self.exponents)}
@@ -250,7 +255,7 @@ class Wide(Bucketed):
         return all(found)
 
 
-def following(before: int, seen: int) -> int:
+def next_exponent(before: int, seen: int) -> int:
     """The exponent that the next step's grid is made for: gradients below 2**seen were added up on one for `before`.
 
     What is seen, with some inertia. It goes up by `ROOM` at most: larger leaves are added up in windows as exactly, and

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.distributed.process_group import Group, Work
+from unisono.distributed.process_group import ProcessGroup, Work
 from unisono.distributed.ring_allreduce import carrier_of
 from unisono.exchange.allreduce import AllReduce
 
 
-class Ring(AllReduce):
+class RingAllReduce(AllReduce):
     promise = "tolerance"
     reason = (
         "exchange=ring adds in the order of the ring, which depends on the number of processes; exchange=tree does not"
     )
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         super().__init__(params, virtual_ranks, group)
         self.carrier = carrier_of(group)
 

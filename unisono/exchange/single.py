@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange import Exchange
 from unisono.exchange.buckets import finite
 
 
-class Solo(Exchange):
+class SingleProcess(Exchange):
     """Bit-equal to the loop one writes by hand: sum loss, backward, gradients divided by the total weight."""
 
     promise = "exact"
@@ -21,7 +21,7 @@ class Solo(Exchange):
     used: Sequence[bool] = ()
     touched = False  # one micro-batch after the other adds to p.grad as the loop leaves it: plain torch
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         assert virtual_ranks == group.size == 1
         self.params = params
         # The kernel of torch's GradScaler multiplies all gradients and looks at them, if they are of one kind: the

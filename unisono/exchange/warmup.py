@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from unisono.exchange import Exchange, Spans, Weights
-from unisono.exchange.wrapper import Around
+from unisono.exchange.wrapper import ExchangeWrapper
 
 
-class Later(Around):
+class WarmupExchange(ExchangeWrapper):
     """`build`: makes the second one, when its first step comes; `kind`: its class, whose promise is that of the run."""
 
     def __init__(

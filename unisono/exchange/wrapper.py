@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unisono.exchange import Exchange, Spans, Weights
-from unisono.exchange.buckets import Readiness
+from unisono.exchange.buckets import BucketReadiness
 
 
-class Around(Exchange):
+class ExchangeWrapper(Exchange):
     """An exchange around another one, `inner`, which does whatever is not written anew."""
 
     inner: Exchange
@@ -61,10 +61,10 @@ class Around(Exchange):
         self.inner.close()
 
 
-class Bucketed(Exchange):
+class BucketedExchange(Exchange):
     """An exchange whose gradients are gathered where `ready` says (buckets.py)."""
 
-    ready: Readiness
+    ready: BucketReadiness
 
     @property
     def used(self) -> Sequence[bool]:

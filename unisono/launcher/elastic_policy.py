@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unisono.launcher.worker_process import Task
+from unisono.launcher.worker_process import WorkerSpec
 
 SILENCE_SECONDS = 60.0
 """A process that gives no sign of life for so long counts as dead, and is killed so that it stays so. Its signs come
@@ -33,12 +33,12 @@ LONGEST_PATH = 100
 """Bytes; the name of a Unix socket has room for 107."""
 
 
-class Survival:
+class ElasticLauncher:
     """build    the task of a process with this number, in the place of that one
     minimum  processes that must be left, for the run to go on
     """
 
-    def __init__(self, minimum: int, build: Callable[[int, int], Task]) -> None:
+    def __init__(self, minimum: int, build: Callable[[int, int], WorkerSpec]) -> None:
         self.minimum, self.build = minimum, build
         self.step = -1  # as far as we have heard
         self.survived: list[list[int]] = []  # who were lost together, each time that others went on
@@ -113,7 +113,7 @@ class Survival:
         return self._deaths <= LIMIT
 
 
-def room() -> tempfile.TemporaryDirectory[str]:
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
     """A private folder (mode 0700), whose names are short enough for a socket."""
     where = None if len(tempfile.gettempdir()) < LONGEST_PATH - 30 or sys.platform == "win32" else "/tmp"
     return tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True, dir=where)

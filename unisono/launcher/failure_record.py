@@ -30,7 +30,7 @@ CONNECTION_ERRORS = (
 
 
 @dataclass(frozen=True)
-class Record:
+class FailureRecord:
     """An exception that left the script."""
 
     time: float  # seconds since the epoch
@@ -42,12 +42,12 @@ class Record:
 
     def is_consequence(self, died: bool) -> bool:
         """Return whether this process failed because another one did. `died`: has one died by a signal? Then an error
-        of a connection is a consequence too: before the loop nothing turns it into a PeerLost."""
+        of a connection is a consequence too: before the loop nothing turns it into a PeerLostError."""
         broken = self.kind in CONNECTION_ERRORS and is_connection_error(self.message)
-        return self.kind == "PeerLost" or (died and broken)
+        return self.kind == "PeerLostError" or (died and broken)
 
     @classmethod
-    def of(cls, error: BaseException) -> Record:
+    def of(cls, error: BaseException) -> FailureRecord:
         """What there is to say about this exception."""
         kind = type(error).__qualname__
         if isinstance(error, SystemExit):
@@ -96,10 +96,10 @@ def path() -> Path | None:
     return _path
 
 
-def write(error: BaseException) -> Record:
+def write(error: BaseException) -> FailureRecord:
     """Record why this process fails; only the first call counts. Without a launcher it only returns the record."""
     global _path
-    record = Record.of(error)
+    record = FailureRecord.of(error)
     if _path is not None:
         place, _path = _path, None
         _write(record, place)
@@ -109,16 +109,19 @@ def write(error: BaseException) -> Record:
 def write_for(place: Path, error: UnisonoError) -> None:
     """Record for a process that cannot do it any more why it fails: it is its record if it has left none."""
     if not place.exists():
-        _write(Record(time.time(), type(error).__qualname__, str(error), "", error.exit_status, error.problems), place)
+        _write(
+            FailureRecord(time.time(), type(error).__qualname__, str(error), "", error.exit_status, error.problems),
+            place,
+        )
 
 
-def _write(record: Record, place: Path) -> None:
+def _write(record: FailureRecord, place: Path) -> None:
     half = place.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
     half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
     half.rename(place)
 
 
-def leave() -> None:
+def write_failure() -> None:
     """Say that the script has come to its end in peace. Its process may be there a little longer."""
     if _path is not None:
         _path.with_suffix(".left").touch()
@@ -142,12 +145,12 @@ def is_replaceable(path: Path) -> bool:
     return path.with_suffix(".replaceable").exists()
 
 
-def does_bequeath(path: Path) -> bool:
+def hands_off_shards(path: Path) -> bool:
     """Has it said that it will write down what it has?"""
     return path.with_suffix(".bequeaths").exists()
 
 
-def be_spare() -> None:
+def mark_spare() -> None:
     """Say that the others go on without this process, should it die (should it fail, that is still the run's end)."""
     if _path is not None:
         _path.with_suffix(".spare").touch()
@@ -158,7 +161,7 @@ def is_spare(path: Path) -> bool:
     return path.with_suffix(".spare").exists()
 
 
-def left_at(path: Path) -> float | None:
+def written_at(path: Path) -> float | None:
     """When the script whose failure would be recorded at this path came to its end in peace, if it did."""
     try:
         return path.with_suffix(".left").stat().st_mtime
@@ -166,11 +169,11 @@ def left_at(path: Path) -> float | None:
         return None
 
 
-def read(path: Path) -> Record | None:
+def read(path: Path) -> FailureRecord | None:
     """The record at this path, None if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     content["problems"] = tuple(Problem(*problem) for problem in content["problems"])
-    return Record(**content)
+    return FailureRecord(**content)

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unisono.errors import Stuck
-from unisono.launcher.status_file import COMPUTES, Place
+from unisono.errors import StuckError
+from unisono.launcher.status_file import COMPUTES, ProcessStatus
 
 FOR_OTHERS = ("others", "meeting", "store")
 
 
-class Verdict(NamedTuple):
+class HangDiagnosis(NamedTuple):
     """What is told of a stuck run.
 
     guilty   ranks that keep the others waiting
@@ -24,13 +24,13 @@ class Verdict(NamedTuple):
     then     what is to be done: end (the run), kill (the guilty, if there are any), or wait
     """
 
-    error: Stuck
+    error: StuckError
     guilty: tuple[int, ...]
     works: bool
     then: str
 
 
-def judge(places: Sequence[Place]) -> Verdict | None:
+def judge(places: Sequence[ProcessStatus]) -> HangDiagnosis | None:
     """The verdict on the processes that there are (at least one); None: something goes on, or a person looks."""
     idle = min(place.idle for place in places)
     limit = max(place.limit for place in [p for p in places if not p.silent] or places)  # a silent one's may be old
@@ -46,18 +46,18 @@ def judge(places: Sequence[Place]) -> Verdict | None:
     if works:
         do = f"wait: the run is not ended while somebody computes. Or {do}"
     then = "wait" if works else places[0].then
-    return Verdict(Stuck(asked, true, do), tuple(place.rank for place in guilty), works, then)
+    return HangDiagnosis(StuckError(asked, true, do), tuple(place.rank for place in guilty), works, then)
 
 
-def _blame(places: Sequence[Place]) -> tuple[list[Place], str]:
+def _blame(places: Sequence[ProcessStatus]) -> tuple[list[ProcessStatus], str]:
     """Who is to blame, and a sentence that says so."""
     free = [place for place in places if place.waits not in FOR_OTHERS]
     waiting = [place for place in places if place.waits in FOR_OTHERS]
     if free:
-        if len({does(place) for place in free}) > 1:
-            said = "; ".join(f"rank {place.rank} {does(place)}" for place in free)
+        if len({what_it_does(place) for place in free}) > 1:
+            said = "; ".join(f"rank {place.rank} {what_it_does(place)}" for place in free)
         else:
-            said = f"{'it' if len(free) == 1 else 'each'} {does(free[0])}"
+            said = f"{'it' if len(free) == 1 else 'each'} {what_it_does(free[0])}"
         if waiting:
             return free, f"{_ranks(waiting, 'Rank')} wait{'s' * (len(waiting) == 1)} for {_ranks(free)}: {said}."
         return free, f"{_ranks(free, 'Rank')}: {said}."
@@ -69,11 +69,11 @@ def _blame(places: Sequence[Place]) -> tuple[list[Place], str]:
     most = kinds.most_common(1)[0][1]
     usual = [kind for kind, count in kinds.items() if count == most]
     odd = [place for place in places if _kind(place) not in usual or len(usual) > 1]
-    told = "; ".join(f"rank {place.rank} {does(place)}" for place in _one_each(places))
+    told = "; ".join(f"rank {place.rank} {what_it_does(place)}" for place in _one_each(places))
     return odd, f"They wait for each other, in different places: {told}."
 
 
-def _meeting(places: Sequence[Place]) -> str:
+def _meeting(places: Sequence[ProcessStatus]) -> str:
     """All who are there wait where processes meet."""
     absent = sorted(set(range(places[0].size)) - {place.rank for place in places})
     if absent and all(place.step is None and place.waits == "meeting" for place in places):
@@ -82,20 +82,20 @@ def _meeting(places: Sequence[Place]) -> str:
     return "All wait where processes meet: that place (the store) does not answer, or somebody never came."
 
 
-def _kind(place: Place) -> tuple[str, str, str]:
+def _kind(place: ProcessStatus) -> tuple[str, str, str]:
     """What those who wait for each other in the same place have in common."""
     return place.waits, place.call.partition(" #")[0], place.where
 
 
-def _one_each(places: Sequence[Place]) -> list[Place]:
+def _one_each(places: Sequence[ProcessStatus]) -> list[ProcessStatus]:
     """The first rank of each kind."""
-    seen: dict[tuple[str, ...], Place] = {}
+    seen: dict[tuple[str, ...], ProcessStatus] = {}
     for place in places:
         seen.setdefault(_kind(place), place)
     return list(seen.values())
 
 
-def does(place: Place) -> str:
+def what_it_does(place: ProcessStatus) -> str:
     """What a process does, in a few words."""
     at = f" at {place.where}" if place.where else ""
     code = f" ({place.code})" if place.code else ""
@@ -114,7 +114,7 @@ def does(place: Place) -> str:
 WAITS = {"others": "for a message", "meeting": "where processes meet", "store": "where processes meet"}
 
 
-def table(places: Sequence[Place], guilty: Sequence[Place]) -> str:
+def table(places: Sequence[ProcessStatus], guilty: Sequence[ProcessStatus]) -> str:
     """Who waits and whom for, a line each."""
     blamed = {place.rank for place in guilty}
     head = ("rank", "waits for", "step", "phase", "virtual rank", "still for", "what it does")
@@ -123,13 +123,13 @@ def table(places: Sequence[Place], guilty: Sequence[Place]) -> str:
         for_whom = _waits_for(place, blamed, len(places))
         v = "" if place.virtual_rank is None else str(place.virtual_rank)
         step = "" if place.step is None else f"{place.step}{'+' * bool(place.silent)}"  # when it was last seen
-        rows.append((str(place.rank), for_whom, step, place.phase, v, f"{place.idle:.0f} s", does(place)))
+        rows.append((str(place.rank), for_whom, step, place.phase, v, f"{place.idle:.0f} s", what_it_does(place)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     lines = [[f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)] for row in rows]
     return "\n".join("  ".join(["  ", *cells, row[-1]]) for cells, row in zip(lines, rows, strict=True))
 
 
-def _waits_for(place: Place, blamed: set[int], size: int) -> str:
+def _waits_for(place: ProcessStatus, blamed: set[int], size: int) -> str:
     if place.waits == "workers":
         return "its workers"
     if place.waits not in FOR_OTHERS:
@@ -140,13 +140,13 @@ def _waits_for(place: Place, blamed: set[int], size: int) -> str:
     return ", ".join(map(str, others))
 
 
-def _ranks(places: Sequence[Place], word: str = "rank") -> str:
+def _ranks(places: Sequence[ProcessStatus], word: str = "rank") -> str:
     """rank 0; ranks 0, 2 and 3."""
     *rest, last = [str(place.rank) for place in places]
     return f"{word}s {', '.join(rest)} and {last}" if rest else f"{word} {last}"
 
 
-class Telling:
+class ReportBackoff:
     """A run that is stuck and goes on is told of at its limit, and then each time that has doubled."""
 
     def __init__(self) -> None:

@@ -21,13 +21,13 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from unisono.launcher import failure_record
-from unisono.launcher.hang_report import Telling, Verdict, judge
-from unisono.launcher.status_file import Place, line_of_silent, now, read, seconds_of, stacks_path, state_of
+from unisono.launcher.hang_report import HangDiagnosis, ReportBackoff, judge
+from unisono.launcher.status_file import ProcessStatus, line_of_silent, now, read, seconds_of, stacks_path, state_of
 
 LOOK_SECONDS = 0.5
 
 
-class Lookout:
+class HangWatcher:
     """A block in which the processes whose records would be in `folder` are watched.
 
     say  tell on standard error of a run that is stuck and goes on all the same
@@ -37,10 +37,10 @@ class Lookout:
         self.folder, self.say = folder, say
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lookout", daemon=True)
-        self._telling = Telling()
+        self._telling = ReportBackoff()
         self._used: dict[int, tuple[float, float]] = {}  # of silent ones, by pid: when we looked first, and the seconds
 
-    def __enter__(self) -> Lookout:
+    def __enter__(self) -> HangWatcher:
         self._thread.start()
         return self
 
@@ -66,12 +66,12 @@ class Lookout:
             if verdict.then == "kill":
                 self._kill([place for place in found.values() if place.rank in verdict.guilty])
 
-    def _places(self) -> Iterator[tuple[Path, Place]]:
+    def _places(self) -> Iterator[tuple[Path, ProcessStatus]]:
         """Of every process that is there and has not failed or left; who says nothing stands where he last stood."""
         for path in sorted(self.folder.glob("rank-*.place")):
             told = path.with_suffix(".json")
             place = read(path)
-            if place is None or told.exists() or failure_record.left_at(told) is not None or not _lives(place.pid):
+            if place is None or told.exists() or failure_record.written_at(told) is not None or not _lives(place.pid):
                 continue
             silence = now() - place.written
             if silence > place.patience:
@@ -83,7 +83,7 @@ class Lookout:
                 self._used.pop(place.pid, None)
             yield path, place
 
-    def _asked(self, found: dict[Path, Place]) -> Iterator[Place]:
+    def _asked(self, found: dict[Path, ProcessStatus]) -> Iterator[ProcessStatus]:
         """The same, with the line where a silent one is, if it can still be had."""
         for path, place in found.items():
             if not place.silent:
@@ -92,13 +92,13 @@ class Lookout:
             line = line_of_silent(place.pid, stacks_path(path), place.thread)
             yield replace(place, where=line or place.where, code="" if line else place.code)
 
-    def _kill(self, guilty: Sequence[Place]) -> None:
+    def _kill(self, guilty: Sequence[ProcessStatus]) -> None:
         """With all that they have started, as the supervisor would: it then sees a death as any other."""
         for place in guilty:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(place.pid, signal.SIGKILL)
 
-    def _end(self, found: dict[Path, Place], verdict: Verdict) -> None:
+    def _end(self, found: dict[Path, ProcessStatus], verdict: HangDiagnosis) -> None:
         guilty = [path for path, place in found.items() if place.rank in verdict.guilty]
         failure_record.write_for((guilty or list(found))[0].with_suffix(".json"), verdict.error)
 

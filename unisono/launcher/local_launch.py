@@ -17,9 +17,9 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.environment import World, draws_live_lines, inherited, variables
-from unisono.launcher.elastic_policy import Survival, room
-from unisono.launcher.hang_watcher import Lookout
-from unisono.launcher.supervisor import Outcome, Task, supervise
+from unisono.launcher.elastic_policy import ElasticLauncher, socket_folder
+from unisono.launcher.hang_watcher import HangWatcher
+from unisono.launcher.supervisor import RunOutcome, WorkerSpec, supervise
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     elastic: bool = False,
     on_cpu: tuple[int, int] = (0, 0),
     columns: int = 0,
-) -> Outcome:
+) -> RunOutcome:
     """Run the script in `ranks` processes and return when all are gone.
 
     logs     the folder for rank-N.log, made if it is not there
@@ -52,11 +52,11 @@ def run(
     terminal = columns > 0 or (screen == 1 and draws_live_lines())
     columns = columns or (os.get_terminal_size(1).columns if terminal else 0)
     # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
-    with room() as folder:
+    with socket_folder() as folder:
         survives = minimum is not None and ranks > 1
         seats: dict[int, int] = {}  # by number: who replaces process 4, which replaced 2, sits there as well
 
-        def build(number: int, place: int) -> Task:
+        def build(number: int, place: int) -> WorkerSpec:
             """Process `number`, in the place of that one."""
             rank = seats[number] = seats.get(place, place)
             world = replace(
@@ -72,8 +72,8 @@ def run(
             return _task(number, world, [str(script), *arguments], environment, logs, Path(folder))
 
         tasks = [build(number, number) for number in range(ranks)]
-        with Lookout(Path(folder), say=say), ExitStack() as open_:
-            survival = Survival(minimum or 1, build) if survives else None
+        with HangWatcher(Path(folder), say=say), ExitStack() as open_:
+            survival = ElasticLauncher(minimum or 1, build) if survives else None
             if survival is not None:
                 open_.enter_context(survival.open(Path(folder) / "store", ranks, _python()))
             return supervise(tasks, screen=screen, say=say, survival=survival)
@@ -103,10 +103,10 @@ def dry_run(
     threads: int = 1,
     on_cpu: tuple[int, int] = (0, 0),
     seconds: int = DRY_SECONDS,
-) -> Outcome:
+) -> RunOutcome:
     """One process goes through the script as far as its loop, to see whether `ranks` of them can
     (train/diagnostics/dry_run.py). What it prints is nobody's; after `seconds` it dies of SIGALRM."""
-    with room() as folder:
+    with socket_folder() as folder:
         world = replace(_world(ranks - 1, ranks, on_cpu), dry=folder)
         environment = inherited(_for_libraries(threads))
         task = _task(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
@@ -135,12 +135,12 @@ def _task(
     logs: Path,
     folder: Path,
     seconds: int = 0,
-) -> Task:
+) -> WorkerSpec:
     """Process `number`, which runs a script (`words`: its path and its arguments); it is a substitute if it joins.
     After `seconds` it ends; 0: it does not."""
     record = folder / f"rank-{number}.json"
     order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds, "launcher": os.getpid()})
-    return Task(
+    return WorkerSpec(
         command=[*_python(), "-m", "unisono.launcher.worker_main", order, *words],
         environment=environment,
         log=logs / f"rank-{number}.log",

@@ -15,7 +15,7 @@ _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 _COLOR = re.compile(rb"\x1b\[[0-9;]*m")
 
 
-class Log:
+class RankLog:
     """Appends to a file. A piece that ends in a carriage return is a live line, and is left out.
 
     A disk that is full ends the log and not the run: `lost` then says why, and the rest is dropped.

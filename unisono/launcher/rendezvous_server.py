@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.5
 Tell = Callable[[dict[str, Any]], None]
 
 
-class Caller:
+class Connection:
     """One connection. `number`: the process whose life it is; None: it is there for keys only."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -54,7 +54,7 @@ class Caller:
         self.waits: tuple[list[str], int, float] | None = None  # for these keys, in this generation, until then
         self._rest = b""
 
-    def hear(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[dict[str, Any]] | None:
         """What was said since; None: the connection has ended."""
         try:
             data = self.line.recv(1 << 16)
@@ -66,13 +66,13 @@ class Caller:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def say(self, **words: Any) -> None:
+    def send(self, **words: Any) -> None:
         """To a process that is gone nothing needs to be said; and none is so busy that a short line fills its pipe."""
         with contextlib.suppress(OSError):
             self.line.sendall(json.dumps(words).encode() + b"\n")
 
 
-class Meeting:
+class RendezvousServer:
     """door      the socket at which processes arrive
     size      processes that begin together, with the numbers 0 to size - 1
     minimum   of them that must be left for the others to go on, when one dies
@@ -88,9 +88,9 @@ class Meeting:
         self.generation = 0
         self.lost: list[int] = []  # since the last generation began
         self.values: dict[str, str] = {}
-        self.callers: dict[socket.socket, Caller] = {}
-        self.members: dict[int, Caller] = {}
-        self.leaving: list[Caller] = []  # who are done, and wait for the others
+        self.callers: dict[socket.socket, Connection] = {}
+        self.members: dict[int, Connection] = {}
+        self.leaving: list[Connection] = []  # who are done, and wait for the others
         self.closed = False
         self._door = door
         self._selector = selectors.DefaultSelector()
@@ -108,9 +108,9 @@ class Meeting:
                     if not os.read(key.fd, 4096):
                         self.closed = True
                 elif key.fileobj in self.callers:  # it may have been let go in this very round
-                    self._attend(self.callers[key.fileobj])
-            self._look_for_silence()
-            self._look_at_waits()
+                    self._serve_connection(self.callers[key.fileobj])
+            self._check_heartbeats()
+            self._poll_waits()
         for caller in list(self.callers.values()):
             caller.line.close()
         self._door.close()
@@ -123,17 +123,17 @@ class Meeting:
     def _greet(self) -> None:
         line, _ = self._door.accept()
         line.settimeout(5.0)
-        self.callers[line] = Caller(line)
+        self.callers[line] = Connection(line)
         self._selector.register(line, selectors.EVENT_READ)
 
-    def _attend(self, caller: Caller) -> None:
-        said = caller.hear()
+    def _serve_connection(self, caller: Connection) -> None:
+        said = caller.receive()
         for words in said or []:
             self._answer(caller, words)
         if said is None:
-            self._let_go(caller)
+            self._drop(caller)
 
-    def _let_go(self, caller: Caller) -> None:
+    def _drop(self, caller: Connection) -> None:
         """A connection has ended. If it was somebody's life, all others hear of it."""
         if self.callers.pop(caller.line, None) is None:
             return
@@ -149,20 +149,20 @@ class Meeting:
             self.lost += [number, *orphans]
             self.roster = [other for other in self.roster if other not in self.lost]
             for other in self.members.values():
-                other.say(lost=number)
-            self._look_at_waits()
+                other.send(lost=number)
+            self._poll_waits()
             for orphan in orphans if self.roster else ():
                 self.tell({"orphan": orphan, "lost": number})
-        self._form()
+        self._regroup()
 
-    def _look_for_silence(self) -> None:
+    def _check_heartbeats(self) -> None:
         now = time.monotonic()
         for number, caller in list(self.members.items()):
             if now - caller.heard_at > self.silence:
                 self.tell({"silent": number})
-                self._let_go(caller)
+                self._drop(caller)
 
-    def _answer(self, caller: Caller, words: dict[str, Any]) -> None:
+    def _answer(self, caller: Connection, words: dict[str, Any]) -> None:
         """One line that was said."""
         if "hello" in words:
             caller.number, caller.joins, caller.seat = words["hello"], words["joins"], words["seat"]
@@ -170,23 +170,23 @@ class Meeting:
         elif "ready" in words:
             caller.ready = words
             if caller.joins:
-                self._knock()
-            self._form()
+                self._request_join()
+            self._regroup()
         elif "unit" in words:
             self.unit = words["unit"]
         elif (
             "stuck" in words
         ):  # by its own word (distributed/membership/regroup_timeout.py): nobody waits for it any more
             self.tell({"silent": caller.number, "why": words["stuck"]})
-            self._let_go(caller)
+            self._drop(caller)
         elif "told" in words:
             self.tell(words["told"])
         elif "bye" in words:
-            self._dismiss(caller)
+            self._reject(caller)
         elif "do" in words:
             self._serve_keys(caller, words)
 
-    def _dismiss(self, caller: Caller) -> None:
+    def _reject(self, caller: Connection) -> None:
         """It has come to its end in peace, and all the others with it."""
         assert caller.number is not None
         if self.members.get(caller.number) is caller:
@@ -195,11 +195,11 @@ class Meeting:
             self.roster.remove(caller.number)
         caller.number = None
         self.leaving.append(caller)
-        self._form()
+        self._regroup()
 
     # -- who is there
 
-    def _form(self) -> None:
+    def _regroup(self) -> None:
         """A new generation, if all who are left are ready for one."""
         if self.generation == 0 and self.lost:
             self._refuse(f"process {self.lost[0]} was gone before all had met")
@@ -210,7 +210,7 @@ class Meeting:
         if not self.roster:
             self._refuse("all who knew the run's state are gone")
             for caller in self.leaving:
-                caller.say(over=True)
+                caller.send(over=True)
             return
         ready = [self.members[number] for number in self.roster if number in self.members]
         if len(ready) < len(self.roster) or not all(caller.ready for caller in ready):
@@ -226,8 +226,8 @@ class Meeting:
         for number in self.roster:
             caller = self.members[number]
             caller.ready, caller.joins = None, False
-            caller.say(**formed)
-        self._knock()
+            caller.send(**formed)
+        self._request_join()
         self.tell({"formed": formed, "about": about})
 
     def _newcomers(self) -> list[int]:
@@ -236,61 +236,61 @@ class Meeting:
         seats = ([n for n in waiting if self.members[n].seat % self.unit == seat] for seat in range(self.unit))
         return [number for unit in zip(*seats, strict=False) for number in unit]
 
-    def _knock(self) -> None:
+    def _request_join(self) -> None:
         """Those who are there hear that somebody wants to join them."""
         for number in self.roster if self._newcomers() else ():
             if number in self.members:
-                self.members[number].say(knock=1)
+                self.members[number].send(knock=1)
 
     def _refuse(self, why: str) -> None:
         for caller in self.members.values():
             if caller.ready:
                 caller.ready = None
-                caller.say(refused=why)
+                caller.send(refused=why)
 
     # -- keys and values
 
-    def _serve_keys(self, caller: Caller, words: dict[str, Any]) -> None:
+    def _serve_keys(self, caller: Connection, words: dict[str, Any]) -> None:
         do, values = words["do"], self.values
         if do == "set":
             values[words["key"]] = words["value"]
-            caller.say(value=None)
-            self._look_at_waits()
+            caller.send(value=None)
+            self._poll_waits()
         elif do == "get":
-            caller.say(value=values.get(words["key"]))
+            caller.send(value=values.get(words["key"]))
         elif do == "add":
             values[words["key"]] = str(int(values.get(words["key"], "0")) + words["by"])
-            caller.say(value=int(values[words["key"]]))
-            self._look_at_waits()
+            caller.send(value=int(values[words["key"]]))
+            self._poll_waits()
         elif do == "compare":
             if values.get(words["key"], words["old"] if words["old"] == "" else None) == words["old"]:
                 values[words["key"]] = words["value"]
-            caller.say(value=values.get(words["key"], words["old"]))
-            self._look_at_waits()
+            caller.send(value=values.get(words["key"], words["old"]))
+            self._poll_waits()
         elif do == "delete":
-            caller.say(value=values.pop(words["key"], None) is not None)
+            caller.send(value=values.pop(words["key"], None) is not None)
         elif do == "count":
-            caller.say(value=len(values))
+            caller.send(value=len(values))
         elif do == "check":
-            caller.say(value=all(key in values for key in words["keys"]))
+            caller.send(value=all(key in values for key in words["keys"]))
         elif do == "wait":
             caller.waits = words["keys"], words["generation"], time.monotonic() + words["seconds"]
-            self._look_at_waits()
+            self._poll_waits()
 
-    def _look_at_waits(self) -> None:
+    def _poll_waits(self) -> None:
         for caller in list(self.callers.values()):
             if caller.waits is None:
                 continue
             keys, generation, deadline = caller.waits
             if all(key in self.values for key in keys):
                 caller.waits = None
-                caller.say(value=True)
+                caller.send(value=True)
             elif generation < self.generation or (self.lost and generation == self.generation):
                 caller.waits = None
-                caller.say(value=False)  # whoever was to set it has left that generation, or the world
+                caller.send(value=False)  # whoever was to set it has left that generation, or the world
             elif time.monotonic() > deadline:
                 caller.waits = None
-                caller.say(value=None)
+                caller.send(value=None)
 
 
 def main() -> None:
@@ -302,7 +302,7 @@ def main() -> None:
             os.write(1, json.dumps(what).encode() + b"\n")
 
     there = socket.socket(fileno=int(door))
-    Meeting(there, int(size), minimum=int(minimum), silence=float(silence), tell=tell).serve(until=0)
+    RendezvousServer(there, int(size), minimum=int(minimum), silence=float(silence), tell=tell).serve(until=0)
 
 
 if __name__ == "__main__":

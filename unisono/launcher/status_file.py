@@ -43,7 +43,7 @@ whether it may go on, one or two in a hundred."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessStatus:
     """Where a process stands.
 
     written  seconds since 1970
@@ -88,7 +88,7 @@ class Place:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str | bytes) -> Place:
+    def of(cls, text: str | bytes) -> ProcessStatus:
         """As it was written."""
         content = json.loads(text)
         return cls(**{**content, "workers": tuple(content["workers"])})
@@ -101,10 +101,10 @@ class Place:
             half.replace(path)
 
 
-def read(path: Path) -> Place | None:
+def read(path: Path) -> ProcessStatus | None:
     """The place at this path, None if there is none (yet)."""
     try:
-        return Place.of(path.read_bytes())
+        return ProcessStatus.of(path.read_bytes())
     except (OSError, ValueError, TypeError):
         return None
 

@@ -35,11 +35,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
-from unisono.launcher.elastic_policy import Survival
-from unisono.launcher.failure_record import does_bequeath, left_at, read
-from unisono.launcher.worker_process import CRASHES, Failure, Process, Task
+from unisono.launcher.elastic_policy import ElasticLauncher
+from unisono.launcher.failure_record import hands_off_shards, read, written_at
+from unisono.launcher.worker_process import CRASHES, WorkerFailure, WorkerProcess, WorkerSpec
 
-__all__ = ["Failure", "Outcome", "Task", "supervise"]
+__all__ = ["WorkerFailure", "RunOutcome", "WorkerSpec", "supervise"]
 
 LOOK_SECONDS = 0.1
 """Between two looks at the records; exits and output wake us at once."""
@@ -64,19 +64,19 @@ HEAD_START_SECONDS = 0.5
 """The peers of a process that crashed may notice before we do. A crash counts as this much earlier than we saw it."""
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended."""
 
     exit_status: int
-    failure: Failure | None = None
+    failure: WorkerFailure | None = None
     stopped: bool = False  # somebody asked it to stop
     early: bool = False  # ... while a process could not listen: before its loop, or after it
     in_line: bool = False  # the last line on the screen has no end yet
 
 
 def supervise(
-    tasks: Sequence[Task], *, screen: int | None = 1, say: bool = True, survival: Survival | None = None
-) -> Outcome:
+    tasks: Sequence[WorkerSpec], *, screen: int | None = 1, say: bool = True, survival: ElasticLauncher | None = None
+) -> RunOutcome:
     """Start the processes, rank by rank, and return when all are gone.
 
     Rank 0's output goes to the file descriptor `screen` as well (None: only to its log). What is said about the run
@@ -86,13 +86,15 @@ def supervise(
 
 
 class _Supervisor:
-    def __init__(self, tasks: Sequence[Task], screen: int | None, say: bool, survival: Survival | None) -> None:
+    def __init__(
+        self, tasks: Sequence[WorkerSpec], screen: int | None, say: bool, survival: ElasticLauncher | None
+    ) -> None:
         self.tasks, self.survival = tasks, survival
         self.voice = 0  # the process whose output goes to the screen
         self.say = say
         self.screen = screen
         self.last_byte = b"\n"  # of what is on the screen
-        self.processes: list[Process] = []
+        self.processes: list[WorkerProcess] = []
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stopped_at: float | None = None  # somebody asked us to stop
@@ -103,32 +105,32 @@ class _Supervisor:
         self.failing = False
         self.only_spares = False  # who is still there could as well not be
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         with self._listening():
             try:
                 for task in self.tasks:
                     self._start(task)
                 if self.survival is not None and self.survival.meeting is not None:
                     self.selector.register(self.survival.meeting.stdout, selectors.EVENT_READ, self.survival)  # type: ignore[arg-type]
-                while any(process.alive for process in self.processes) and not self._gave_up():
-                    self._look()
+                while any(process.alive for process in self.processes) and not self._unkillable():
+                    self._poll()
             finally:
                 self._end_all()
         outcome = self._outcome()
         return outcome._replace(in_line=self.screen is not None and self.last_byte != b"\n")
 
-    def _start(self, task: Task) -> None:
-        process = Process(len(self.processes), task)
+    def _start(self, task: WorkerSpec) -> None:
+        process = WorkerProcess(len(self.processes), task)
         self.processes.append(process)
         self.selector.register(process.stdout, selectors.EVENT_READ, process)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Wait for something to happen, or for a moment, and see to it."""
         for key, _ in self.selector.select(LOOK_SECONDS):
             if key.data is None:
                 os.read(key.fd, 4096)  # only there to wake us
             elif key.data is self.survival:
-                self._hear(self.survival)
+                self._on_rendezvous_event(self.survival)
             elif not key.data.stdout.closed:  # it may have been buried in this very round
                 self._forward(key.data)
         now = time.monotonic()
@@ -136,12 +138,12 @@ class _Supervisor:
             return  # only output; a process that writes a lot should not make us look at all the others each time
         self.look_at = now + LOOK_SECONDS
         while self.signals:
-            self._obey(self.signals.pop(0))
+            self._on_signal(self.signals.pop(0))
         for process in self.processes:
             if process.alive and process.has_ended():
-                self._bury(process)
+                self._reap(process)
         if not self.failing and any(
-            p.failed() or (p.task.record.exists() and self._matters(p)) for p in self.processes
+            p.failed() or (p.task.record.exists() and self._is_needed(p)) for p in self.processes
         ):
             self._end_the_others()
         alive = [process for process in self.processes if process.alive]
@@ -152,33 +154,35 @@ class _Supervisor:
             self.only_spares = True
             self.kill_at = min(self.kill_at or now + SPARE_STOP_SECONDS, now + SPARE_STOP_SECONDS)
         if self.kill_at is not None and now >= self.kill_at:
-            self._lose_patience()
+            self._kill_late()
 
-    def _matters(self, process: Process) -> bool:
+    def _is_needed(self, process: WorkerProcess) -> bool:
         """Does it matter how this one ends? Not of a spare one, once the main process has left in peace."""
         main = self.processes[0]
         if not process.joined:
             return False
         return main.alive or main.popen.returncode != 0 or not process.spare
 
-    def _lose_patience(self) -> None:
+    def _kill_late(self) -> None:
         """Who was to leave has not left in time."""
         alive = [process for process in self.processes if process.alive and not process.killed]
         if alive and self.only_spares and not self.failing:
             ranks = ", ".join(str(process.rank) for process in alive)
-            self._say(f"Killed: rank {ranks}, which stood still when the others were done.")
+            self._print(f"Killed: rank {ranks}, which stood still when the others were done.")
         elif alive and self.stopped_at is not None and not (self.left_early or self.impatient or self.failing):
             self.impatient = True
             ranks = ", ".join(str(process.rank) for process in alive)
-            self._say(f"Killed: rank {ranks}, still there {LATE_STOP_SECONDS:g} seconds after the first one had left.")
+            self._print(
+                f"Killed: rank {ranks}, still there {LATE_STOP_SECONDS:g} seconds after the first one had left."
+            )
         for process in alive:
             process.kill()
 
-    def _gave_up(self) -> bool:
+    def _unkillable(self) -> bool:
         """Somebody was killed and does not go: he waits in the kernel, for a disk or a device that does not answer."""
         return self.kill_at is not None and time.monotonic() > self.kill_at + UNKILLABLE_SECONDS
 
-    def _forward(self, process: Process) -> bool:
+    def _forward(self, process: WorkerProcess) -> bool:
         """Pass on what the process wrote; False when there will be no more."""
         try:
             data = os.read(process.stdout.fileno(), 1 << 16)
@@ -190,7 +194,7 @@ class _Supervisor:
         process.log.write(data)
         if process.log.lost is not None and not process.log_is_lost:
             process.log_is_lost = True
-            self._say(f"The log {process.log.path} ends here: {process.log.lost.strerror}. The run goes on.")
+            self._print(f"The log {process.log.path} ends here: {process.log.lost.strerror}. The run goes on.")
         if process.rank == self.voice and self.screen is not None:
             try:
                 view = memoryview(data)
@@ -201,7 +205,7 @@ class _Supervisor:
                 self.screen = None
         return True
 
-    def _obey(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         """Somebody wants us to stop."""
         if number == signal.SIGCHLD:
             return
@@ -209,7 +213,7 @@ class _Supervisor:
         if self.stopped_at is None:
             self.stopped_at = now
             if not self.failing:
-                self._say("Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.")
+                self._print("Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.")
                 for process in self.processes:
                     process.tell(group=False)
                 if not all(process.alive for process in self.processes):
@@ -218,7 +222,7 @@ class _Supervisor:
             self.impatient = True
             self.kill_at = now
 
-    def _bury(self, process: Process) -> None:
+    def _reap(self, process: WorkerProcess) -> None:
         """A process is over: end what it started, read what is left in its pipe, and let it go."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
@@ -227,20 +231,20 @@ class _Supervisor:
         self._drain(process)
         if process.spare and process.popen.returncode < 0 and not (process.told or process.killed or self.failing):
             number = signal.Signals(-process.popen.returncode)
-            self._say(
+            self._print(
                 f"Rank {process.rank} of {len(self.tasks)} died of signal {number} ({number.name}); the others go on "
                 f"without it. Its log is {process.task.log}"
             )
         if self.survival is not None:
-            self._miss(process, self.survival)
+            self._replace(process, self.survival)
         if not process.joined and process.popen.returncode and not (process.told or process.killed or self.failing):
-            self._say(f"Process {process.rank} was to join, and did not. Its log is {process.task.log}")
+            self._print(f"Process {process.rank} was to join, and did not. Its log is {process.task.log}")
         if self.stopped_at is not None and process.told and process.joined and not self.failing:
             early = process.popen.returncode == -signal.SIGTERM
             self.left_early |= early
             self.kill_at = self.kill_at or time.monotonic() + (EARLY_STOP_SECONDS if early else LATE_STOP_SECONDS)
 
-    def _miss(self, process: Process, survival: Survival) -> None:
+    def _replace(self, process: WorkerProcess, survival: ElasticLauncher) -> None:
         """A process is over. If it died, and enough are left who can do without it, another one takes its place."""
         code, stopping = process.popen.returncode, self.failing or self.stopped_at is not None
         if code >= 0 or self.failing or not process.replaceable or process.task.record.exists():
@@ -255,7 +259,7 @@ class _Supervisor:
         if left and not done and not stopping and survival.may_replace(one_death=process.orphan_of is None):
             self._start(survival.build(len(self.processes), process.rank))
 
-    def _hear(self, survival: Survival) -> None:
+    def _on_rendezvous_event(self, survival: ElasticLauncher) -> None:
         """What the meeting place tells."""
         events = survival.heard()
         if events is None:
@@ -269,40 +273,40 @@ class _Supervisor:
                 process.orphan_of, process.missed = event["lost"], process.alive
                 process.kill()
             if "formed" in event:
-                self._tell(event["formed"], max(survival.step, 0))
+                self._announce(event["formed"], max(survival.step, 0))
 
-    def _kill_silent(self, process: Process, why: str) -> None:
+    def _kill_silent(self, process: WorkerProcess, why: str) -> None:
         """The others take it for dead, so it must be. Not by `kill`: it then counts as any death, so that the run ends,
         and may begin again, if all have died like this."""
         if process.alive:
-            self._say(f"Process {process.rank} {why}: it is killed. Its log is {process.task.log}")
+            self._print(f"Process {process.rank} {why}: it is killed. Its log is {process.task.log}")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
 
-    def _tell(self, formed: dict[str, Any], step: int) -> None:
+    def _announce(self, formed: dict[str, Any], step: int) -> None:
         """Who died, and who has joined."""
         for number in formed["joined"]:
             self.processes[number].joined = True
-            self._say(f"Process {number} has joined, after {step} steps: {len(formed['roster'])} go on.")
+            self._print(f"Process {number} has joined, after {step} steps: {len(formed['roster'])} go on.")
         for number in formed["lost"]:
             process = self.processes[number]
             deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
             while process.alive and not process.has_ended() and time.monotonic() < deadline:
                 time.sleep(0.001)
             if process.alive and process.has_ended():
-                self._bury(process)
+                self._reap(process)
             if process.orphan_of is not None:
-                self._say(f"Process {number}, which shared its model, was ended. Its log is {process.task.log}")
+                self._print(f"Process {number}, which shared its model, was ended. Its log is {process.task.log}")
                 continue
             if self.failing or process.failed() or process.task.record.exists():
                 continue  # nobody goes on: it is told as the run's failure, or the run has another one
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
-            self._say(
+            self._print(
                 f"Process {number} {how} after {step} steps; {len(formed['roster'])} finish its step and go on. "
                 f"Its log is {process.task.log}"
             )
 
-    def _drain(self, process: Process) -> None:
+    def _drain(self, process: WorkerProcess) -> None:
         """Pass on the last words and close everything. Somebody who left the process group may hold the pipe open."""
         deadline = time.monotonic() + DRAIN_SECONDS
         open_ = process.stdout in self.selector.get_map()
@@ -319,7 +323,7 @@ class _Supervisor:
         """Somebody failed, so nobody can go on."""
         self.failing = True
         died = any(-(process.popen.returncode or 0) in CRASHES for process in self.processes)
-        bequeath = died and any(does_bequeath(process.task.record) for process in self.processes)
+        bequeath = died and any(hands_off_shards(process.task.record) for process in self.processes)
         self.kill_at = time.monotonic() + (BEQUEST_SECONDS if bequeath else GRACE_SECONDS)
         for process in self.processes:
             if not process.task.record.exists():
@@ -333,12 +337,12 @@ class _Supervisor:
                 try:
                     process.popen.wait(UNKILLABLE_SECONDS)
                 except subprocess.TimeoutExpired:
-                    self._say(f"Process {process.popen.pid} (rank {process.rank}) waits in the kernel and stays.")
+                    self._print(f"Process {process.popen.pid} (rank {process.rank}) waits in the kernel and stays.")
                 process.ended_at = time.time()
                 self._drain(process)
         self.selector.close()
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RunOutcome:
         """Find the failure that came first, put every traceback into its log, and say what happened."""
         if not any(process.joined and process.popen.returncode == 0 for process in self.processes):
             survived = self._survived()
@@ -355,7 +359,7 @@ class _Supervisor:
         failed = {p.rank for p in self.processes if p.task.record.exists() or (p.popen.returncode or 0) > 0}
         return {number for lost in self.survival.survived if not failed & set(lost) for number in lost}
 
-    def _found(self) -> Outcome:
+    def _found(self) -> RunOutcome:
         failures = [failure for process in self.processes if (failure := self._failure_of(process))]
         for failure in failures:
             if failure.record is not None:
@@ -365,44 +369,44 @@ class _Supervisor:
                 ):
                     log.write((failure.record.traceback or failure.record.message).rstrip("\n") + "\n")
         if self.impatient and not self.failing:
-            return Outcome(1, stopped=True)
+            return RunOutcome(1, stopped=True)
         if self.stopped_at is not None and (self.left_early or not failures):
-            return Outcome(0, stopped=True, early=self.left_early)
+            return RunOutcome(0, stopped=True, early=self.left_early)
         if not failures:
-            return Outcome(0)
+            return RunOutcome(0)
         # A process that lost a peer did not fail first, whatever the clock says.
         died = any(failure.signal in CRASHES for failure in failures)
         first = min(failures, key=lambda f: (f.record is not None and f.record.is_consequence(died), f.time))
         first = self._left_before(first) or first
-        self._say(str(first))
-        return Outcome(first.exit_status, first)
+        self._print(str(first))
+        return RunOutcome(first.exit_status, first)
 
-    def _left_before(self, failure: Failure) -> Failure | None:
+    def _left_before(self, failure: WorkerFailure) -> WorkerFailure | None:
         """Who lost a peer lost perhaps one that had left in peace."""
-        if failure.record is None or failure.record.kind != "PeerLost":
+        if failure.record is None or failure.record.kind != "PeerLostError":
             return None
         for process in self.processes:
-            left = left_at(process.task.record)
+            left = written_at(process.task.record)
             if left is None and process.popen.returncode == 0 and process.ended_at is not None:  # os._exit(0)
                 left = process.ended_at - HEAD_START_SECONDS
             if left is not None and left < failure.time:
                 size, log = len(self.tasks), process.task.log
-                return Failure(process.rank, size, left, None, 0, failure.exit_status, log, early=True)
+                return WorkerFailure(process.rank, size, left, None, 0, failure.exit_status, log, early=True)
         return None
 
-    def _failure_of(self, process: Process) -> Failure | None:
+    def _failure_of(self, process: WorkerProcess) -> WorkerFailure | None:
         task, code, size = process.task, process.popen.returncode, len(self.tasks)
         record = read(task.record)
-        if not self._matters(process):
+        if not self._is_needed(process):
             return None
         if record is not None:
-            return Failure(process.rank, size, record.time, record, 0, record.exit_status, task.log)
+            return WorkerFailure(process.rank, size, record.time, record, 0, record.exit_status, task.log)
         if not process.failed() or process.ended_at is None:
             return None
         seen = process.ended_at - (HEAD_START_SECONDS if -code in CRASHES else 0)
-        return Failure(process.rank, size, seen, None, max(0, -code), code if code > 0 else 1, task.log)
+        return WorkerFailure(process.rank, size, seen, None, max(0, -code), code if code > 0 else 1, task.log)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """A line of ours, on a line of its own."""
         if not self.say:
             return

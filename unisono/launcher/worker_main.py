@@ -47,12 +47,12 @@ def main() -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if failure_record.Record.of(end).exit_status:
+        if failure_record.FailureRecord.of(end).exit_status:
             # The launcher says what is to be said, so that it is said once and last.
             sys.exit(failure_record.write(end).exit_status)
     except BaseException as error:
         sys.exit(failure_record.write(error).exit_status)
-    failure_record.leave()
+    failure_record.write_failure()
 
 
 PARENT_LOOK_SECONDS = 0.1

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unisono.errors import WorldError
-from unisono.launcher.failure_record import Record, is_replaceable, is_spare
-from unisono.launcher.rank_log import Log, last_lines
+from unisono.launcher.failure_record import FailureRecord, is_replaceable, is_spare
+from unisono.launcher.rank_log import RankLog, last_lines
 
 MEANING = {
     signal.SIGKILL: "usually the machine had no memory left (`dmesg | tail` tells), or somebody killed it",
@@ -29,7 +29,7 @@ CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class WorkerSpec:
     """A process to start."""
 
     command: Sequence[str]
@@ -39,13 +39,13 @@ class Task:
     substitute: bool = False  # for a process that died
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """Why a run failed."""
 
     rank: int
     size: int
     time: float  # seconds since the epoch
-    record: Record | None  # None: the process left no word
+    record: FailureRecord | None  # None: the process left no word
     signal: int  # that it died of, 0: none
     exit_status: int  # what the launcher should return
     log: Path
@@ -73,13 +73,13 @@ class Failure(NamedTuple):
         return f"{said}\nIts log is empty: {self.log}"
 
 
-class Process:
+class WorkerProcess:
     """A process that was started, and what we know of it."""
 
-    def __init__(self, rank: int, task: Task) -> None:
+    def __init__(self, rank: int, task: WorkerSpec) -> None:
         self.rank = rank
         self.task = task
-        self.log = Log(task.log)
+        self.log = RankLog(task.log)
         self.told = False  # we sent it SIGTERM
         self.killed = False  # we sent it SIGKILL
         self.log_is_lost = False  # and we said so

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
 from unisono.exchange import Spans, Weights
-from unisono.exchange.tree.tree_fold import Tree
-from unisono.exchange.wrapper import Around
+from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.wrapper import ExchangeWrapper
 
 
-class Local(Around):
+class InnerExchange(ExchangeWrapper):
     """`group`: the processes that make a step together, a site or all of them."""
 
     promise = "sites are part of the mathematics"
@@ -35,9 +35,9 @@ class Local(Around):
         "computation; the number of processes of a site is not"
     )
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         self.params, self.group = params, group
-        self.tree: Tree | None = None
+        self.tree: TreeExchange | None = None
         self.first = 0  # of the virtual ranks of this site
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
@@ -45,7 +45,7 @@ class Local(Around):
         ours = [spans[rank] for rank in self.group.members] if self.group.members else spans
         first, last = ours[0][0], ours[-1][1]
         if self.tree is None:
-            self.tree, self.first = Tree(self.params, last - first, self.group), first
+            self.tree, self.first = TreeExchange(self.params, last - first, self.group), first
         if (first, last) != (self.first, self.first + self.tree.virtual_ranks):
             raise LoopError(
                 "Virtual ranks were dealt to the processes anew.",
@@ -66,6 +66,6 @@ class Local(Around):
             self.tree.close()
 
     @property
-    def inner(self) -> Tree:  # type: ignore[override]  # it is made when a step begins
+    def inner(self) -> TreeExchange:  # type: ignore[override]  # it is made when a step begins
         assert self.tree is not None, "a step begins with `begin`"
         return self.tree

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from unisono.distributed.process_group import Group
-from unisono.local_sgd.site_transport import Letters, chunk_of, together
+from unisono.distributed.process_group import ProcessGroup
+from unisono.local_sgd.site_transport import PendingExchange, chunk_of, together
 
-MIX = 0.5
+MERGE_ALPHA = 0.5
 """How much of a site's own weights stays when a meeting's numbers arrive late."""
 
 
-class Fragment:
+class ModelFragment:
     """Some parameters that meet in the same steps.
 
     anchors, velocities  beside every parameter, in float32 at least; without momentum there are no velocities
@@ -40,7 +40,7 @@ class Fragment:
         self.anchors: list[torch.Tensor] = []
         self.velocities: list[torch.Tensor] = []
         self.left: list[torch.Tensor] = []
-        self.letters: Letters | None = None
+        self.letters: PendingExchange | None = None
         self.arrived: tuple[list[list[float]], list[torch.Tensor]] | None = None
         self.sent = self.due = 0
 
@@ -48,7 +48,7 @@ class Fragment:
         """One more parameter, which was at `anchor` when the sites last met."""
         self.names.append(name)
         self.params.append(p)
-        self.anchors.append(wide(anchor).to(p.device, copy=True))
+        self.anchors.append(as_float64(anchor).to(p.device, copy=True))
         if self.momentum:
             was = torch.zeros_like(self.anchors[-1]) if velocity is None else velocity.to(p.device)
             self.velocities.append(was)
@@ -59,7 +59,7 @@ class Fragment:
         return dict(zip(self.names, tensors, strict=False))
 
     @property
-    def met(self) -> list[torch.Tensor]:
+    def synchronized(self) -> list[torch.Tensor]:
         """The anchors of what was sent last."""
         return self.anchors[: self.sent]
 
@@ -68,29 +68,29 @@ class Fragment:
         """Of the rows."""
         return kinds(self.anchors)
 
-    def ways(self) -> list[torch.Tensor]:
+    def pseudo_gradients(self) -> list[torch.Tensor]:
         """How far this site has come since the sites last met, backwards: a row for each dtype. They are to be sent."""
         self.sent = len(self.params)
-        return lay([a - wide(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
+        return concatenate([a - as_float64(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
 
-    def remainders(self, rows: Sequence[torch.Tensor], site: Group) -> list[torch.Tensor]:
+    def residuals(self, rows: Sequence[torch.Tensor], site: ProcessGroup) -> list[torch.Tensor]:
         """What quantising has lost so far."""
         if not self.left:
             self.left += [torch.zeros_like(chunk_of(row, site)) for row in rows]
         return self.left
 
-    def whole_left(self, site: Group) -> list[torch.Tensor]:
+    def whole_left(self, site: ProcessGroup) -> list[torch.Tensor]:
         """The same of all processes of the site, who call this together. Padded to whole chunks."""
         return [together(chunk, site) for chunk in self.left]
 
     def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
         """The outer step. `keep`: how much of this site's own weights stays."""
         with torch.no_grad():
-            ways = cut(gradient, self.met)
+            ways = slice_fragment(gradient, self.synchronized)
             for v, g in zip(self.velocities, ways, strict=False):
                 v.mul_(self.momentum).add_(g)
                 g.add_(v, alpha=self.momentum)
-            for p, a, g in zip(self.params, self.met, ways, strict=False):
+            for p, a, g in zip(self.params, self.synchronized, ways, strict=False):
                 a.sub_(g, alpha=self.lr)
                 _numbers(p).lerp_(a.to(p.dtype.to_real()), 1.0 - keep) if keep else _numbers(p).copy_(a)
 
@@ -114,7 +114,7 @@ def kinds(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
     return sorted({tensor.dtype for tensor in tensors}, key=str)
 
 
-def lay(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def concatenate(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Tensors side by side: a row [elements] for each dtype, in the order of `kinds`."""
     return [
         torch.cat([t.reshape(-1).to(device) for t in tensors if t.dtype == dtype]).contiguous()
@@ -122,7 +122,7 @@ def lay(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Ten
     ]
 
 
-def cut(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def slice_fragment(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Such rows as tensors again, as `like` were."""
     streams: Mapping[torch.dtype, list[torch.Tensor]] = {
         dtype: list(row.split([t.numel() for t in like if t.dtype == dtype]))
@@ -131,7 +131,7 @@ def cut(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torc
     return [streams[t.dtype].pop(0).view(t.shape).to(t.device) for t in like]
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
     """What is in a tensor of floating-point or complex numbers, as real ones in float32 at least."""
     numbers = _numbers(tensor)
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

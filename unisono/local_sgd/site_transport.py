@@ -22,15 +22,21 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.distributed.process_group import Group, Message, Work, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
 from unisono.exchange.compression.quantize import BLOCK, decode, encode, size_of
 
 
-class Letters:
+class PendingExchange:
     """Words and rows on their way from every site to every other. Nobody need wait before they are opened."""
 
     def __init__(
-        self, site: Group, across: Group, words: torch.Tensor, codes: list[torch.Tensor], lengths: list[int], bits: int
+        self,
+        site: ProcessGroup,
+        across: ProcessGroup,
+        words: torch.Tensor,
+        codes: list[torch.Tensor],
+        lengths: list[int],
+        bits: int,
     ) -> None:
         self.site, self.across, self.lengths, self.bits = site, across, lengths, bits
         others = [other for other in range(across.size) if other != across.rank]
@@ -67,7 +73,7 @@ class Letters:
         return found
 
 
-class Between:
+class SiteTransport:
     """The line between the sites, as this process has it.
 
     site    the processes of this site
@@ -75,7 +81,7 @@ class Between:
     sent    bytes that this site has sent, all its processes together
     """
 
-    def __init__(self, site: Group, across: Group) -> None:
+    def __init__(self, site: ProcessGroup, across: ProcessGroup) -> None:
         self.site, self.across, self.sent = site, across, 0
 
     def tell(self, words: Sequence[float]) -> list[list[float]]:
@@ -88,7 +94,7 @@ class Between:
         rows: Sequence[torch.Tensor],
         bits: int,
         left: Sequence[torch.Tensor] = (),
-    ) -> Letters:
+    ) -> PendingExchange:
         """Words and rows [any length] to all other sites.
 
         bits  of each number on its way
@@ -106,10 +112,10 @@ class Between:
             self.sent += (self.across.size - 1) * self.site.size * size_of(len(chunk), bits, chunk.dtype)
         told = torch.tensor(words, dtype=torch.float64, device=self.site.device)
         self.sent += (self.across.size - 1) * self.site.size * told.nbytes
-        return Letters(self.site, self.across, told, codes, [len(row) for row in rows], bits)
+        return PendingExchange(self.site, self.across, told, codes, [len(row) for row in rows], bits)
 
 
-def chunk_of(row: torch.Tensor, site: Group) -> torch.Tensor:
+def chunk_of(row: torch.Tensor, site: ProcessGroup) -> torch.Tensor:
     """A copy of the chunk of a row that this process of a site sends: whole blocks, with zeros behind the row's end."""
     blocks = -(-len(row) // BLOCK)
     length = max(1, -(-blocks // site.size)) * BLOCK
@@ -119,7 +125,7 @@ def chunk_of(row: torch.Tensor, site: Group) -> torch.Tensor:
     return chunk
 
 
-def together(chunk: torch.Tensor, site: Group) -> torch.Tensor:
+def together(chunk: torch.Tensor, site: ProcessGroup) -> torch.Tensor:
     """The row, with zeros behind its end, from the chunks of all processes of a site."""
     if site.size == 1:
         return chunk

@@ -23,32 +23,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
-from unisono.checkpoint.state_codec import Tensors, pack, unpack
+from unisono.checkpoint.state_codec import TensorTable, pack, unpack
 from unisono.config.wording import plural
 from unisono.distributed.mesh import build_sites
-from unisono.distributed.process_group import Message, peers, wait_for
+from unisono.distributed.process_group import Message, wait_for, wrap_peer_errors
 from unisono.errors import LoopError
-from unisono.local_sgd.outer import MIX, Fragment, cut, fragments_of, kinds, lay, wide
-from unisono.local_sgd.site_transport import Between, chunk_of
+from unisono.local_sgd.outer import (
+    MERGE_ALPHA,
+    ModelFragment,
+    as_float64,
+    concatenate,
+    fragments_of,
+    kinds,
+    slice_fragment,
+)
+from unisono.local_sgd.site_transport import SiteTransport, chunk_of
 from unisono.train.modules.buffer_sync import bits_of
 from unisono.train.state.run_state import EXCHANGE, RANDOM
 from unisono.train.step_sync import LOSS, STEP, VERBS
-from unisono.train.sync_points import Met
+from unisono.train.sync_points import SyncPoint
 
 if TYPE_CHECKING:
     from unisono.config import Settings
     from unisono.distributed.mesh import Mesh
-    from unisono.exchange.exchange_state import Carried
-    from unisono.train.loop import Engine
+    from unisono.exchange.exchange_state import ExchangeStates
+    from unisono.train.loop import StepLoop
     from unisono.train.modules.models import Models
-    from unisono.train.state.run_state import State
+    from unisono.train.state.run_state import RunState
     from unisono.train.step import Step
-    from unisono.train.step_sync import Table
+    from unisono.train.step_sync import StepSync
 
 MEETING = "A meeting of the sites"
 
 
-class Sites:
+class LocalSGD:
     """The sites of a run, from one of them.
 
     told  for result.json
@@ -59,18 +67,18 @@ class Sites:
         settings: Settings,
         mesh: Mesh,
         models: Models,
-        table: Table,
-        state: State,
-        carried: Carried,
+        table: StepSync,
+        state: RunState,
+        carried: ExchangeStates,
         say: Callable[[str], None],
     ) -> None:
         self.settings, self.local = settings, settings.local
         self.models, self.table, self.state, self.say = models, table, state, say
         self.number, self.mesh, self.across = build_sites(self.local.sites, mesh.world)
-        self.between = Between(self.mesh.world, self.across)
+        self.between = SiteTransport(self.mesh.world, self.across)
         average = self.local.outer == "average"
         how = (1.0, 0.0) if average else (self.local.lr, self.local.momentum)
-        self.fragments = [Fragment(mesh.world.device, *how) for _ in range(self.local.fragments)]
+        self.fragments = [ModelFragment(mesh.world.device, *how) for _ in range(self.local.fragments)]
         self.parted = False
         self.met = 0  # steps done when all sites were last together
         self.began = 0  # steps done when the sites parted
@@ -87,7 +95,7 @@ class Sites:
 
     # -- from step to step
 
-    def begin(self, engine: Engine, done: int) -> None:
+    def begin(self, engine: StepLoop, done: int) -> None:
         self.met = done
         every, apart = self.settings.checkpoint.every, self.local.every
         if every and (every % apart or self.local.begin % apart or self.local.overlap):
@@ -98,16 +106,16 @@ class Sites:
         if done >= self.local.begin:
             self._part(engine)
 
-    def after(self, engine: Engine, step: Step) -> Met | None:
+    def after(self, engine: StepLoop, step: Step) -> SyncPoint | None:
         """A step is done; if sites meet after it, they do so now. None: they are not together."""
         done, before, self._last = step.number + 1, self.met, step
         if not self.parted:
             self.met, agreed = done, engine.agreed
             if done == self.local.begin:
                 self._part(engine)
-            return Met(agreed, before)
+            return SyncPoint(agreed, before)
         agreed = {}
-        with phases.phase("exchange"), peers(MEETING):
+        with phases.phase("exchange"), wrap_peer_errors(MEETING):
             for number, fragment in enumerate(self.fragments):
                 if (done - self.local.begin) % self.local.every == self._turn(number):
                     self._send(fragment, step, engine.agreed)
@@ -115,13 +123,13 @@ class Sites:
                 if (fragment.letters or fragment.arrived) and fragment.due <= done:
                     agreed = self._receive(fragment)
                     self.met = done
-        return Met(agreed, before) if self.met == done else None
+        return SyncPoint(agreed, before) if self.met == done else None
 
     def _turn(self, fragment: int) -> int:
         """How many steps after the last one's meeting this fragment meets. The last fragment's turn ends the round."""
         return (fragment + 1) * self.local.every // self.local.fragments % self.local.every
 
-    def _part(self, engine: Engine) -> None:
+    def _part(self, engine: StepLoop) -> None:
         """From the next step on every site is by itself."""
         share, order = self.settings.virtual_ranks // self.local.sites, engine.order
         last = order.batch_size(order.steps_per_epoch - 1)
@@ -170,24 +178,24 @@ class Sites:
 
     # -- a meeting
 
-    def _send(self, fragment: Fragment, step: Step, agreed: Mapping[str, int]) -> None:
+    def _send(self, fragment: ModelFragment, step: Step, agreed: Mapping[str, int]) -> None:
         """This site's way, and a few words with it, go out."""
-        rows = fragment.ways()
+        rows = fragment.pseudo_gradients()
         whole = all(bool(torch.isfinite(row).all()) for row in rows)
         words = [VERBS.index(STEP), step.number, agreed["stop"], agreed["leave"], whole, *step._sums[LOSS]]
-        left = fragment.remainders(rows, self.mesh.world) if self.local.bits < 32 else ()
+        left = fragment.residuals(rows, self.mesh.world) if self.local.bits < 32 else ()
         fragment.letters = self.between.send(words, rows, self.local.bits, left)
         fragment.due = step.number + 1 + self.local.overlap
 
-    def _receive(self, fragment: Fragment) -> Mapping[str, int]:
+    def _receive(self, fragment: ModelFragment) -> Mapping[str, int]:
         """Everybody's ways are here: the outer step. Returns what all sites agree on."""
         self._settle(fragment)
         assert fragment.arrived is not None
         (words, rows), fragment.arrived = fragment.arrived, None
-        fragment.step(rows, MIX if self.local.overlap else 0.0)
+        fragment.step(rows, MERGE_ALPHA if self.local.overlap else 0.0)
         return {"stop": int(sum(said[2] for said in words)), "leave": int(sum(said[3] for said in words))}
 
-    def _settle(self, fragment: Fragment) -> None:
+    def _settle(self, fragment: ModelFragment) -> None:
         """Wait for what is under way; it is used when it is due."""
         if fragment.letters is None:
             return
@@ -200,12 +208,12 @@ class Sites:
                 f"Site {broken[0]} of {len(words)} has weights that are not finite.",
                 "lower the learning rate, or clip (--set clip=1.0).",
             )
-        fragment.arrived = words, fragment.letters.means(kinds(fragment.met))
+        fragment.arrived = words, fragment.letters.means(kinds(fragment.synchronized))
         fragment.letters = None
 
     def _ask(self, verb: str) -> None:
         """Every site is about to do this, one of VERBS; raises LoopError on all of them if not."""
-        with peers(verb):
+        with wrap_peer_errors(verb):
             self._check(verb, self.between.tell([VERBS.index(verb), *[0.0] * 6]))
 
     def _check(self, verb: str, words: Sequence[Sequence[float]]) -> None:
@@ -227,7 +235,7 @@ class Sites:
         if not self.parted:
             yield
             return
-        with peers(MEETING):
+        with wrap_peer_errors(MEETING):
             self._unite(models)
         try:
             yield
@@ -241,11 +249,11 @@ class Sites:
         """No more steps will come: all sites are left with the mean of their weights, and know the loss of all."""
         if not self.parted:
             return
-        with phases.phase("exchange"), peers(MEETING):
+        with phases.phase("exchange"), wrap_peer_errors(MEETING):
             self._unite([*self.models.modules, *self.models.tracked])
             self._own = {}
             if step is not None:
-                sums = self.across.gather(list(step._sums[LOSS]))
+                sums = self.across.all_gather_object(list(step._sums[LOSS]))
                 step._sums = {**step._sums, LOSS: (sum(total for total, _ in sums), sum(weight for _, weight in sums))}
 
     def _unite(self, models: Sequence[torch.nn.Module]) -> None:
@@ -254,17 +262,17 @@ class Sites:
         for fragment in self.fragments:
             self._settle(fragment)
         tensors = _tensors(models)
-        marks = self.across.gather([bits_of(tensor) for tensor in tensors])
+        marks = self.across.all_gather_object([bits_of(tensor) for tensor in tensors])
         unlike = [t for t, *others in zip(tensors, *marks, strict=True) if len(set(others)) > 1]
         self._own = {id(tensor): tensor.detach().clone() for tensor in unlike}
         numbers = [t for t in unlike if t.is_floating_point() or t.is_complex()]
-        self.across.share_([t.data for t in unlike if not (t.is_floating_point() or t.is_complex())])
+        self.across.broadcast_([t.data for t in unlike if not (t.is_floating_point() or t.is_complex())])
         if not numbers:
             return
-        parts = [wide(tensor) for tensor in numbers]
-        letters = self.between.send([], lay(parts, self.mesh.world.device), 32)
+        parts = [as_float64(tensor) for tensor in numbers]
+        letters = self.between.send([], concatenate(parts, self.mesh.world.device), 32)
         means = letters.means(kinds(parts))
-        for tensor, mean in zip(numbers, cut(means, parts), strict=True):
+        for tensor, mean in zip(numbers, slice_fragment(means, parts), strict=True):
             tensor.data.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
 
     # -- what a checkpoint holds of it
@@ -277,7 +285,8 @@ class Sites:
         for fragment in self.fragments:
             self._settle(fragment)
         under_way = [
-            f.arrived and {"due": f.due, "words": f.arrived[0], "means": f.named(cut(f.arrived[1], f.met))}
+            f.arrived
+            and {"due": f.due, "words": f.arrived[0], "means": f.named(slice_fragment(f.arrived[1], f.synchronized))}
             for f in self.fragments
         ]
         left = [fragment.whole_left(self.mesh.world) for fragment in self.fragments]
@@ -308,10 +317,10 @@ class Sites:
         """What every site has, on the main process. Only those who are first in their site tell it."""
         if self.mesh.world.rank:
             return []
-        tensors = Tensors()
+        tensors = TensorTable()
         plain = pack(mine, "own", tensors)
         about = [[name, list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()]
-        told = self.across.gather({"plain": plain, "about": about})
+        told = self.across.all_gather_object({"plain": plain, "about": about})
         if self.number:
             sent = [t.to(self.across.device).reshape(-1).view(torch.uint8) for t in tensors.values()]
             wait_for(self.across.send_and_receive([Message(t, 0) for t in sent], []))
@@ -355,7 +364,7 @@ class Sites:
             sent = fragment.names[: len(was["means"])] if was is not None else []
             if sent and was["means"].keys() == set(sent):
                 fragment.due, fragment.sent = was["due"], len(sent)
-                rows = lay([was["means"][name] for name in sent], self.mesh.world.device)
+                rows = concatenate([was["means"][name] for name in sent], self.mesh.world.device)
                 fragment.arrived = was["words"], rows
             if saved["own"]["bits"] == self.local.bits:
                 length = [sum(a.numel() for a in fragment.anchors if a.dtype == dtype) for dtype in fragment.dtypes]

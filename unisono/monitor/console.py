@@ -34,7 +34,7 @@ class Formatter(logging.Formatter):
         return level + self._rank + super().format(record)
 
 
-class Voice(logging.Handler):
+class RankHandler(logging.Handler):
     """Where this process's words go: to the stream, or through the progress line while there is one."""
 
     def __init__(self, rank: int, size: int, stream: TextIO | None) -> None:
@@ -60,7 +60,7 @@ class Voice(logging.Handler):
             pass
 
 
-class Patient:
+class BrokenPipeStream:
     """Standard output whose reader may leave (`python train.py | head`): a training goes on without listeners."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -93,7 +93,7 @@ class Patient:
 
 
 @contextmanager
-def patiently() -> Iterator[None]:
+def broken_pipe_safe() -> Iterator[None]:
     """A block whose standard output and error may lose their readers, or have none from the beginning (`>&-`)."""
     before = sys.stdout, sys.stderr
     for number in (1, 2):
@@ -105,7 +105,7 @@ def patiently() -> Iterator[None]:
                 os.dup2(nothing, number)
                 os.close(nothing)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        out, err = Patient(before[0] or nowhere), Patient(before[1] or nowhere)
+        out, err = BrokenPipeStream(before[0] or nowhere), BrokenPipeStream(before[1] or nowhere)
         sys.stdout, sys.stderr = out, err
         try:
             yield
@@ -114,7 +114,7 @@ def patiently() -> Iterator[None]:
             sys.stdout, sys.stderr = before
 
 
-_silent = Voice(0, 1, None)
+_silent = RankHandler(0, 1, None)
 _voice = _silent
 _before = (logging.NOTSET, True)
 
@@ -123,7 +123,7 @@ def start(rank: int, size: int, stream: TextIO | None = None, *, level: int = lo
     """From now on the logger speaks as this rank, to `stream` (None: standard output)."""
     global _voice, _before
     stop()
-    _voice = Voice(rank, size, stream)
+    _voice = RankHandler(rank, size, stream)
     _before = (logger.level, logger.propagate)
     logger.addHandler(_voice)
     logger.setLevel(level)
@@ -141,12 +141,12 @@ def stop() -> None:
         _voice = _silent
 
 
-def through(progress: Progress | None) -> None:
+def route_logging(progress: Progress | None) -> None:
     """From now on print through this progress line; None: straight to the stream again."""
     _voice.progress = progress
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line (or several) on rank 0, above the progress line; the other ranks are silent."""
     if _voice.rank == 0:
         _voice.print(text)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def signs_of_life() -> bytes:
+def collective_progress() -> bytes:
     """Another value as soon as a collective of any group has begun or is over. Some microseconds."""
     told = _dump(collectives=False)
     return told if told is not None else b""
@@ -37,7 +37,7 @@ def last_call() -> tuple[str, bool]:
         entries = json.loads(told)["entries"]
         pending = [entry for entry in entries if _is_pending(entry)]
         entry = pending[0] if pending else entries[-1]
-        return words(entry), bool(pending)
+        return describe_call(entry), bool(pending)
     except (TypeError, ValueError, LookupError):
         return "", False
 
@@ -46,7 +46,7 @@ def _is_pending(entry: dict[str, Any]) -> bool:
     return not entry["retired"] and entry["state"] != "completed"
 
 
-def words(entry: dict[str, Any]) -> str:
+def describe_call(entry: dict[str, Any]) -> str:
     """An entry of the recorder's, in words."""
     backend, _, name = str(entry["profiling_name"]).partition(":")
     group, about = entry["process_group"]

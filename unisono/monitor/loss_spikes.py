@@ -22,7 +22,7 @@ LOOK = 16
 """Steps between two looks at the median: sorting takes longer than all else here."""
 
 
-class Spikes:
+class LossSpikes:
     """Hears every step's loss."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Spikes:
         self._quiet = 0  # until so many were heard, nothing is told
         self._typical = self._limit = float("inf")
 
-    def hear(self, loss: float) -> float | None:
+    def observe(self, loss: float) -> float | None:
         """The loss of the next step. If it is a spike: the median of those before it."""
         found = self._typical if self._limit < loss < float("inf") and self._heard >= self._quiet else None
         if found is not None:

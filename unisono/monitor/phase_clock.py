@@ -12,7 +12,7 @@ from collections.abc import Callable
 from unisono import phases
 
 
-class Clock:
+class PhaseClock:
     """Adds up the seconds that this process spends in each phase between `start` and `stop`.
 
     `now` returns seconds from any origin, never going back; tests pass their own.
@@ -24,7 +24,7 @@ class Clock:
         self._begin, self._change = _stopwatch(self._seconds, now)
         self._running = False
 
-    def start(self) -> Clock:
+    def start(self) -> PhaseClock:
         """Begin, or go on after a stop; starting twice changes nothing."""
         if not self._running:
             self._running = True

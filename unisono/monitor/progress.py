@@ -43,7 +43,7 @@ class Seconds(Protocol):
     def seconds(self) -> Mapping[str, float]: ...
 
 
-class Mark(NamedTuple):
+class Sample(NamedTuple):
     """How far the run was at a moment."""
 
     time: float
@@ -99,7 +99,7 @@ class Progress:
         self._draw_at = now()  # at once
         self._last: tuple[int, float | None, Seconds, float] | None = None
         self._logged: dict[str, tuple[Any, int]] = {}  # and after how many steps
-        self._marks: list[Mark] = []
+        self._marks: list[Sample] = []
         self._shown = ""  # the live line on the screen
         self._drawn_step = first_step
         self._drawn_before = first_step  # and of the line before
@@ -172,7 +172,7 @@ class Progress:
         step, loss, clock, now = self._last
         if step > self._drawn_step:  # the same step may be drawn again, at the end
             self._drawn_before, self._drawn_step = self._drawn_step, step
-        here = Mark(now, step, self.samples_seen, clock.seconds["data"])
+        here = Sample(now, step, self.samples_seen, clock.seconds["data"])
         fields = [Field(0, f"step {step}" + (f"/{self.total_steps}" if self.total_steps else ""), "1")]
         if loss is not None:
             fields.append(Field(1, f"loss {loss:.4f}"))
@@ -194,7 +194,7 @@ class Progress:
                 self._marks[1:256] = self._marks[1:256:2]
         return fit(fields, (terminal_width(self._stream, self._columns) - 1) if self._live else None, color=self._color)
 
-    def _seconds_left(self, here: Mark) -> float | None:
+    def _seconds_left(self, here: Sample) -> float | None:
         if self.total_steps is None or here.step >= self.total_steps:
             return None
         if not self._marks:  # the first step is slow in its own way; no guess from it
@@ -204,12 +204,12 @@ class Progress:
             return None
         return (self.total_steps - here.step) * (here.time - since.time) / (here.step - since.step)
 
-    def _since(self, time: float) -> Mark:
+    def _since(self, time: float) -> Sample:
         """The latest mark that is as old as `time`, or else the first one."""
         return self._marks[max(0, bisect_right(self._marks, time, key=lambda mark: mark.time) - 1)]
 
 
-class Aside(io.TextIOBase):
+class ProgressAwareStdout(io.TextIOBase):
     """Standard output for everybody else while a live line is on the screen: it gives way to what is printed.
 
     with contextlib.redirect_stdout(Aside(sys.stdout, progress)): ...

@@ -20,7 +20,7 @@ from typing import Any
 
 from unisono import environment
 from unisono.environment import World
-from unisono.launcher.status_file import Place, state_of
+from unisono.launcher.status_file import ProcessStatus, state_of
 
 ANSWER = timedelta(seconds=2)
 """How long the store may take."""
@@ -30,7 +30,7 @@ ABSENT = "does not answer: it has not come to unisono.main, is stopped, or its h
 HOST = "does not answer: it has not come to unisono.main, is stopped, or its host is gone; the others meet at it"
 
 
-class Board:
+class StatusStore:
     """One process's view of all. `meet` shows where we stand and returns where everybody does.
 
     joined   is the group there? Then everybody has been there
@@ -40,12 +40,12 @@ class Board:
     def __init__(self, store: Any, world: World, *, joined: bool, by_rank: bool = False) -> None:
         self.store, self.world = store, world
         self.joined, self.by_rank = joined, by_rank
-        self._seen: dict[int, tuple[Place, float]] = {}  # the last word of each, and when we heard it
+        self._seen: dict[int, tuple[ProcessStatus, float]] = {}  # the last word of each, and when we heard it
         self._asked_at: float | None = None  # when we first looked for the others
         self._asking: threading.Thread | None = None
         self._answered = self._gone = False
 
-    def meet(self, mine: Place) -> list[Place]:
+    def publish(self, mine: ProcessStatus) -> list[ProcessStatus]:
         """Everybody's place; who has not spoken for a while is silent. Nobody answers: only ours, and that of the host
         of the store, if it is one of us."""
         if not self._answers(mine):
@@ -55,7 +55,7 @@ class Board:
         self._asked_at = self._asked_at or time.monotonic()
         return sorted([mine, *self._others(mine)], key=lambda place: place.rank)
 
-    def _answers(self, mine: Place) -> bool:
+    def _answers(self, mine: ProcessStatus) -> bool:
         """Does the store, in time? One that is gone does not come back, and torch warns of it whenever it is asked."""
         if self._gone:
             return False
@@ -66,7 +66,7 @@ class Board:
         self._asking.join(ANSWER.total_seconds())
         return self._answered
 
-    def _ask(self, mine: Place) -> None:
+    def _ask(self, mine: ProcessStatus) -> None:
         """In a thread of its own: `check` waits for ever for a store whose process is stopped, whatever its time limit
         (torch 2.13)."""
         torch = sys.modules["torch"]
@@ -75,19 +75,19 @@ class Board:
             if mine.idle >= mine.limit / 2:
                 for rank in range(self.world.size):
                     if rank != mine.rank and self.store.check([_key(rank)]):
-                        self._hear(Place.of(bytes(self.store.get(_key(rank)))))
+                        self._hear(ProcessStatus.of(bytes(self.store.get(_key(rank)))))
             self._answered = True
         except torch.distributed.DistNetworkError:
             self._gone = True
         except (RuntimeError, ValueError, TypeError):
             return
 
-    def _hear(self, place: Place) -> None:
+    def _hear(self, place: ProcessStatus) -> None:
         before = self._seen.get(place.rank)
         if before is None or before[0].written != place.written:
             self._seen[place.rank] = place, time.monotonic()
 
-    def _others(self, mine: Place) -> list[Place]:
+    def _others(self, mine: ProcessStatus) -> list[ProcessStatus]:
         found = []
         for rank in set(range(self.world.size)) - {mine.rank}:
             if rank not in self._seen:
@@ -101,7 +101,7 @@ class Board:
             found.append(place)
         return found
 
-    def _stranger(self, rank: int, mine: Place) -> Place:
+    def _stranger(self, rank: int, mine: ProcessStatus) -> ProcessStatus:
         """Who has never said a word: it may be about to, for a while."""
         assert self._asked_at is not None
         if time.monotonic() - self._asked_at <= mine.patience:
@@ -109,7 +109,7 @@ class Board:
         return _nobody(rank, mine, GONE if self.joined else ABSENT)
 
 
-def alone(mine: Place, *, by_rank: bool = False) -> list[Place]:
+def alone(mine: ProcessStatus, *, by_rank: bool = False) -> list[ProcessStatus]:
     """What one process knows that reaches nobody."""
     if mine.waits not in ("others", "meeting"):
         return [mine]
@@ -117,17 +117,19 @@ def alone(mine: Place, *, by_rank: bool = False) -> list[Place]:
     return [*host, replace(mine, waits="store")]
 
 
-def _nobody(rank: int, mine: Place, silent: str, idle: float | None = None) -> Place:
+def _nobody(rank: int, mine: ProcessStatus, silent: str, idle: float | None = None) -> ProcessStatus:
     """The place of a process that says nothing: nothing is known of it, and it stands still as long as we do."""
     still = mine.idle if idle is None else idle
-    return Place(rank=rank, size=mine.size, pid=0, host="", written=0.0, idle=still, then=mine.then, silent=silent)
+    return ProcessStatus(
+        rank=rank, size=mine.size, pid=0, host="", written=0.0, idle=still, then=mine.then, silent=silent
+    )
 
 
 def _key(rank: int) -> str:
     return f"place-{rank}"
 
 
-def board(world: World, mine: Place) -> Board | None:
+def build_status_store(world: World, mine: ProcessStatus) -> StatusStore | None:
     """The board of processes that have met, or meet, in a store; None: there is none that answers (yet).
 
     Before they have met, only one who has waited for long knocks: a store that is not there yet is no news.
@@ -151,7 +153,7 @@ def board(world: World, mine: Place) -> Board | None:
         return None
     start = f"{world.store}-{world.restarts}"  # the store may be older than this start of the run, or another run's
     apart = torch.distributed.PrefixStore(f"unisono-{start}", store)
-    return Board(apart, world, joined=joined, by_rank=hosts_by_rank(world))
+    return StatusStore(apart, world, joined=joined, by_rank=hosts_by_rank(world))
 
 
 def hosts_by_rank(world: World) -> bool:

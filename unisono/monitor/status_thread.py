@@ -33,10 +33,10 @@ import psutil  # type: ignore[import-untyped]
 from unisono import phases
 from unisono.environment import World
 from unisono.launcher import failure_record, status_file
-from unisono.launcher.hang_report import Telling, judge
-from unisono.launcher.status_file import Place
+from unisono.launcher.hang_report import ReportBackoff, judge
+from unisono.launcher.status_file import ProcessStatus
 from unisono.monitor import flight_recorder
-from unisono.monitor.status_store import Board, alone, board, hosts_by_rank
+from unisono.monitor.status_store import StatusStore, alone, build_status_store, hosts_by_rank
 
 if TYPE_CHECKING:
     from unisono.config import StuckSettings
@@ -55,7 +55,7 @@ DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
 """Files of which a frame says that a person looks."""
 
 
-class Watch:
+class StatusThread:
     """A block in which somebody knows where this process stands.
 
     settings  when a run counts as stuck, and what is done then
@@ -70,14 +70,14 @@ class Watch:
         self._idle = 0.0
         self._counted = time.monotonic()
         self._moves: tuple[Any, ...] = ()
-        self._place: Place | None = None  # where we are stuck, looked at thoroughly
+        self._place: ProcessStatus | None = None  # where we are stuck, looked at thoroughly
         self._used: tuple[float, float] | None = None  # when it began to be still, and seconds used until then
         self._call = "", False  # the last collective, and whether it is not over
-        self._telling = Telling()
+        self._telling = ReportBackoff()
         self._path = failure_record.path()
         self._stacks: TextIO | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StatusThread:
         if self.settings.after > 0 and threading.current_thread() is threading.main_thread():
             self._listen()
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -105,17 +105,17 @@ class Watch:
     # -- the thread
 
     def _watch(self) -> None:
-        where: Board | None = None
+        where: StatusStore | None = None
         while not self._over.wait(self._beat):
             self._count()
             place = self._here()
             if self._show(place):
                 continue
-            where = where or board(self.world, place)
-            known = where.meet(place) if where is not None else alone(place, by_rank=hosts_by_rank(self.world))
+            where = where or build_status_store(self.world, place)
+            known = where.publish(place) if where is not None else alone(place, by_rank=hosts_by_rank(self.world))
             self._judge(place, known)
 
-    def _show(self, place: Place) -> bool:
+    def _show(self, place: ProcessStatus) -> bool:
         """To the launcher, if it is ours."""
         if self._path is not None:
             place.write(self._path.with_suffix(".place"))
@@ -123,8 +123,14 @@ class Watch:
 
     def _count(self) -> None:
         """Has anything gone on since the last beat?"""
-        here = phases.Here
-        moves = (here.moves, here.step, here.virtual_rank, phases.Waited.seconds, flight_recorder.signs_of_life())
+        here = phases.Position
+        moves = (
+            here.moves,
+            here.step,
+            here.virtual_rank,
+            phases.CommWait.seconds,
+            flight_recorder.collective_progress(),
+        )
         now = time.monotonic()
         passed, self._counted = min(now - self._counted, 2 * self._beat), now
         if moves != self._moves:
@@ -135,14 +141,14 @@ class Watch:
 
     @property
     def _limit(self) -> float:
-        times = 1.0 if phases.Here.steps > 1 else FIRST_STEP_TIMES
-        return self.settings.after * (COMPILE_TIMES if phases.Here.compiles else times)
+        times = 1.0 if phases.Position.steps > 1 else FIRST_STEP_TIMES
+        return self.settings.after * (COMPILE_TIMES if phases.Position.compiles else times)
 
-    def _here(self) -> Place:
+    def _here(self) -> ProcessStatus:
         """Where the main thread is. Only a process that has been still for a while is looked at thoroughly."""
-        here = phases.Here
+        here = phases.Position
         if self._place is None or self._idle < self._limit / 2:
-            self._place = Place(
+            self._place = ProcessStatus(
                 rank=self.world.rank if self.world.number is None else self.world.number,  # as its log is named
                 size=self.world.size,
                 pid=os.getpid(),
@@ -166,7 +172,7 @@ class Watch:
         if self._used is None:
             self._used = time.monotonic(), self._seconds()
             self._call = flight_recorder.last_call()
-        where, code, waits = stands(sys._current_frames().get(self._main))
+        where, code, waits = is_stuck(sys._current_frames().get(self._main))
         call, pending = self._call
         if pending and not waits and (".wait(" in code or call.startswith("nccl")):
             waits = "others"  # in compiled code, below the script's own line
@@ -198,7 +204,7 @@ class Watch:
 
     # -- without our launcher
 
-    def _judge(self, mine: Place, everybody: list[Place]) -> None:
+    def _judge(self, mine: ProcessStatus, everybody: list[ProcessStatus]) -> None:
         """Every process comes to the same verdict; the first that is not silent says it."""
         verdict = judge(everybody)
         if verdict is None:
@@ -211,7 +217,7 @@ class Watch:
             os._exit(verdict.error.exit_status)  # nothing else ends a process whose main thread waits in compiled code
 
 
-def stands(frame: FrameType | None) -> tuple[str, str, str]:
+def is_stuck(frame: FrameType | None) -> tuple[str, str, str]:
     """Where a thread is, by its innermost frame: the user's line, what is written there, and whom it waits for, as a
     Place calls it."""
     own: FrameType | None = None

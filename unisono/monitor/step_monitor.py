@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from unisono.monitor import console
-from unisono.monitor.loss_spikes import Spikes
-from unisono.monitor.phase_clock import Clock
-from unisono.monitor.progress import Aside, Progress
+from unisono.monitor.loss_spikes import LossSpikes
+from unisono.monitor.phase_clock import PhaseClock
+from unisono.monitor.progress import Progress, ProgressAwareStdout
 from unisono.monitor.timeline import Timeline
 
 LINE_SECONDS = 0.02
 """Steps that are faster share a line of the timeline (the last one's number and loss, everybody's seconds)."""
 
 
-class Done(Protocol):
+class StepResult(Protocol):
     """A step that is over."""
 
     number: int
@@ -27,7 +27,7 @@ class Done(Protocol):
     def loss(self) -> float: ...
 
 
-class Watcher:
+class StepMonitor:
     """Is told of every step, and what the loop logs.
 
     run_dir  where the timeline goes
@@ -36,16 +36,16 @@ class Watcher:
     """
 
     def __init__(self, run_dir: Path, rank: int, output: TextIO, *, live: bool, columns: int, color: bool) -> None:
-        self.clock = Clock()
+        self.clock = PhaseClock()
         self.typed = str(run_dir)
         """The run directory, as one types it."""
-        self._spikes = Spikes()
+        self._spikes = LossSpikes()
         self._run_dir, self._rank, self._output = run_dir, rank, output
         self._live, self._columns, self._color = live, columns, color
         self._progress: Progress | None = None
         self._timeline: Timeline | None = None
         self._logged: dict[str, Any] = {}
-        self._last: Done | None = None
+        self._last: StepResult | None = None
         self._samples = 0  # of the steps since the last line
         self._line_at = 0.0
 
@@ -64,9 +64,9 @@ class Watcher:
                 color=self._color,
                 columns=self._columns,
             )
-            console.through(self._progress)
+            console.route_logging(self._progress)
             if self._live:  # the script's own print goes above the line that is being redrawn
-                sys.stdout = Aside(self._output, self._progress)
+                sys.stdout = ProgressAwareStdout(self._output, self._progress)
         self._whole = total_steps, samples_seen, first_step
         self.clock.start()
 
@@ -76,13 +76,13 @@ class Watcher:
             total, samples, first = self._whole
             self._rank = 0
             self._progress = Progress(self._output, False, total, max(first, steps_done), samples, color=False)
-            console.through(self._progress)
+            console.route_logging(self._progress)
 
-    def step(self, step: Done) -> None:
+    def step(self, step: StepResult) -> None:
         """A step is over. Quick steps share a line, so that watching them costs nothing."""
         self._last = step
         self._samples += step.samples
-        if self._progress is not None and (typical := self._spikes.hear(step.loss)) is not None:
+        if self._progress is not None and (typical := self._spikes.observe(step.loss)) is not None:
             told = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
             self.note(f"{told} Look at it: unisono replay {self.typed} --step {step.number}")
         if self._logged or time.perf_counter() > self._line_at:
@@ -110,15 +110,15 @@ class Watcher:
         if self._samples and self._last is not None:
             self._look(self._last)
         if self._progress is not None:
-            if isinstance(sys.stdout, Aside):
+            if isinstance(sys.stdout, ProgressAwareStdout):
                 sys.stdout = self._output
             self._progress.close()
-            console.through(None)
+            console.route_logging(None)
             self._progress = None
         if self._timeline is not None:
             self._timeline.close()
 
-    def _look(self, step: Done) -> None:
+    def _look(self, step: StepResult) -> None:
         assert self._timeline is not None
         loss, logged = step.loss, self._logged or None
         self._timeline.step(step.number, self.clock.lap(), loss, logged)

@@ -42,7 +42,7 @@ class Bottleneck(NamedTuple):
         return f"{self.said} Next: {self.do}"
 
 
-def where_the_time_went(
+def time_shares(
     seconds: Mapping[str, float],
     total: float | None = None,
     *,
@@ -131,7 +131,7 @@ def straggler(exchange_shares: Mapping[int, float]) -> Straggler | None:
     return Straggler(rank, exchange_shares[rank], median) if median - exchange_shares[rank] >= 0.15 else None
 
 
-def closing(
+def closing_lines(
     result: Mapping[str, Any],
     run_dir: Path | str,
     *,
@@ -153,7 +153,7 @@ def closing(
     lines: list[str] = []
     if sum(phases.values()) > 0:
         steps = None if result.get("steps") is None else result["steps"] - result.get("resumed_at", 0)
-        lines += where_the_time_went(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
+        lines += time_shares(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
         served = result.get("servers", 0)  # processes, the first ones, whose time is spent waiting for the others
         if found := bottleneck(phases, workers=_workers(run_dir), but=("exchange",) if served else ()):
             lines += _wrapped(found)
@@ -192,14 +192,14 @@ def closing(
     return lines
 
 
-def of_directory(run_dir: Path | str, *, color: bool = False, ascii_only: bool = False) -> list[str]:
+def read_directory(run_dir: Path | str, *, color: bool = False, ascii_only: bool = False) -> list[str]:
     """The same lines from the files alone; a run that crashed has no result.json, so its last step is told instead."""
     run_dir = Path(run_dir)
     result = read_result(run_dir)
     if result is None:
-        lines = closing({"steps": steps_done(run_dir)}, run_dir, color=color, ascii_only=ascii_only)
+        lines = closing_lines({"steps": steps_done(run_dir)}, run_dir, color=color, ascii_only=ascii_only)
         return [*lines, "This run has not ended by itself. Next: the same command with --resume"]
-    return closing(result, run_dir, color=color, ascii_only=ascii_only)
+    return closing_lines(result, run_dir, color=color, ascii_only=ascii_only)
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:

@@ -61,7 +61,7 @@ class Timeline:
         loss: float | None = None,
         log: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add the line of a finished step: seconds per phase (`Clock.lap`), its loss, what the loop logged."""
+        """Add the line of a finished step: seconds per phase (`PhaseClock.lap`), its loss, what the loop logged."""
         if self._file is None:
             return
         now = self._now()

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import Around, outermost
+from unisono.parallel.layers import ForwardWrapper, outermost
 
 LARGE = 2**20
 """Elements of a buffer that is not copied for every forward pass (a causal mask, say), since it does not change."""
@@ -41,20 +41,20 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What the first and the second forward pass of a layer run in."""
 
 
-def apply_recompute(model: nn.Module, how: str, classes: list[str]) -> None:
+def apply_activation_checkpoint(model: nn.Module, how: str, classes: list[str]) -> None:
     """From now on the layers of a model are computed again in the backward pass; `how`: layer, or selective."""
     for layer in outermost(model, classes):
-        layer.forward = Recompute(layer, selective=how == "selective")
+        layer.forward = ActivationCheckpoint(layer, selective=how == "selective")
 
 
-class Recompute(Around):
+class ActivationCheckpoint(ForwardWrapper):
     """The forward of a layer of which nothing is kept, or not much."""
 
     def __init__(self, layer: nn.Module, *, selective: bool) -> None:
         super().__init__(layer)
         self.contexts: Callable[[], Contexts] | None = None
         if selective and not any(isinstance(part, RECURRENT) for part in layer.modules()):
-            self.contexts = partial(create_selective_checkpoint_contexts, what_to_keep)
+            self.contexts = partial(create_selective_checkpoint_contexts, save_policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _within_checkpoint():
@@ -71,12 +71,12 @@ class Recompute(Around):
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._contexts)
 
     def _contexts(self) -> Contexts:
-        before = Before(self.module)
+        before = ForwardState(self.module)
         first, second = self.contexts() if self.contexts else (nullcontext(), nullcontext())
-        return first, Anew(lambda: self._again(before, second))
+        return first, FreshContext(lambda: self._again(before, second))
 
     @contextmanager
-    def _again(self, before: Before, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    def _again(self, before: ForwardState, inner: AbstractContextManager[Any]) -> Iterator[None]:
         name = type(self.module).__name__
         with before.again(name), inner:
             try:
@@ -100,7 +100,7 @@ def _within_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__module__
 
 
-class Anew(AbstractContextManager[None]):
+class FreshContext(AbstractContextManager[None]):
     """Whenever it is entered, the context that is made then. A graph may be walked twice: zero-bubble schedules do it,
     for the gradient of what went in and for that of the weights, and each time a layer is computed again."""
 
@@ -116,7 +116,7 @@ class Anew(AbstractContextManager[None]):
         return self._open.pop().__exit__(*error)
 
 
-class Before:
+class ForwardState:
     """What a layer's forward pass may read beside its inputs and parameters, as it was before."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -194,7 +194,7 @@ UNSAFE = {
 """Operators that give parts of a tensor which do not share its version."""
 
 
-def what_to_keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def save_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """torch asks this about every operator, in both passes. Raises LoopError for a part that shares memory with what is
     kept and no version: a write to it would change what is kept, unseen."""
     if operator in UNSAFE:

@@ -17,7 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_map_only
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import Around, outermost
+from unisono.parallel.layers import ForwardWrapper, outermost
 
 SHAPES = 64
 """So many variants (shapes; training, evaluation) of one forward are compiled; torch's 8 would go on without a word,
@@ -27,15 +27,15 @@ uncompiled, with other bits."""
 def apply_compile(model: nn.Module, classes: list[str]) -> None:
     """From now on the layers of a model run as compiled code; each is compiled when it first meets a shape."""
     for layer in outermost(model, classes):
-        layer.forward = Compiled(layer)
+        layer.forward = CompiledForward(layer)
 
 
-class Compiled(Around):
+class CompiledForward(ForwardWrapper):
     """The forward of a layer, compiled."""
 
     _code: Any = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         copied = super().__deepcopy__(memo)
         copied._code = None
         return copied

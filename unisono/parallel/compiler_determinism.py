@@ -63,16 +63,16 @@ def _listen(callback: Any) -> None:
 
 
 def _begins(_: Any) -> None:
-    phases.Here.compiles += 1
-    phases.Here.moves += 1
+    phases.Position.compiles += 1
+    phases.Position.moves += 1
     config = sys.modules["torch._dynamo.config"]
     if config.automatic_dynamic_shapes and DYNAMIC not in order_dependent:
         order_dependent.append(DYNAMIC)
 
 
 def _ends(_: Any) -> None:
-    phases.Here.compiles = max(phases.Here.compiles - 1, 0)
-    phases.Here.moves += 1
+    phases.Position.compiles = max(phases.Position.compiles - 1, 0)
+    phases.Position.moves += 1
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def limits_named() -> Iterator[None]:
 # -- when a module is imported
 
 
-class _Importing(MetaPathFinder):
+class _CompilerFinder(MetaPathFinder):
     """Calls what waits for a module right after it was imported."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Importing(MetaPathFinder):
         return spec
 
 
-_importing = _Importing()
+_importing = _CompilerFinder()
 
 
 def _when_imported(name: str, then: Callable[[Any], None]) -> None:

@@ -67,7 +67,7 @@ def untied(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if alone(module)]
 
 
-class Around:
+class ForwardWrapper:
     """Something around a module's forward. The module keeps its class, its names and its hooks, so a checkpoint does
     not know about it. A deep copy of the module has one of its own, around its own forward."""
 

@@ -17,17 +17,17 @@ Slot = tuple[nn.Module, str]
 """Where a parameter is found: a module, and the parameter's name in it."""
 
 
-class Strides:
+class RowStrides:
     """Of some parameters: the strides that they had, in elements."""
 
     def __init__(self, strides: Mapping[Slot, tuple[int, ...]]) -> None:
         self.strides = strides
         self._held: dict[Slot, nn.Parameter] = {}
 
-    def of(self, names: Iterable[str], module: nn.Module) -> Strides:
+    def of(self, names: Iterable[str], module: nn.Module) -> RowStrides:
         """Those of the module's parameters with these names, dots and all."""
         slots = [(module.get_submodule(path), own) for path, _, own in (name.rpartition(".") for name in names)]
-        return Strides({slot: self.strides[slot] for slot in slots if slot in self.strides})
+        return RowStrides({slot: self.strides[slot] for slot in slots if slot in self.strides})
 
     def holds(self, module: nn.Module, name: str) -> bool:
         """Return whether the parameter of this name, dots and all, is one of them."""
@@ -56,7 +56,7 @@ class Strides:
         self._held = {}
 
 
-def apply_rows(model: nn.Module) -> Strides:
+def keep_memory_format(model: nn.Module) -> RowStrides:
     """Lay every parameter row after row. Returns the order of those that lay otherwise."""
     found = {
         (module, name): p.stride()
@@ -66,4 +66,4 @@ def apply_rows(model: nn.Module) -> Strides:
     }
     for p in model.parameters():
         p.data = p.data.contiguous()
-    return Strides(found)
+    return RowStrides(found)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Placement(Protocol):
+class ParallelPlan(Protocol):
     """How a model lies over the processes of the axis `tensor`: `run.place(build, plan=Mine())`.
 
     Those processes see the same samples and draw the same random numbers, so what each computes with whole parameters

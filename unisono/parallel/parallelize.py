@@ -9,19 +9,19 @@ from torch import nn
 
 from unisono.config.mesh_shape import layout
 from unisono.errors import LoopError
-from unisono.parallel.parallel_plan import Placement
+from unisono.parallel.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
-    from unisono.config.mesh_shape import Axes
+    from unisono.config.mesh_shape import MeshShape
     from unisono.distributed.mesh import Mesh
-    from unisono.parallel.fsdp.fsdp import Layer
+    from unisono.parallel.fsdp.fsdp import ShardedLayer
     from unisono.parallel.tensor_parallel.tensor_parallel import Plan
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, parallel: ParallelSettings, plan: Plan | Placement | None = None
-) -> list[Layer]:
+    model: nn.Module, mesh: Mesh, parallel: ParallelSettings, plan: Plan | ParallelPlan | None = None
+) -> list[ShardedLayer]:
     """Lay a model over the devices of the run, with the same content on every process. Returns what is gathered at
     once, if it is sharded.
 
@@ -35,42 +35,42 @@ def parallelize(
     if mesh.tensor.size > 1 or mesh.shard.size > 1:
         _refuse_hooks(model)
     if parallel.split > 1:
-        from unisono.parallel.one_process.device_map import apply_split
+        from unisono.parallel.one_process.device_map import apply_device_map
         from unisono.parallel.one_process.devices import devices_of
 
-        apply_split(model, devices_of(parallel, device), device, parallel.layers)
+        apply_device_map(model, devices_of(parallel, device), device, parallel.layers)
     elif parallel.threads > 1:
-        from unisono.parallel.one_process.data_parallel_threads import apply_threads
+        from unisono.parallel.one_process.data_parallel_threads import apply_data_parallel
         from unisono.parallel.one_process.devices import devices_of
 
-        apply_threads(model, devices_of(parallel, device))
+        apply_data_parallel(model, devices_of(parallel, device))
     else:
         model.to(device)
-    mesh.world.share_([*model.parameters(), *model.buffers()])
+    mesh.world.broadcast_([*model.parameters(), *model.buffers()])
     if mesh.tensor.size > 1:
         from unisono.parallel.tensor_parallel.tensor_parallel import apply_tensor
 
         across = mesh.torch_mesh("tensor")
-        if isinstance(plan, Placement):
+        if isinstance(plan, ParallelPlan):
             plan.apply(model, across)
         else:
             apply_tensor(model, across, plan, sequence=parallel.sequence, loss=parallel.loss)
     if parallel.param_dtype != "fp32" and not parallel.compile:  # what is computed again is cast again
-        from unisono.parallel.param_dtype import apply_casts
+        from unisono.parallel.param_dtype import apply_param_dtype
 
-        apply_casts(model, parallel)
+        apply_param_dtype(model, parallel)
     if parallel.recompute != "none":
-        from unisono.parallel.activation_checkpoint import apply_recompute
+        from unisono.parallel.activation_checkpoint import apply_activation_checkpoint
 
-        apply_recompute(model, parallel.recompute, parallel.layers)
+        apply_activation_checkpoint(model, parallel.recompute, parallel.layers)
     if parallel.compile:
         from unisono.parallel.compile import apply_compile
 
         apply_compile(model, parallel.layers)
     if parallel.param_dtype != "fp32" and parallel.compile:  # around compiled code, which would leave roundings out
-        from unisono.parallel.param_dtype import apply_casts
+        from unisono.parallel.param_dtype import apply_param_dtype
 
-        apply_casts(model, parallel)
+        apply_param_dtype(model, parallel)
     if mesh.shard.size > 1:
         from unisono.parallel.fsdp.fsdp import apply_shard
 
@@ -79,7 +79,7 @@ def parallelize(
 
 
 def _check(model: nn.Module, plan: Any) -> None:
-    if plan is None or isinstance(plan, (Mapping, Placement)):
+    if plan is None or isinstance(plan, (Mapping, ParallelPlan)):
         return
     lacks = [name for name in ("promise", "reason", "apply") if not hasattr(plan, name)]
     raise LoopError(
@@ -101,15 +101,15 @@ def _refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def promised(
-    exchange: tuple[str, str], parallel: ParallelSettings, axes: Axes, plans: Sequence[Plan | Placement | None]
+def promise_of_parallel(
+    exchange: tuple[str, str], parallel: ParallelSettings, axes: MeshShape, plans: Sequence[Plan | ParallelPlan | None]
 ) -> tuple[str, str]:
     """What is promised of the bits, and why: what the exchange promises, as far as the placement keeps it."""
     promise, reason = exchange
     if parallel.threads > 1:
         return "tolerance", f"torch.nn.DataParallel cuts each micro-batch into {parallel.threads} pieces"
     if axes.tensor > 1:
-        own = [plan for plan in plans if isinstance(plan, Placement)]
+        own = [plan for plan in plans if isinstance(plan, ParallelPlan)]
         for plan in own:
             if plan.promise != "exact":
                 return plan.promise, plan.reason

@@ -15,12 +15,12 @@ Marks = Mapping[str, Mapping[str, Any]]
 """By a parameter's name: its attributes."""
 
 
-def marks_of(model: nn.Module) -> Marks:
+def attributes_of_params(model: nn.Module) -> Marks:
     """What is written on the parameters of a model that is not placed yet."""
     return {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False) if vars(p)}
 
 
-def apply_marks(model: nn.Module, marks: Marks) -> None:
+def restore_attributes(model: nn.Module, marks: Marks) -> None:
     """Write it on those that the model has now, but for what torch has written there itself."""
     for name, p in model.named_parameters(remove_duplicate=False):
         for mark, value in marks.get(name, {}).items():

@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
-from unisono.distributed.process_group import lies_apart
+from unisono.distributed.process_group import is_dtensor
 from unisono.errors import LoopError
-from unisono.parallel.layers import Around, layers_of, outermost, untied
+from unisono.parallel.layers import ForwardWrapper, layers_of, outermost, untied
 from unisono.parallel.precision import DTYPES, as_float32
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Slot = tuple[nn.Module, str]
 """Where a parameter is found: a module, and the parameter's name in it. One that is tied has several."""
 
 
-def apply_casts(model: nn.Module, parallel: ParallelSettings) -> None:
+def apply_param_dtype(model: nn.Module, parallel: ParallelSettings) -> None:
     """From now on the layers of a model compute in `parallel.param_dtype`, and it returns floating tensors as float32.
 
     Raises LoopError for what cannot be computed so.
@@ -53,7 +53,7 @@ def apply_casts(model: nn.Module, parallel: ParallelSettings) -> None:
         slot for layer in layers for slot in slots[layer] if slot not in within
     )
     for layer in [*layers, model]:
-        layer.forward = Casts(layer, slots[layer], dtype, tied, last=layer is model)
+        layer.forward = CastForward(layer, slots[layer], dtype, tied, last=layer is model)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -66,7 +66,7 @@ def slots_of(module: nn.Module) -> list[Slot]:
     ]
 
 
-class Casts(Around):
+class CastForward(ForwardWrapper):
     """The forward of a layer, with its inputs and parameters cast.
 
     The model's call casts what is in no layer, or in several; that of a layer all in it that nobody around it has cast.
@@ -110,7 +110,7 @@ class Casts(Around):
             if p not in cast:
                 cast[p] = again if again is not None else self._low(p)
             if cast[p] is not p:
-                if cast[p].requires_grad and lies_apart(p) and again is None:
+                if cast[p].requires_grad and is_dtensor(p) and again is None:
                     cast[p].register_hook(partial(_added_up, p.placements))  # type: ignore[attr-defined]
                 held.append((slot, p))
                 part._parameters[name] = cast[p]  # type: ignore[assignment]  # its gradient goes on to the parameter

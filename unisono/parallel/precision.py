@@ -26,18 +26,18 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 def apply_precision(model: torch.nn.Module, precision: str, device: torch.device) -> None:
     """From now on the model's forward runs under autocast and returns its floating-point tensors as float32."""
     if precision in DTYPES:
-        model.forward = Forward(model.forward, precision, device)
+        model.forward = AutocastForward(model.forward, precision, device)
 
 
-class Forward:
+class AutocastForward:
     """A forward under autocast. It holds the bound method, so a deep copy of the model holds its own."""
 
     def __init__(self, forward: Callable[..., Any], precision: str, device: torch.device) -> None:
         self.forward, self.precision, self.device = forward, precision, device
         functools.update_wrapper(self, forward, updated=())  # inspect.signature sees the model's own
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        return Forward(copy.deepcopy(self.forward, memo), self.precision, self.device)
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
+        return AutocastForward(copy.deepcopy(self.forward, memo), self.precision, self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with autocast(self.precision, self.device):

@@ -40,51 +40,55 @@ import torch
 import torch.distributed as dist
 
 from unisono.config import Settings, plural
-from unisono.distributed.process_group import Group
-from unisono.distributed.roles import Crew, build_crew
-from unisono.errors import LoopError, Stopped
+from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.roles import RoleGroup, build_crew
+from unisono.errors import LoopError, RunStopped
 from unisono.launcher import failure_record
-from unisono.monitor.step_monitor import Watcher
-from unisono.param_server.async_server import FollowerEngine, ServerEngine
-from unisono.param_server.async_worker import WorkerEngine
-from unisono.param_server.sync_servers import CrewRun, Parts
-from unisono.param_server.tcp_link import Link, build_links
-from unisono.train.loop import Engine
-from unisono.train.pipelining.stage_state import Shelf
+from unisono.monitor.step_monitor import StepMonitor
+from unisono.param_server.async_server import FollowerLoop, ServerLoop
+from unisono.param_server.async_worker import WorkerLoop
+from unisono.param_server.sync_servers import RoleRun, ServerParts
+from unisono.param_server.tcp_link import TcpLink, build_links
+from unisono.train.loop import StepLoop
+from unisono.train.pipelining.stage_state import LocalPart
 from unisono.train.run import Run
 from unisono.train.step import Step
 
 T = TypeVar("T")
 
 
-class PacedRun(CrewRun):
+class AsyncServerRun(RoleRun):
     """A run whose processes meet before the loop only. In it each is by itself, as far as torch is concerned."""
 
-    def __init__(self, settings: Settings, *, group: Group, engine: type[Engine] = Engine, **more: Any) -> None:
+    def __init__(
+        self, settings: Settings, *, group: ProcessGroup, engine: type[StepLoop] = StepLoop, **more: Any
+    ) -> None:
         self.crew = build_crew(group, settings.server.count)
-        pace: type[Engine] = ServerEngine if group.rank == 0 else FollowerEngine if self.crew.serves else WorkerEngine
-        kind = pace if engine is Engine else type("Engine", (engine, pace), {})
-        super().__init__(settings, group=Group(device=group.device), engine=kind, **more)
+        pace: type[StepLoop] = ServerLoop if group.rank == 0 else FollowerLoop if self.crew.serves else WorkerLoop
+        kind = pace if engine is StepLoop else type("Engine", (engine, pace), {})
+        super().__init__(settings, group=ProcessGroup(device=group.device), engine=kind, **more)
         self._everybody, self._group, self._alone = group, group, self._group
         self._table.group = group  # until the loop begins
-        self._state.stages = self._parts = PacedParts(self.crew, self._state.tracked)
+        self._state.stages = self._parts = AsyncParts(self.crew, self._state.tracked)
         world, output, color = more["world"], more["output"], more.get("color", False)
-        self._watcher = Watcher(self.dir, self.rank, output, live=world.terminal, columns=world.columns, color=color)
+        self._watcher = StepMonitor(
+            self.dir, self.rank, output, live=world.terminal, columns=world.columns, color=color
+        )
 
-    def _steps(self, engine: Engine) -> Iterator[Step]:
+    def _steps(self, engine: StepLoop) -> Iterator[Step]:
         self._refuse_averages()
         links = build_links(self._group, self.crew.servers)
         self._group.barrier()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._table.group = self._group = self._alone
-        if isinstance(engine, ServerEngine):
+        if isinstance(engine, ServerLoop):
             engine.open(links, self.crew, self.steps_done, self.print, self._stop_now)
-        elif isinstance(engine, FollowerEngine):
+        elif isinstance(engine, FollowerLoop):
             engine.open(links, self.crew, self._parts.mine)
         else:
-            assert isinstance(engine, WorkerEngine)
-            failure_record.be_spare()
+            assert isinstance(engine, WorkerLoop)
+            failure_record.mark_spare()
             return self._work(engine, links)
         return super()._steps(engine)
 
@@ -109,7 +113,7 @@ class PacedRun(CrewRun):
                 "--set server.count=1, or --set server.staleness=0.",
             )
 
-    def _work(self, engine: WorkerEngine, links: Mapping[int, Link]) -> Iterator[Step]:
+    def _work(self, engine: WorkerLoop, links: Mapping[int, TcpLink]) -> Iterator[Step]:
         """The steps that the server gives this process, until it is over."""
         self._state.begin()
         self._watcher.begin(engine.last, self.steps_done, 0, resumed=self._state.resumed is not None)
@@ -129,15 +133,15 @@ class PacedRun(CrewRun):
             self._done = step
             self._watcher.step(step)
             if self._leave:
-                raise Stopped
+                raise RunStopped
 
     def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
-        if isinstance(self._engine, ServerEngine):
+        if isinstance(self._engine, ServerLoop):
             self._parts.shown = self._engine.refresh(states=True)
             super()._save(more_changes, beside=beside)
 
     def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
-        if isinstance(self._engine, ServerEngine) and what in ("run.evaluate", "run.predict"):
+        if isinstance(self._engine, ServerLoop) and what in ("run.evaluate", "run.predict"):
             self._engine.refresh()
         return super().together(what, body, again=again)
 
@@ -148,7 +152,7 @@ class PacedRun(CrewRun):
 
     def leave(self) -> None:
         super().leave()
-        if isinstance(self._engine, ServerEngine):
+        if isinstance(self._engine, ServerLoop):
             self._engine.wake()
 
     def promise(self) -> tuple[str, str]:
@@ -167,18 +171,18 @@ class PacedRun(CrewRun):
         told["promise"], told["reason"] = self.promise()
         told["servers"] = self.settings.server.count
         told.pop("bytes_per_step", None)  # nobody counts what links carry
-        if isinstance(self._engine, ServerEngine):
+        if isinstance(self._engine, ServerLoop):
             told |= self._engine.told()
         return told
 
 
-class PacedParts(Parts):
+class AsyncParts(ServerParts):
     """Optimizers of which other servers have told what they hold.
 
     shown  by them: {name of the optimizer: {number of the parameter: its state}}
     """
 
-    def __init__(self, crew: Crew, tracked: Mapping[str, Any]) -> None:
+    def __init__(self, crew: RoleGroup, tracked: Mapping[str, Any]) -> None:
         super().__init__(crew)
         self.tracked = tracked
         self.shown: list[dict[str, dict[str, Any]]] = []
@@ -188,7 +192,7 @@ class PacedParts(Parts):
         optimizers = {name: o for name, o in self.tracked.items() if isinstance(o, torch.optim.Optimizer)}
         return {name: self.held(o, o.state_dict()) for name, o in optimizers.items()}
 
-    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
+    def whole(self, thing: Any, state: Any, shelf: LocalPart | None = None) -> Any:
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
         name = next(name for name, tracked in self.tracked.items() if tracked is thing)
@@ -197,4 +201,4 @@ class PacedParts(Parts):
 
 def kind_of_pace(settings: Settings) -> type[Run[Any]]:
     """The class of such a run."""
-    return PacedRun
+    return AsyncServerRun

@@ -23,20 +23,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from unisono.checkpoint.state_codec import Tensors, described, pack, unpack
+from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
 from unisono.config import plural
 from unisono.data.rng import seed_everything
-from unisono.distributed.process_group import peers
-from unisono.distributed.roles import Crew
-from unisono.errors import PeerLost, Stopped, WorldError
-from unisono.param_server.async_worker import PacedEngine
-from unisono.param_server.connections import Hub, Letter
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.roles import RoleGroup
+from unisono.errors import PeerLostError, RunStopped, WorldError
+from unisono.param_server.async_worker import AsyncLoop
+from unisono.param_server.connections import Message, WorkerConnections
 from unisono.param_server.ledger import Ledger
-from unisono.param_server.messages import Wares
-from unisono.param_server.tcp_link import Link
-from unisono.plan.batch_order import Place
+from unisono.param_server.messages import ParameterMessages
+from unisono.param_server.tcp_link import TcpLink
+from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.rng_keys import mix
-from unisono.train.gradient_pass import Gradient
+from unisono.train.gradient_pass import GradientPass
 from unisono.train.optimization.grad_norm import clip_
 from unisono.train.step import FROM_SETTINGS, Step
 
@@ -47,31 +47,31 @@ LOOK_SECONDS = 0.1
 class ServerStep(Step):
     """A step is an update; when it is made, who sent the gradient gets what came of it."""
 
-    _engine: Serving
+    _engine: ServingLoop
 
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
         super().update(*steppers, clip=clip)
         self._engine.updated()
 
 
-class Serving(PacedEngine, ABC):
+class ServingLoop(AsyncLoop, ABC):
     """What all servers have in common: gradients come from workers."""
 
-    hub: Hub | None = None
-    crew: Crew
-    wares: Wares
+    hub: WorkerConnections | None = None
+    crew: RoleGroup
+    wares: ParameterMessages
     _norm: float | None = None  # of the gradient that is being used, if only its worker knows
 
     def new_step(self, number: int) -> Step:
         return ServerStep(self, number)
 
     def micro_batches(
-        self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None
-    ) -> Iterator[tuple[Place, Any, bool]]:
+        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         """None: workers have them."""
         return iter(())
 
-    def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
         """Wait for the next gradient."""
         letter = self.next(step)
         self.wares.take(gradient, letter.about, letter.tensors)
@@ -83,7 +83,7 @@ class Serving(PacedEngine, ABC):
         return {name: (total, weight) for name, (total, weight) in letter.about["sums"].items()}
 
     @abstractmethod
-    def next(self, step: Step) -> Letter:
+    def next(self, step: Step) -> Message:
         """The gradient whose turn it is."""
 
     def updated(self) -> None:
@@ -102,13 +102,13 @@ class Serving(PacedEngine, ABC):
             self.hub.close()
 
 
-class ServerEngine(Serving):
+class ServerLoop(ServingLoop):
     """The first server: it knows who has which step, and whose gradient is used next."""
 
     def open(
         self,
-        links: Mapping[int, Link],
-        crew: Crew,
+        links: Mapping[int, TcpLink],
+        crew: RoleGroup,
         first: int,
         tell: Callable[[str], None],
         save: Callable[[], None],
@@ -117,20 +117,20 @@ class ServerEngine(Serving):
         called before an end."""
         self.crew, self._tell, self._save_now = crew, tell, save
         self.followers = {rank: links[rank] for rank in range(1, crew.servers)}
-        self.hub = Hub({rank: links[rank] for rank in crew.workers}, self.followers)
+        self.hub = WorkerConnections({rank: links[rank] for rank in crew.workers}, self.followers)
         self.ledger = Ledger(first, self.last, self.settings.server.staleness)
-        self.carried.know("ledger", self.ledger)  # type: ignore[arg-type]  # it has a state as exchanges have
-        self.wares = Wares(self.models, crew)
+        self.carried.register("ledger", self.ledger)  # type: ignore[arg-type]  # it has a state as exchanges have
+        self.wares = ParameterMessages(self.models, crew)
         self.workers = set(crew.workers)  # that are there
         self.lost: list[int] = []
         self._idle: list[int] = []  # workers for whom there was no step
         self._new = set(crew.workers)  # workers that have nothing yet
-        self._parts: dict[int, Letter] = {}  # gradients of which followers may not have their part yet
+        self._parts: dict[int, Message] = {}  # gradients of which followers may not have their part yet
         self._have: dict[tuple[int, int], int] = {}  # of a worker's step, how many of them have
-        self._here: dict[int, Letter] = {}  # gradients that wait for their turn
+        self._here: dict[int, Message] = {}  # gradients that wait for their turn
         self._now: int | None = None  # the worker whose gradient is being used
         self._copies: tuple[int, tuple[dict[str, Any], list[torch.Tensor]]] | None = None
-        self._shown: dict[int, Letter] = {}
+        self._shown: dict[int, Message] = {}
 
     def updated(self) -> None:
         """The update is made: its worker goes on with what came of it, whatever the loop does now."""
@@ -163,7 +163,7 @@ class ServerEngine(Serving):
     def wake(self) -> None:
         """Somebody wants to leave. A signal's handler may call it."""
         if self.hub is not None:
-            self.hub.wake()
+            self.hub.notify()
 
     def end(self) -> None:
         if self.hub is not None and not self.hub.is_over:
@@ -189,9 +189,9 @@ class ServerEngine(Serving):
     def _forget(self) -> None:
         super()._forget()
         if self.hub is not None:  # which is no gradient's
-            self.carried.know("ledger", self.ledger)  # type: ignore[arg-type]
+            self.carried.register("ledger", self.ledger)  # type: ignore[arg-type]
 
-    def next(self, step: Step) -> Letter:
+    def next(self, step: Step) -> Message:
         """The gradient whose turn it is; meanwhile whoever asks for work gets some."""
         hub, ledger = self.hub, self.ledger
         assert hub is not None
@@ -199,7 +199,7 @@ class ServerEngine(Serving):
             if self.asked["leave"]:
                 self._save_now()
                 self.end()
-                raise Stopped
+                raise RunStopped
             if not self.workers:
                 self._deserted(step)
             letter = hub.receive(LOOK_SECONDS if self._idle or ledger.bound is not None else None)
@@ -212,7 +212,7 @@ class ServerEngine(Serving):
         self._order({"use": turn})
         return self._here.pop(turn)
 
-    def _read(self, letter: Letter) -> None:
+    def _read(self, letter: Message) -> None:
         worker, about = letter.worker, letter.about
         if worker in self.followers:
             self._hear(letter)
@@ -224,7 +224,7 @@ class ServerEngine(Serving):
         else:
             self._give(worker)
 
-    def _hear(self, letter: Letter) -> None:
+    def _hear(self, letter: Message) -> None:
         """What a follower says."""
         if "have" in letter.about:
             worker, number = letter.about["have"]
@@ -278,7 +278,7 @@ class ServerEngine(Serving):
         self._new.discard(worker)
         more = {"step": number, "version": self.ledger.version, "scale": self.scale.state_dict()}
         self._order({"give": worker, "everything": everything})
-        self.hub.answer(Letter(worker, {**about, **more}, tensors))
+        self.hub.answer(Message(worker, {**about, **more}, tensors))
 
     def _copy(self, *, everything: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """What a worker gets: one copy for all who ask between the same two updates."""
@@ -309,22 +309,22 @@ class FollowerStep(ServerStep):
         return False
 
 
-class FollowerEngine(Serving):
+class FollowerLoop(ServingLoop):
     """Another server: it does what the first one says, with what it holds."""
 
     _is_open = False
 
-    def open(self, links: Mapping[int, Link], crew: Crew, states: Callable[[], dict[str, Any]]) -> None:
+    def open(self, links: Mapping[int, TcpLink], crew: RoleGroup, states: Callable[[], dict[str, Any]]) -> None:
         """`states`: of optimizers, of what this process holds."""
         self.crew, self._first, self._states, self._is_open = crew, links[0], states, True
-        self.hub = Hub({rank: links[rank] for rank in crew.workers}, {0: links[0]})
-        self.wares = Wares(self.models, crew)
-        self._here: dict[int, Letter] = {}
+        self.hub = WorkerConnections({rank: links[rank] for rank in crew.workers}, {0: links[0]})
+        self.wares = ParameterMessages(self.models, crew)
+        self._here: dict[int, Message] = {}
 
     def new_step(self, number: int) -> Step:
         return FollowerStep(self, number)
 
-    def next(self, step: Step) -> Letter:
+    def next(self, step: Step) -> Message:
         while (letter := self._obey()) is None:
             pass
         return letter
@@ -339,10 +339,10 @@ class FollowerEngine(Serving):
         self._is_open = False
         super().close()
 
-    def _obey(self) -> Letter | None:
+    def _obey(self) -> Message | None:
         """Wait for the next word, and do what it says; returns the gradient to use, if that is it."""
         assert self.hub is not None
-        with peers("The next update"):
+        with wrap_peer_errors("The next update"):
             letter = self.hub.receive(None)
             if letter is None:
                 return None
@@ -356,23 +356,23 @@ class FollowerEngine(Serving):
                 return self._here.pop(about["use"])
             if "give" in about:
                 self._here.pop(about["give"], None)  # it came too late
-                self.hub.answer(Letter(about["give"], *self.wares.packed(everything=about["everything"])))
+                self.hub.answer(Message(about["give"], *self.wares.packed(everything=about["everything"])))
             elif "show" in about:
                 packed, tensors = self.wares.packed(everything=False)
-                found = Tensors()
+                found = TensorTable()
                 states = pack(self._states() if about["show"] else {}, "", found)
                 self._first.send({**packed, "states": states}, [*tensors, *found.values()])
             elif "over" in about:
                 self._is_open = False
                 self.hub.finish()
-                raise Stopped
+                raise RunStopped
             else:
                 raise lost(0)
         return None
 
 
-def lost(server: int) -> PeerLost:
-    return PeerLost(
+def lost(server: int) -> PeerLostError:
+    return PeerLostError(
         f"The server on rank {server} was asked for what it holds.",
         "It is gone, and nobody else has the state of its optimizer.",
         "look at its log; then start the same command with --resume.",

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from unisono.distributed.process_group import peers
-from unisono.distributed.roles import Crew
-from unisono.errors import LoopError, Stopped
-from unisono.param_server.messages import Wares
-from unisono.param_server.tcp_link import Link
-from unisono.plan.batch_order import Place
-from unisono.train.gradient_pass import Gradient
-from unisono.train.loop import Engine
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.roles import RoleGroup
+from unisono.errors import LoopError, RunStopped
+from unisono.param_server.messages import ParameterMessages
+from unisono.param_server.tcp_link import TcpLink
+from unisono.plan.batch_order import MicroBatchId
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.loop import StepLoop
 from unisono.train.step import FROM_SETTINGS, Step
 
 
 class WorkerStep(Step):
     """A step that was given to this process. Nothing is stepped here: new parameters come."""
 
-    _engine: WorkerEngine
+    _engine: WorkerLoop
 
     def every(self, n: int) -> bool:
         """What is done now and then, the server does."""
@@ -35,16 +35,16 @@ class WorkerStep(Step):
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
-            self._engine.know(optimizer)
+            self._engine.record_update(optimizer)
         for schedule in steppers:
             if schedule not in optimizers:
-                self._engine.know_schedule(schedule)
+                self._engine.record_schedule(schedule)
 
 
-class PacedEngine(Engine):
+class AsyncLoop(StepLoop):
     """What servers and workers have in common: a step is one gradient."""
 
-    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
+    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> GradientPass:
         if optimizers is not None:
             raise LoopError(
                 "step.over was asked for a pass.",
@@ -54,7 +54,7 @@ class PacedEngine(Engine):
         return super().gradient_of(optimizers, waiting=waiting)
 
 
-class WorkerEngine(PacedEngine):
+class WorkerLoop(AsyncLoop):
     """Steps come from the server, gradients go there.
 
     number   of the step that is this process's now
@@ -63,14 +63,14 @@ class WorkerEngine(PacedEngine):
 
     number = -1
     version = 0
-    _links: Mapping[int, Link] = {}
+    _links: Mapping[int, TcpLink] = {}
 
-    def begin(self, links: Mapping[int, Link], crew: Crew) -> None:
+    def begin(self, links: Mapping[int, TcpLink], crew: RoleGroup) -> None:
         """`links`: to all servers, the first one first."""
-        self._links, self.wares = links, Wares(self.models, crew)
+        self._links, self.wares = links, ParameterMessages(self.models, crew)
         self._loader.steps = self._numbers()
         self.gradient_of(None)  # what trains is known before anything comes
-        with peers("The first step"):
+        with wrap_peer_errors("The first step"):
             for link in links.values():
                 link.send({"hello": True})
         self.pull()
@@ -83,20 +83,20 @@ class WorkerEngine(PacedEngine):
         return WorkerStep(self, number)
 
     def micro_batches(
-        self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None
-    ) -> Iterator[tuple[Place, Any, bool]]:
+        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         for micro_batch in super().micro_batches(step, number, gradient, kept):
             if self._links[0].has_word():  # unasked: it is over, or the server is gone
                 self.pull()
             yield micro_batch
 
-    def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
         """The gradient of the step goes to the servers, to the first one last: then all have it."""
-        sums = super().meet(step, number, gradient)
+        sums = super().synchronize(step, number, gradient)
         norm = self.clip(gradient.params, None) if len(self._links) > 1 else None
         more = {"push": step.number, "version": self.version, "sums": sums, "norm": norm}
         more |= {"stop": bool(self.asked["stop"]), "finite": gradient.finite}
-        with peers(f"Step {step.number}'s push"):
+        with wrap_peer_errors(f"Step {step.number}'s push"):
             for server in reversed(list(self._links)):
                 about, tensors = self.wares.pushed(gradient, server)
                 self._links[server].send({**about, **more}, tensors)
@@ -104,11 +104,11 @@ class WorkerEngine(PacedEngine):
 
     def pull(self) -> None:
         """New parameters, and the next step. Raises Stopped when it is over."""
-        with peers("A pull of new parameters"):
+        with wrap_peer_errors("A pull of new parameters"):
             for server, link in self._links.items():
                 about, tensors = link.receive()
                 if "over" in about:
-                    raise Stopped
+                    raise RunStopped
                 self.wares.unpack(about, tensors)
                 if server == 0:
                     self.scale.load_state_dict(about["scale"])

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.param_server.tcp_link import Link
+from unisono.param_server.tcp_link import TcpLink
 
 LINGER_SECONDS = 2.0
 """Before it closes its links, the server waits so long for workers that have not heard yet that it is over. They listen
 between two micro-batches."""
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     """What came from a worker. `about` is empty: it is gone."""
 
     worker: int
@@ -33,15 +33,15 @@ class Letter(NamedTuple):
     tensors: Sequence[torch.Tensor] = ()
 
 
-class Hub:
+class WorkerConnections:
     """links   to every worker, by rank
     others  to other servers: what they say is no request, and goes to the inbox as it comes
     """
 
-    def __init__(self, links: Mapping[int, Link], others: Mapping[int, Link] = MappingProxyType({})) -> None:
+    def __init__(self, links: Mapping[int, TcpLink], others: Mapping[int, TcpLink] = MappingProxyType({})) -> None:
         self.links, self.others = links, others
-        self._inbox: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()  # a signal may put something in
-        self._outboxes: dict[int, queue.SimpleQueue[Letter | None]] = {rank: queue.SimpleQueue() for rank in links}
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # a signal may put something in
+        self._outboxes: dict[int, queue.SimpleQueue[Message | None]] = {rank: queue.SimpleQueue() for rank in links}
         self.is_over = False
         self._threads = [
             threading.Thread(target=self._attend, args=(rank, link), name=f"worker {rank}", daemon=True)
@@ -54,18 +54,18 @@ class Hub:
         for thread in self._threads:
             thread.start()
 
-    def receive(self, seconds: float | None) -> Letter | None:
+    def receive(self, seconds: float | None) -> Message | None:
         """The next letter; None: somebody has called `wake`, or so many seconds went by without one."""
         try:
             return self._inbox.get(timeout=seconds)
         except queue.Empty:
             return None
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """End a `receive` that waits. A signal's handler may call it."""
         self._inbox.put(None)
 
-    def answer(self, letter: Letter) -> None:
+    def answer(self, letter: Message) -> None:
         """To a worker that waits for it. The tensors are not to be changed from now on."""
         self._outboxes[letter.worker].put(letter)
 
@@ -91,21 +91,21 @@ class Hub:
         for thread in self._threads:
             thread.join(1.0)
 
-    def _attend(self, rank: int, link: Link) -> None:
+    def _attend(self, rank: int, link: TcpLink) -> None:
         try:
             while True:
-                letter = Letter(rank, *link.receive())
+                letter = Message(rank, *link.receive())
                 self._inbox.put(letter)
                 if "bye" in letter.about:
                     return
-                answer = self._outboxes[rank].get() or Letter(rank, {"over": True})
+                answer = self._outboxes[rank].get() or Message(rank, {"over": True})
                 link.send(answer.about, answer.tensors)
         except (OSError, ValueError):  # it is gone, or what it said was cut off
-            self._inbox.put(Letter(rank, {}))
+            self._inbox.put(Message(rank, {}))
 
-    def _listen(self, rank: int, link: Link) -> None:
+    def _listen(self, rank: int, link: TcpLink) -> None:
         try:
             while True:
-                self._inbox.put(Letter(rank, *link.receive()))
+                self._inbox.put(Message(rank, *link.receive()))
         except (OSError, ValueError):
-            self._inbox.put(Letter(rank, {}))
+            self._inbox.put(Message(rank, {}))

@@ -39,7 +39,7 @@ LEAST_SECONDS = 0.5
 
 
 @dataclass
-class Out:
+class OutstandingWork:
     """A step that a worker has."""
 
     number: int
@@ -60,7 +60,7 @@ class Ledger:
         self.first, self.last, self.bound = first, last, bound
         self.version = first
         self.late = self.latest = self.again = self.dropped = 0
-        self.out: dict[int, Out] = {}
+        self.out: dict[int, OutstandingWork] = {}
         self._done: set[int] = set()  # of those from `_begin` on
         self._begin = self._next = first
         self._back: list[int] = []
@@ -84,7 +84,7 @@ class Ledger:
             if self._next >= self.last:
                 return None
             number, self._next = self._next, self._next + 1
-        self.out[worker] = Out(number, self.version, now)
+        self.out[worker] = OutstandingWork(number, self.version, now)
         return number
 
     def arrive(self, worker: int, number: int, now: float) -> bool:
@@ -125,7 +125,7 @@ class Ledger:
         """The worker whose gradient is used next: of those that are here and may be used, the one that came first."""
         return next((worker for worker in self._arrived if self._may(self.out[worker])), None)
 
-    def _may(self, out: Out) -> bool:
+    def _may(self, out: OutstandingWork) -> bool:
         """Could all older ones still come in time, if this one was used now?"""
         if self.bound is None:
             return True

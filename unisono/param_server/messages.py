@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.roles import Crew
+from unisono.distributed.roles import RoleGroup
 from unisono.errors import LoopError
-from unisono.train.gradient_pass import Gradient
-from unisono.train.modules.buffer_sync import Mark, Slot, slots_of
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.modules.buffer_sync import BufferSlot, Mark, slots_of
 from unisono.train.modules.models import Models
 
 
-class Wares:
+class ParameterMessages:
     """Of one process, for one list of models."""
 
-    def __init__(self, models: Models, crew: Crew) -> None:
+    def __init__(self, models: Models, crew: RoleGroup) -> None:
         self.models, self.crew = models, crew
         crew.shares.know(models.params)
         self._marks: dict[int, Mark] = {}  # what buffers were when they came
         self._moved: set[int] = set()  # buffers that somebody's forward pass changes
 
-    def _slots(self) -> list[Slot]:
-        found: dict[tuple[int, str], Slot] = {}
+    def _slots(self) -> list[BufferSlot]:
+        found: dict[tuple[int, str], BufferSlot] = {}
         for model in [*self.models.modules, *self.models.tracked]:
             for slot in slots_of(model):
                 found.setdefault((id(slot.holder), slot.key), slot)
@@ -80,7 +80,7 @@ class Wares:
 
     # -- gradients and buffers, from a worker
 
-    def pushed(self, gradient: Gradient, server: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def pushed(self, gradient: GradientPass, server: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """What this server holds of the gradient that this process has computed; for the first one also the buffers
         that were changed by that."""
         ours = set(map(id, gradient.params))
@@ -92,7 +92,7 @@ class Wares:
         dense = [grad if grad.layout is torch.strided else grad.to_dense() for _, grad in grads]
         return about, [*dense, *(b for _, b in held)]
 
-    def take(self, gradient: Gradient, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def take(self, gradient: GradientPass, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
         """Make p.grad what a worker has sent, and buffers as well."""
         numbers, params = about["grads"], self.models.params
         if numbers and max(numbers) >= len(params):

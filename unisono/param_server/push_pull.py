@@ -34,11 +34,11 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.distributed.process_group import Message, Work, peers, wait_for
-from unisono.distributed.roles import Crew
+from unisono.distributed.process_group import Message, Work, wait_for, wrap_peer_errors
+from unisono.distributed.roles import RoleGroup
 from unisono.exchange import Weights
-from unisono.exchange.buckets import Copy, Layout, blocks, divide_
-from unisono.exchange.tree.tree_fold import Tree
+from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, divide_
+from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.exchange.tree.tree_transport import IN_FLIGHT
 from unisono.plan.reduction_tree import Plan
 
@@ -46,7 +46,7 @@ ALIGN = 16
 """In a pull every parameter starts at a multiple of this many bytes."""
 
 
-class Server(Tree):
+class ParameterServerExchange(TreeExchange):
     """In a crew, push and pull. A process by itself is its own server: then this is the tree."""
 
     promise = "exact"
@@ -56,22 +56,22 @@ class Server(Tree):
     """Is there a gradient that optimizers have had a chance to use? Then parameters may have changed."""
 
     @property
-    def crew(self) -> Crew | None:
-        return self.group if isinstance(self.group, Crew) else None
+    def crew(self) -> RoleGroup | None:
+        return self.group if isinstance(self.group, RoleGroup) else None
 
-    def _lay_out(self) -> Layout:
+    def _lay_out(self) -> BucketLayout:
         """Buckets that one server holds whole."""
         if self.crew is None:
             return super()._lay_out()
         holders = [self.crew.shares.of(p) for p in self.params]
-        layout = Layout(self.params, 1, holders=holders)
+        layout = BucketLayout(self.params, 1, holders=holders)
         self.holders = [holders[bucket.members[0]] for bucket in layout.buckets]
         """The server of each bucket."""
         return layout
 
-    def _build_wire(self, plan: Plan) -> Push:
+    def _build_wire(self, plan: Plan) -> PushTransport:
         assert self.crew is not None
-        return Push(plan, self.layout, self.crew, self.holders)
+        return PushTransport(plan, self.layout, self.crew, self.holders)
 
     def finish(self, weight: float) -> bool:
         if self.crew is None:
@@ -82,7 +82,7 @@ class Server(Tree):
         for flat, holder in zip(self._result.flats, self.holders, strict=True):
             if holder == self.crew.rank:
                 whole &= divide_(flat, weight)
-        self._result.hand_over(self.params)
+        self._result.detach_gradient(self.params)
         for number, p in enumerate(self.params):
             if self.holders[self.layout.bucket_of[number]] != self.crew.rank:
                 p.grad = None
@@ -97,14 +97,14 @@ class Server(Tree):
         super().zero()
         stepped, self._stepped = self._stepped, False
         if stepped and self.crew is not None:
-            with peers("The pull of new parameters"), torch.no_grad():
+            with wrap_peer_errors("The pull of new parameters"), torch.no_grad():
                 self._pull(self.crew)
 
     def close(self) -> None:
         self._stepped = False
         super().close()
 
-    def _pull(self, crew: Crew) -> None:
+    def _pull(self, crew: RoleGroup) -> None:
         """Each bucket's parameters, as bytes: a parameter may have another dtype than its gradient."""
         sends: list[Message] = []
         receives: list[Message] = []
@@ -135,7 +135,7 @@ def _padded(p: torch.Tensor) -> int:
     return -(-p.nbytes // ALIGN) * ALIGN
 
 
-class _Pushed(NamedTuple):
+class _PendingPush(NamedTuple):
     """A bucket whose partial sums are on their way to this server."""
 
     parts: Sequence[torch.Tensor]  # in the order of the plan's arrivals
@@ -143,10 +143,10 @@ class _Pushed(NamedTuple):
     works: list[Work]
 
 
-class Push:
+class PushTransport:
     """The messages of every bucket for one placement: from each worker to the server that holds it, which adds up."""
 
-    def __init__(self, plan: Plan, layout: Layout, crew: Crew, holders: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, layout: BucketLayout, crew: RoleGroup, holders: Sequence[int]) -> None:
         self.layout, self.crew, self.holders = layout, crew, holders
         self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         self.follow(plan)
@@ -166,10 +166,10 @@ class Push:
         """The weights are known when the step divides: all processes have them from its table."""
         self.works: list[Work] = []
         self.kept: list[torch.Tensor] = []  # until it is sent
-        self.coming: deque[_Pushed] = deque()
+        self.coming: deque[_PendingPush] = deque()
         self.count = 0
 
-    def send(self, bucket: int, roots: Sequence[Copy | None], result: Copy) -> None:
+    def send(self, bucket: int, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
         """A worker's partial sums of a bucket go out; a server waits for everybody's of what it holds."""
         about, holder = self.layout.buckets[bucket], self.holders[bucket]
         if holder != self.crew.rank:
@@ -185,7 +185,7 @@ class Push:
         self.count += 1
         receives = [Message(part, sender) for part, sender in zip(parts, self.senders, strict=True)]
         works = self.crew.send_and_receive([], receives)
-        self.coming.append(_Pushed(parts, result.flats[bucket].data, works))
+        self.coming.append(_PendingPush(parts, result.flats[bucket].data, works))
 
     def finish(self) -> None:
         """Everything of ours is sent, and what we hold is added up."""
@@ -194,7 +194,7 @@ class Push:
         wait_for(self.works)
         self.works, self.kept = [], []
 
-    def _add_up(self, pushed: _Pushed) -> None:
+    def _add_up(self, pushed: _PendingPush) -> None:
         """In the tree's order, a block at a time, while that is in the processor's cache."""
         wait_for(pushed.works)
         for stretch in blocks(pushed.total):

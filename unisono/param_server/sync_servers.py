@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from unisono.config import Settings
-from unisono.distributed.process_group import Group
-from unisono.distributed.roles import Crew, build_crew
+from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.roles import RoleGroup, build_crew
 from unisono.errors import LoopError
-from unisono.plan.assignment import Spans, place_evenly
-from unisono.train.loop import Engine
+from unisono.plan.assignment import Spans, assign_evenly
+from unisono.train.loop import StepLoop
 from unisono.train.optimization.grad_norm import clip_, norm_of, rows_of
-from unisono.train.pipelining.stage_state import Shelf, bring
+from unisono.train.pipelining.stage_state import LocalPart, gather_states
 from unisono.train.run import Run
 
 if TYPE_CHECKING:
@@ -32,16 +32,16 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def kind_of(settings: Settings) -> type[Run[Any]]:
     """In step, or each worker at its own pace."""
     if settings.server.staleness == 0:
-        return ServedRun
+        return SyncServerRun
     from unisono.param_server.async_run import kind_of_pace
 
     return kind_of_pace(settings)
 
 
-class CrewRun(Run[Settings]):
+class RoleRun(Run[Settings]):
     """A run of servers and workers: who has which parameter is known as soon as there are parameters."""
 
-    crew: Crew
+    crew: RoleGroup
 
     def place(self, model: Any, **more: Any) -> Any:
         placed = super().place(model, **more)
@@ -53,33 +53,35 @@ class CrewRun(Run[Settings]):
         super().track(**things)
 
 
-class ServedRun(CrewRun):
+class SyncServerRun(RoleRun):
     """A run whose group is a crew."""
 
-    def __init__(self, settings: Settings, *, group: Group, engine: type[Engine] = Engine, **more: Any) -> None:
+    def __init__(
+        self, settings: Settings, *, group: ProcessGroup, engine: type[StepLoop] = StepLoop, **more: Any
+    ) -> None:
         crew = build_crew(group, settings.server.count)
-        kind = type("Engine", (engine, ServedEngine), {}) if engine is not Engine else ServedEngine
+        kind = type("Engine", (engine, SyncServerLoop), {}) if engine is not StepLoop else SyncServerLoop
         super().__init__(settings, group=crew, engine=kind, **more)
         self.crew = crew
-        self._state.stages = Parts(crew)
+        self._state.stages = ServerParts(crew)
 
     def result(self) -> dict[str, Any]:
         """Workers have the same weights; the state of an optimizer is on its server only."""
         return {**super().result(), "servers": self.crew.servers, "survival": "checkpoint"}
 
 
-class ServedEngine(Engine):
+class SyncServerLoop(StepLoop):
     """Virtual ranks are the workers', gradients the servers'."""
 
     @staticmethod
     def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
         servers = settings.server.count
-        return ((0, 0),) * servers + place_evenly(settings.virtual_ranks, size - servers)
+        return ((0, 0),) * servers + assign_evenly(settings.virtual_ranks, size - servers)
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
         """As in one process (grad_norm.py): each row is one server's, everybody adds up their squares in order."""
         crew = self.group
-        assert isinstance(crew, Crew)
+        assert isinstance(crew, RoleGroup)
         held = [p.grad is not None and crew.shares.of(p) == crew.rank for p in params]
         used = crew.sum_(torch.tensor(held, dtype=torch.float64, device=crew.device)).bool().tolist()
         rows: list[torch.Tensor] = []
@@ -90,26 +92,26 @@ class ServedEngine(Engine):
                 none = torch.zeros(length, dtype=torch.float64, device=crew.device)
                 rows.append(rows_of(p.grad).to(crew.device) if mine and p.grad is not None else none)
         squares = float(crew.sum_(torch.cat(rows)).square().sum()) if rows else 0.0
-        norm = norm_of(squares, 0.0, Group())
+        norm = norm_of(squares, 0.0, ProcessGroup())
         if limit is not None:
             clip_([p.grad for p in params if p.grad is not None], limit, norm)
         return norm
 
 
-class Parts:
+class ServerParts:
     """Optimizers whose state lies on several servers: whole to be saved, and apart when they are loaded."""
 
     speaks = True
     """Nobody else has what a server has."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: RoleGroup) -> None:
         self.crew = crew
 
-    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
+    def whole(self, thing: Any, state: Any, shelf: LocalPart | None = None) -> Any:
         """On the main process: each parameter's state from the server that holds it; with a shelf, it stays there."""
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
-        return self.together(state, bring(self.crew, self.held(thing, state), shelf))
+        return self.together(state, gather_states(self.crew, self.held(thing, state), shelf))
 
     def held(self, optimizer: torch.optim.Optimizer, state: Any) -> dict[str, Any]:
         """What this process steps with, by the parameter's number, as a word."""

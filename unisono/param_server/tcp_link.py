@@ -28,7 +28,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from unisono import environment
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import WorldError
 
 ALIGN = 16
@@ -44,7 +44,7 @@ _head = struct.Struct("!Q")
 _GREETING = struct.Struct("!64sI")  # the server's key, and who comes
 
 
-class Link:
+class TcpLink:
     """A connection with one other process. One thread may send while another receives."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -133,22 +133,22 @@ def _elements(shape: Sequence[int]) -> int:
 # -- how they come to be
 
 
-def build_links(group: Group, servers: int) -> dict[int, Link]:
+def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     """{rank: link}: of the first server with everybody, of another with the first and every worker, of a worker with
     every server. All of the group must call this.
 
     Servers listen, on this host alone if everybody is here, and let in who knows a key that only the group was told.
     """
-    hosts = group.gather(socket.gethostname())
+    hosts = group.all_gather_object(socket.gethostname())
     here = len(set(hosts)) == 1
     if group.rank < servers:
         with socket.create_server(("127.0.0.1" if here else "", 0), backlog=group.size) as door:
             key = secrets.token_hex(32)
             addresses = ["127.0.0.1"] if here else _addresses()
-            doors = group.gather({"addresses": addresses, "port": door.getsockname()[1], "key": key})
+            doors = group.all_gather_object({"addresses": addresses, "port": door.getsockname()[1], "key": key})
             first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank)}
             return first | _let_in(door, key, set(range(1 if group.rank == 0 else servers, group.size)))
-    doors = group.gather(None)[:servers]
+    doors = group.all_gather_object(None)[:servers]
     return {rank: _enter(rank, about, group.rank) for rank, about in enumerate(doors)}
 
 
@@ -161,8 +161,8 @@ def _addresses() -> list[str]:
     return sorted(found, key=lambda address: address.startswith("127."))
 
 
-def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, Link]:
-    links: dict[int, Link] = {}
+def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, TcpLink]:
+    links: dict[int, TcpLink] = {}
     deadline = time.monotonic() + MEET_SECONDS
     while expected:
         door.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -179,20 +179,20 @@ def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, Link
             said, rank = _GREETING.unpack(_exactly(connection, _GREETING.size))
             if hmac.compare_digest(said, key.encode()) and rank in expected:
                 expected.remove(rank)
-                links[rank] = Link(connection)
+                links[rank] = TcpLink(connection)
                 continue
         connection.close()
     return dict(sorted(links.items()))
 
 
-def _enter(server: int, about: Mapping[str, Any], rank: int) -> Link:
+def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
     deadline, error = time.monotonic() + MEET_SECONDS, OSError("no address")
     while time.monotonic() < deadline:
         for address in about["addresses"]:
             try:
                 connection = socket.create_connection((address, about["port"]), timeout=TRY_SECONDS)
                 connection.sendall(_GREETING.pack(about["key"].encode(), rank))
-                return Link(connection)
+                return TcpLink(connection)
             except OSError as caught:
                 error = caught
         time.sleep(0.1)

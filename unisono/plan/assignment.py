@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from unisono.plan.batch_order import Place
+from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.reduction_tree import subtrees
 
 Spans = tuple[tuple[int, int], ...]
 T = TypeVar("T")
 
 
-def place(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
+def assign(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
     """Spans for processes that need `seconds[r]` for one virtual rank each (any unit; all above 0).
 
     Processes beyond the number of virtual ranks get empty spans.
@@ -26,7 +26,7 @@ def place(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
     return _place(virtual_ranks, tuple(seconds))
 
 
-def place_evenly(virtual_ranks: int, size: int, sites: int = 1) -> Spans:
+def assign_evenly(virtual_ranks: int, size: int, sites: int = 1) -> Spans:
     """Spans for `size` processes that are equally fast.
 
     sites  that train by themselves (exchange=local): each has as many neighbouring virtual ranks as the others, and as
@@ -64,7 +64,7 @@ def _place(virtual_ranks: int, seconds: tuple[float, ...]) -> Spans:
     return tuple(reversed(spans))
 
 
-class Seat(NamedTuple):
+class Slot(NamedTuple):
     """Where a process sits: whose span it computes, and who shares that with it.
 
     span   which of the spans
@@ -76,7 +76,7 @@ class Seat(NamedTuple):
     turns: int = 1
 
 
-def taken(places: Iterable[tuple[Place, T]], seat: Seat) -> Iterator[tuple[Place, T]]:
+def micro_batches_of(places: Iterable[tuple[MicroBatchId, T]], seat: Slot) -> Iterator[tuple[MicroBatchId, T]]:
     """What the process at `seat` computes of its span's micro-batches, each with its samples.
 
     Those who take turns compute equally many, since none can go on without the others (each holds a part of every

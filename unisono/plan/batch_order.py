@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.plan.rng_keys import ORDER, mix, shuffled
-from unisono.plan.window_shuffle import Windows
+from unisono.plan.window_shuffle import WindowShuffle
 
 
-class Place(NamedTuple):
+class MicroBatchId(NamedTuple):
     """Where a micro-batch stands in the run: its step (from 0), its virtual rank, its number within that share.
 
     spare  it is computed by somebody else, and here only to keep company (plan/assignment.py): it counts for nothing
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     spare: bool = False
 
 
-def deal(count: int, hands: int, hand: int) -> tuple[int, int]:
+def cut_batch(count: int, hands: int, hand: int) -> tuple[int, int]:
     """The part [start, stop) of `count` things that goes to `hand` when `hands` share them as evenly as it goes.
 
     Larger parts are spread over the hands, not bunched at the front, so that a span of neighbours is even as well.
@@ -46,7 +46,7 @@ def deal(count: int, hands: int, hand: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class BatchOrder:
     """The order of a run.
 
     length         samples in the data set (at least 1)
@@ -119,31 +119,31 @@ class Order:
         return self._windows.part(epoch, start, stop)
 
     @cached_property
-    def _windows(self) -> Windows:
-        return Windows(self.shards, self.window, self.seed)
+    def _windows(self) -> WindowShuffle:
+        return WindowShuffle(self.shards, self.window, self.seed)
 
     def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
         """The sample numbers of each micro-batch of a virtual rank in `step`, in order."""
         return [samples for _, samples in self.places(step, (virtual_rank, virtual_rank + 1))]
 
-    def places(self, step: int, span: tuple[int, int]) -> Iterator[tuple[Place, list[int]]]:
+    def places(self, step: int, span: tuple[int, int]) -> Iterator[tuple[MicroBatchId, list[int]]]:
         """Every micro-batch of the virtual ranks [lo, hi) in `step`, with its place, in the order to compute them."""
         epoch, (first, last) = self.epoch(step), self.batch_bounds(step)
         for virtual_rank in range(*span):
             cuts = _cuts(last - first, self.virtual_ranks, virtual_rank, self.micro_batch)
             for number, (start, stop) in enumerate(cuts):
-                yield Place(step, virtual_rank, number), self.part(epoch, first + start, first + stop).tolist()
+                yield MicroBatchId(step, virtual_rank, number), self.part(epoch, first + start, first + stop).tolist()
 
 
 @lru_cache(maxsize=4096)
 def _cuts(size: int, virtual_ranks: int, virtual_rank: int, micro_batch: int | None) -> list[tuple[int, int]]:
     """The micro-batches of a virtual rank in a batch of `size` samples, as parts [start, stop) of the batch."""
-    start, stop = deal(size, virtual_ranks, virtual_rank)
+    start, stop = cut_batch(size, virtual_ranks, virtual_rank)
     share = stop - start
     if share == 0:
         return []
     pieces = 1 if micro_batch is None else -(-share // micro_batch)
-    return [(start + a, start + b) for a, b in (deal(share, pieces, i) for i in range(pieces))]
+    return [(start + a, start + b) for a, b in (cut_batch(share, pieces, i) for i in range(pieces))]
 
 
 @lru_cache(maxsize=2)

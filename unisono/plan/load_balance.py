@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from unisono.plan.assignment import Spans, place
+from unisono.plan.assignment import Spans, assign
 
 WINDOW = 12
 """Steps that a process is judged by. The quickest quarter of them counts: who is slow now and then, whatever it does,
@@ -27,7 +27,7 @@ REST, LONG_REST = 16, 1024
 """Steps between two deals at least. Who deals again soon after the last time rests twice as long, up to the second."""
 
 
-class Dealer:
+class LoadBalancer:
     """Listens to how long a virtual rank takes on each process, and deals anew when that pays.
 
     spans  what each process computes now
@@ -54,7 +54,7 @@ class Dealer:
         if self._steps - self._dealt < self._rest or any(len(known) < WINDOW for known in self._heard):
             return None
         typical = self._typical()
-        best = place(self.virtual_ranks, typical)
+        best = assign(self.virtual_ranks, typical)
         if end(best, typical) > (1 - GAIN) * end(self.spans, typical):
             return None
         soon = self._dealt > 0 and self._steps - self._dealt < 4 * self._rest

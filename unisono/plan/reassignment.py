@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 
-def deal_missing(pieces: Mapping[int, int], held: Sequence[Sequence[int]]) -> list[list[int]]:
+def assign_missing(pieces: Mapping[int, int], held: Sequence[Sequence[int]]) -> list[list[int]]:
     """The virtual ranks that each survivor computes, or, of those without work (pieces[v] is 0), merely counts as its
     own. `held`: those whose gradients each of them still has."""
     there = {v for of in held for v in of}

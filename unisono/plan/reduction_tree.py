@@ -93,7 +93,7 @@ def sibling(leaves: int, node: Node) -> Node | None:
     return None
 
 
-class Heap(Generic[T]):
+class NodeHeap(Generic[T]):
     """Folds leaves that come in any order, each once: siblings are merged as soon as both are there. `add` is as for
     `Fold`; `held` is what waits, the largest complete subtrees of all that came."""
 
@@ -182,7 +182,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Scattered(Plan):
+class ScatteredPlan(Plan):
     """Who sends what, if leaves went to whoever was free: owners[leaf] is the process that computed it, and `spans` say
     nothing any more."""
 

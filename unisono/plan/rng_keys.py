@@ -29,7 +29,7 @@ def mix(*coordinates: int) -> int:
     return h
 
 
-def place_key(run_key: int, step: int, virtual_rank: int, number: int) -> int:
+def micro_batch_key(run_key: int, step: int, virtual_rank: int, number: int) -> int:
     """The key of a micro-batch under `run_key`: mix of both, with its place packed into one coordinate.
 
     Packing is one to one below 2^32 steps, 2^16 virtual ranks and 2^16 micro-batches each.

@@ -27,7 +27,7 @@ REST, LONG_REST = 64, 4096
 """Steps until the next try, after one that did not pay; twice as many each time."""
 
 
-class Claiming:
+class StealingGain:
     """`on` says whether the next step's virtual ranks are to be claimed."""
 
     def __init__(self) -> None:

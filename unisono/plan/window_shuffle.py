@@ -21,7 +21,7 @@ Numbers = npt.NDArray[np.int64]
 KEPT_BLOCKS = 4
 
 
-class Windows:
+class WindowShuffle:
     """The order of every epoch.
 
     shards  samples in each shard; sample numbers run through them in order
@@ -45,12 +45,12 @@ class Windows:
 
     def _block(self, epoch: int, number: int) -> Numbers:
         if (epoch, number) not in self._blocks:
-            self._blocks[epoch, number] = self._made(epoch, number * self.block)
+            self._blocks[epoch, number] = self._build(epoch, number * self.block)
             if len(self._blocks) > KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
         return self._blocks[epoch, number]
 
-    def _made(self, epoch: int, start: int) -> Numbers:
+    def _build(self, epoch: int, start: int) -> Numbers:
         """What ends up in [start, stop) comes from [start - window, stop + window); what lies before goes before it."""
         ends, firsts = self._turns(epoch)
         stop = min(start + self.block, self.length)

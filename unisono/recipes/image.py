@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.datasets.images import Part, Pictures, pictures
+from unisono.recipes.datasets.images import ImageData, ImageSplit, pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):
-        step.run(model, surprise)  # every micro-batch of this process, forward and backward
+        step.run(model, loss_sum)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -94,7 +94,7 @@ def main(run: unisono.Run[Settings]) -> None:
     )
 
 
-def surprise(output: Tensor, images: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+def loss_sum(output: Tensor, images: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """How much these labels surprise the model, in nats, and how many there are."""
     return F.cross_entropy(output, labels, reduction="sum"), len(labels)
 
@@ -102,10 +102,10 @@ def surprise(output: Tensor, images: Tensor, labels: Tensor) -> tuple[Tensor, in
 def measure(output: Tensor, images: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, int]]:
     """How many of these pictures the model names right, and how much they surprise it."""
     right = (output.argmax(1) == labels).sum()
-    return {"accuracy": (right, len(labels)), "valid_loss": surprise(output, images, labels)}
+    return {"accuracy": (right, len(labels)), "valid_loss": loss_sum(output, images, labels)}
 
 
-def build_sets(found: Pictures, settings: Settings) -> tuple[PictureSet, PictureSet]:
+def build_sets(found: ImageData, settings: Settings) -> tuple[ImageDataset, ImageDataset]:
     """The pictures to train on, moved about if asked, and those to validate on, as they are."""
     train, valid = found.train.first(settings.train_images), found.valid.first(settings.valid_images)
     pixels = train.images.float()  # all of them: 0.2 s for Fashion-MNIST, and the same on every process
@@ -113,11 +113,11 @@ def build_sets(found: Pictures, settings: Settings) -> tuple[PictureSet, Picture
     mirror = found.mirror if settings.mirror is None else settings.mirror
     shift = max(1, min(train.images.shape[2:]) // 28)  # 1 pixel of 28
     if not settings.augment:
-        return PictureSet(train, mean, std), PictureSet(valid, mean, std)
-    return PictureSet(train, mean, std, shift, mirror), PictureSet(valid, mean, std)
+        return ImageDataset(train, mean, std), ImageDataset(valid, mean, std)
+    return ImageDataset(train, mean, std, shift, mirror), ImageDataset(valid, mean, std)
 
 
-class PictureSet(Dataset[tuple[Tensor, Tensor]]):
+class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
     """(image, label): float [channels, height, width] with the training pictures' mean 0 and deviation 1, and int64.
 
     shift   every picture is moved by up to so many pixels, in both directions; what comes in is black
@@ -127,7 +127,7 @@ class PictureSet(Dataset[tuple[Tensor, Tensor]]):
     pictures come out whoever fetches them.
     """
 
-    def __init__(self, part: Part, mean: float, std: float, shift: int = 0, mirror: bool = False) -> None:
+    def __init__(self, part: ImageSplit, mean: float, std: float, shift: int = 0, mirror: bool = False) -> None:
         self.part, self.mean, self.std, self.shift, self.mirror = part, mean, std, shift, mirror
 
     def __len__(self) -> int:

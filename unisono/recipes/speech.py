@@ -76,7 +76,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set, collate_fn=padded):
-        step.run(model, surprise, forward=vote)  # every micro-batch of this process, forward and backward
+        step.run(model, loss_sum, forward=vote)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -97,7 +97,7 @@ def vote(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return model(frames, counts)
 
 
-def surprise(votes: Tensor, frames: Tensor, counts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def loss_sum(votes: Tensor, frames: Tensor, counts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """How much the words surprise their frames, in nats, and how many frames count: these, not clips, are weighed."""
     wanted = labels[:, None].expand(counts.shape)
     nats = F.cross_entropy(votes.flatten(0, 1), wanted.flatten(), reduction="none")

@@ -76,7 +76,7 @@ def main(run: unisono.Run[Settings]) -> None:
     train_set = ByteWindows(corpus.train, settings.model.context)
     valid_set = ByteWindows(corpus.valid[: settings.validate_bytes], settings.model.context)
 
-    angles = unisono.Sequence(positions={"cos": 0, "sin": 0})  # where sequences are divided, so are these
+    angles = unisono.SequenceDims(positions={"cos": 0, "sin": 0})  # where sequences are divided, so are these
     model = run.place(lambda: GPT(settings.model), sequence=angles)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
@@ -89,7 +89,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):
-        step.run(model, surprise)  # every micro-batch of this process, forward and backward
+        step.run(model, loss_sum)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
@@ -102,14 +102,14 @@ def main(run: unisono.Run[Settings]) -> None:
         run.print(f"\nIt writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n")
 
 
-def surprise(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def loss_sum(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """How much these targets surprise the model, in nats, and how many there are."""
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
 
 
 def bits_per_byte(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The same in bits."""
-    nats, count = surprise(output, tokens, targets)
+    nats, count = loss_sum(output, tokens, targets)
     return nats / math.log(2), count
 
 

@@ -46,7 +46,7 @@ def main(run: unisono.Run[Settings]) -> None:
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(corpus.train, collate_fn=hashed):
-        step.run(model, surprise)  # every micro-batch of this process, forward and backward
+        step.run(model, loss_sum)  # every micro-batch of this process, forward and backward
         step.update(optimizer, schedule)
         run.log(loss=step.loss)
 
@@ -58,7 +58,7 @@ def main(run: unisono.Run[Settings]) -> None:
     )
 
 
-def surprise(output: Tensor, pieces: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+def loss_sum(output: Tensor, pieces: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     """How much these topics surprise the model, in nats, and how many there are."""
     return F.cross_entropy(output, labels, reduction="sum"), len(labels)
 

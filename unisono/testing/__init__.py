@@ -36,7 +36,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unisono.config import Line, Settings
+from unisono.config import CommandLine, Settings
 from unisono.environment import World
 from unisono.errors import SettingsError
 from unisono.testing.faults import (
@@ -45,7 +45,7 @@ from unisono.testing.faults import (
     FullDisk,
     HangAt,
     LostPackets,
-    Planted,
+    PlantedFailure,
     SlowAt,
     TornFile,
     flip_,
@@ -54,7 +54,7 @@ from unisono.testing.faults import (
 )
 
 if TYPE_CHECKING:
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
     from unisono.train.run import Run
 
 __all__ = [
@@ -63,7 +63,7 @@ __all__ = [
     "FullDisk",
     "HangAt",
     "LostPackets",
-    "Planted",
+    "PlantedFailure",
     "SlowAt",
     "TornFile",
     "build_run",
@@ -124,7 +124,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 
 
 def build_run(
-    settings: S, world: World, group: Group, folder: Path, *, resume: bool = False, verified: bool = False
+    settings: S, world: World, group: ProcessGroup, folder: Path, *, resume: bool = False, verified: bool = False
 ) -> Run[S]:
     """Build the run that a script's main is given, with a progress line that is not shown. `close` it in the end.
 
@@ -135,19 +135,19 @@ def build_run(
 
     Raises SettingsError where `unisono run` would.
     """
-    from unisono.checkpoint.load import newest, opened
-    from unisono.checkpoint.storage import settle_in
+    from unisono.checkpoint.load import newest, open_checkpoint
+    from unisono.checkpoint.storage import prepare_storage
     from unisono.config.validate import check
-    from unisono.train.run_classes import run_kind
+    from unisono.train.run_classes import run_class
 
-    if problems := check(settings, world.size, Line()):
+    if problems := check(settings, world.size, CommandLine()):
         raise SettingsError.of(problems)
     if not verified:
         settings = replace(settings, promise=replace(settings.promise, check=False))
-    settle_in(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
+    prepare_storage(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
     found = newest(folder, print) if resume else None
-    resumed = opened(found) if found is not None else None
-    kind = run_kind(settings)
+    resumed = open_checkpoint(found) if found is not None else None
+    kind = run_class(settings)
     return kind(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
 
 

@@ -86,7 +86,7 @@ class Fault(ABC):
 
     def _change(self, left: str, entered: str) -> None:
         if not self._waits and self._is_place(entered if self.when == "begins" else left):
-            self._waits, self._struck_in = True, phases.Here.step or 0
+            self._waits, self._struck_in = True, phases.Position.step or 0
         if self._waits and self.is_possible():
             self._waits = False
             if self.mark is not None:
@@ -94,7 +94,7 @@ class Fault(ABC):
             self.strike()
 
     def _is_place(self, phase: str) -> bool:
-        step, virtual_rank = phases.Here.step, phases.Here.virtual_rank
+        step, virtual_rank = phases.Position.step, phases.Position.virtual_rank
         return (
             step not in (None, self._struck_in)
             and self.step in (None, step)
@@ -103,7 +103,7 @@ class Fault(ABC):
         )
 
 
-class Planted(RuntimeError):
+class PlantedFailure(RuntimeError):
     """The exception of FailAt(kind="error")."""
 
 
@@ -143,7 +143,7 @@ def _crash() -> None:
 
 
 def _raise() -> None:
-    raise Planted(f"a planted failure in step {phases.Here.step}")
+    raise PlantedFailure(f"a planted failure in step {phases.Position.step}")
 
 
 @dataclass(kw_only=True)
@@ -212,12 +212,12 @@ class SlowAt:
 
     def _change(self, left: str, entered: str) -> None:
         if left in self.during:
-            took = time.perf_counter() - self._began - (phases.Waited.seconds - self._waited)
+            took = time.perf_counter() - self._began - (phases.CommWait.seconds - self._waited)
             time.sleep(max(took * (self.times - 1), 0.0))
         self._look()
 
     def _look(self) -> None:
-        self._began, self._waited = time.perf_counter(), phases.Waited.seconds
+        self._began, self._waited = time.perf_counter(), phases.CommWait.seconds
 
 
 HIGHEST = -10
@@ -370,7 +370,7 @@ class FullDisk(Fault):
 
     def _change(self, left: str, entered: str) -> None:
         super()._change(left, entered)
-        if self._before is not None and (phases.Here.step or 0) >= self._struck_in + self.steps:
+        if self._before is not None and (phases.Position.step or 0) >= self._struck_in + self.steps:
             self.heal()
 
 
@@ -403,7 +403,7 @@ class LostPackets(Fault):
 
     def _change(self, left: str, entered: str) -> None:
         super()._change(left, entered)
-        if self._deaf and (phases.Here.step or 0) >= self._struck_in + self.steps:
+        if self._deaf and (phases.Position.step or 0) >= self._struck_in + self.steps:
             self.heal()
 
 

@@ -6,22 +6,22 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.data.loader import Collate, Loader, Numbers, Schedule, length_of, same_length
-from unisono.data.streaming.stream import Stream, lies_in
-from unisono.distributed.existing_group import refuse_a_second_group
+from unisono.data.loader import Collate, IndexDataset, Loader, Schedule, length_of, same_length
+from unisono.data.streaming.stream import Stream, shard_layout
+from unisono.distributed.existing_group import refuse_second_group
 from unisono.errors import SettingsError
 from unisono.exchange import promise_of
 from unisono.exchange.custom import Build, own_exchange
 from unisono.launcher import failure_record
-from unisono.plan.assignment import Seat
-from unisono.plan.batch_order import Order
+from unisono.plan.assignment import Slot
+from unisono.plan.batch_order import BatchOrder
 from unisono.train.balance.rebalance import WORDS, build_dealing
 from unisono.train.diagnostics.divergence import build_divergence
 from unisono.train.diagnostics.redundant_compute import build_audit
-from unisono.train.guarantees.rank_consistency import Modes, check_alike
-from unisono.train.loop import Engine
-from unisono.train.recovery.crash_handoff import bequeaths, inherit
-from unisono.train.recovery.shard_replica import Buddy
+from unisono.train.guarantees.rank_consistency import ModeCheck, check_same_parameters
+from unisono.train.loop import StepLoop
+from unisono.train.recovery.crash_handoff import hands_off, load_dump
+from unisono.train.recovery.shard_replica import ShardReplica
 from unisono.train.recovery.step_recovery import build_survivors
 from unisono.train.verification.verification import build_verification
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from unisono.train.run import Run
 
 
-def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | None, exchange: Build | None) -> Engine:
+def build_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | None, exchange: Build | None) -> StepLoop:
     """The engine of a run over this data, from where the run stands to its end. Every process must call this."""
-    refuse_a_second_group(run.world.size)
+    refuse_second_group(run.world.size)
     settings, state, identity = run.settings, run._state, run._identity
     if data is None:
-        data, shuffle = Numbers(settings.batch), False
+        data, shuffle = IndexDataset(settings.batch), False
         if settings.steps is None:
             raise SettingsError(
                 "run.steps was called without data.",
@@ -42,10 +42,10 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
                 "--set steps=100 --set epochs=none",
             )
     own = own_exchange(exchange, settings, run._mesh.axes)
-    run._table.together("run.steps")
+    run._table.require_same_call("run.steps")
     named = [(run._models.names[id(p)], p) for p in run._models.params]
     if run._mesh.pipeline.size == 1 or run._group.mixed:
-        check_alike(run._group, named, "run.steps was asked for a step", run.device)
+        check_same_parameters(run._group, named, "run.steps was asked for a step", run.device)
     run._models.buffers.attributes.say = run._watcher.note
     run._settle(data)
     length = length_of(data, "The training set")
@@ -57,37 +57,37 @@ def open_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | Non
     run.changes += state.check_length(identity["length"], run._accepted)
     run.changes += state.check_ties(identity["ties"])
     run.changes += state.check_exchange(identity["own exchange"], run._accepted)
-    buddy = Buddy(state.tracked, run._mesh, run._models.rest) if settings.parallel.buddy else None
+    buddy = ShardReplica(state.tracked, run._mesh, run._models.reshard) if settings.parallel.buddy else None
     if buddy is not None:
-        inherit(run, buddy)
+        load_dump(run, buddy)
     engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)
     engine.own = own
     promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
     engine.dealing = build_dealing(settings, run._mesh, engine.schedule, run.steps_done, promise, run._watcher.note)
     run._table.words = WORDS if engine.dealing is not None else 0
-    run._table.modes = Modes(run._models.modules) if run._mesh.pipeline.size == 1 else None
+    run._table.modes = ModeCheck(run._models.modules) if run._mesh.pipeline.size == 1 else None
     engine.audit = build_audit(engine, run)
     engine.divergence = build_divergence(engine, run)
     engine.verification = build_verification(engine, run, promise)
-    engine.run_dir = run._watcher.typed = typed(run.dir, run.world.folder)
+    engine.run_dir = run._watcher.typed = check_arguments(run.dir, run.world.folder)
     run._engine = engine
     engine.survivors = build_survivors(run)
     engine.buddy = buddy
-    failure_record.begin_loop(replaceable=engine.survivors is not None, bequeaths=bequeaths(run))
+    failure_record.begin_loop(replaceable=engine.survivors is not None, bequeaths=hands_off(run))
     return engine
 
 
-def typed(path: Path, folder: str) -> str:
+def check_arguments(path: Path, folder: str) -> str:
     """A path as one types it in this folder."""
     within = path.is_relative_to(folder)
     return shlex.quote(str(path.relative_to(folder) if within else path))
 
 
-def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate: Collate | None) -> Engine:
+def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate: Collate | None) -> StepLoop:
     """The engine for all steps up to `last` - 1, with its order, its placement and its loader."""
     settings, mesh, kind = run.settings, run._mesh, run._kind
-    shards, window = lies_in(data)
-    order = Order(
+    shards, window = shard_layout(data)
+    order = BatchOrder(
         length=len(data),
         batch=settings.batch,
         virtual_ranks=settings.virtual_ranks,
@@ -102,7 +102,7 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
         run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
     run._models.buffers.attributes.divided = run._table.pieces > 1 or mesh.context.size > 1
 
-    def open_loader(schedule: Schedule, seat: Seat, first: int) -> Loader:
+    def open_loader(schedule: Schedule, seat: Slot, first: int) -> Loader:
         return Loader(
             data,
             order,

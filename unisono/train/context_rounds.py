@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unisono.data.rng import seed_everything, undisturbed
+from unisono.data.rng import preserve_rng, seed_everything
 from unisono.errors import LoopError
-from unisono.plan.batch_order import Place
-from unisono.plan.rng_keys import ROUND, mix, place_key
+from unisono.plan.batch_order import MicroBatchId
+from unisono.plan.rng_keys import ROUND, micro_batch_key, mix
 from unisono.train.modules.buffer_sync import versions
 
 if TYPE_CHECKING:
-    from unisono.train.loop import Engine
+    from unisono.train.loop import StepLoop
 
-Round = tuple[Place, Any, bool]
+Round = tuple[MicroBatchId, Any, bool]
 
 
-def in_slices(engine: Engine, rounds: Iterator[Round], number: int) -> Iterator[Round]:
+def context_rounds(engine: StepLoop, rounds: Iterator[Round], number: int) -> Iterator[Round]:
     """The rounds of pass `number`, each with this process's slice of its batch.
 
     Dropout must not hide the same places of every slice, so a round's random numbers are keyed by the slice as well.
@@ -30,8 +30,8 @@ def in_slices(engine: Engine, rounds: Iterator[Round], number: int) -> Iterator[
     buffers = [b for model in engine.models.modules for b in model.buffers()]
     before = versions(buffers)
     for place, batch, last in rounds:
-        key = place_key(mix(engine.order.seed, ROUND), *place[:3])
-        with undisturbed(engine.group.device) if one_stream else nullcontext(), context.part(batch) as part:
+        key = micro_batch_key(mix(engine.order.seed, ROUND), *place[:3])
+        with preserve_rng(engine.group.device) if one_stream else nullcontext(), context.part(batch) as part:
             seed_everything(mix(key, number, context.group.rank), device)
             yield place, part, last
     if any(engine.models.buffers.flags.values()) or versions(buffers) != before:

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, after_a_death, build_exchange, chosen
+from unisono.exchange import Exchange, Spans, Weights, build_exchange, exchange_after_death, exchange_class
 from unisono.exchange.buckets import finite
-from unisono.exchange.context_sum import Slices
-from unisono.exchange.custom import Own
-from unisono.exchange.per_stage import Resting, Several
+from unisono.exchange.context_sum import ContextSum
+from unisono.exchange.custom import CustomExchange
+from unisono.exchange.per_stage import NoExchange, PerStageExchange
 from unisono.train.modules.buffer_sync import versions
 
 if TYPE_CHECKING:
     from unisono.config import Settings
-    from unisono.parallel.fsdp.fsdp import Layer
+    from unisono.parallel.fsdp.fsdp import ShardedLayer
     from unisono.train.pipelining.pipeline_run import Pipeline
     from unisono.train.step import Step
 
 
-class Gradient:
+class GradientPass:
     """Its parameters, and the exchange that makes it whole.
 
     params  what optimizers hold: all parameters that train; or some, and then these alone (`only`), whatever else the
@@ -43,11 +43,11 @@ class Gradient:
         names: Mapping[int, str],
         settings: Settings,
         mesh: Mesh,
-        layers: Sequence[Layer],
+        layers: Sequence[ShardedLayer],
         pipeline: Pipeline | None = None,
         *,
         only: bool = False,
-        own: Own | None = None,
+        own: CustomExchange | None = None,
     ) -> None:
         self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
         self.settings, self.stale, self.is_whole = settings, False, False
@@ -60,14 +60,14 @@ class Gradient:
             self.exchange = self._scatter()
         elif pipeline is not None:
             stages = pipeline.parts_of(params)
-            parts = [chosen(settings, of, mesh.data, mesh.world) if of else Resting() for of in stages]
-            self.exchange = Several(params, parts)
+            parts = [exchange_class(settings, of, mesh.data, mesh.world) if of else NoExchange() for of in stages]
+            self.exchange = PerStageExchange(params, parts)
         elif own is not None:
             self.exchange = own(self.leaves, ranks, mesh.data)
         else:
-            self.exchange = chosen(settings, self.leaves, mesh.data, mesh.world)
+            self.exchange = exchange_class(settings, self.leaves, mesh.data, mesh.world)
         if mesh.context.size > 1:
-            self.exchange = Slices(self.exchange, self.leaves, mesh.context, mesh.data.rank)
+            self.exchange = ContextSum(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not self.scattered else None
         self.finite = True
         self.may_skip = False  # was it computed at a scale of fp16's that can be lowered?
@@ -86,7 +86,7 @@ class Gradient:
         """Get ready for rounds: with an exchange among the processes of now, and with whole parameters. All processes
         that share a model call it together; twice is as good as once."""
         if self.stale:
-            self.renew().close()
+            self.restart_exchange().close()
         if self.gathered:
             self._gather()
 
@@ -95,14 +95,14 @@ class Gradient:
         self.is_whole = False
         self.exchange.begin(spans, pieces, weights)
 
-    def renew(self) -> Exchange:
+    def restart_exchange(self) -> Exchange:
         """Other processes make it than before: from here on with an exchange among them. Returns the old one, to close
         when what it holds is not needed any more."""
         old, self.stale = self.exchange, False
         self.exchange = (
             self._scatter()
             if self.scattered
-            else after_a_death(self.settings, self.leaves, self.mesh.data, self.mesh.world)
+            else exchange_after_death(self.settings, self.leaves, self.mesh.data, self.mesh.world)
         )
         return old
 
@@ -139,7 +139,7 @@ class Gradient:
     def commit(self, whole: bool | None = None) -> None:
         """Everybody holds the whole gradient. Is it finite? None: nobody has told us, so we look."""
         if whole is None:
-            whole = all(finite(local(p.grad)) for p in self.leaves if p.grad is not None)
+            whole = all(finite(to_local(p.grad)) for p in self.leaves if p.grad is not None)
         self.exchange.commit()
         self.finite = whole
         if self.gathered:
@@ -148,7 +148,7 @@ class Gradient:
                 layer.divide(ours)
                 layer.rest()
         self._given = [p.grad for p in self.params]
-        self._versions = versions(map(local, self._given))
+        self._versions = versions(map(to_local, self._given))
 
     def check_finite(self, step: Step) -> None:
         """Refuse a gradient that is not finite, naming the first parameter that has it."""
@@ -156,12 +156,12 @@ class Gradient:
         # the exchange knows what it has made, but not what the loop has put there since
         grads = [p.grad for p in self.params]
         untouched = len(given) == len(grads) and all(map(is_, grads, given))
-        untouched = untouched and versions(map(local, grads)) == self._versions
+        untouched = untouched and versions(map(to_local, grads)) == self._versions
         if self.finite and untouched:
             return
-        found = next((self._named(p) for p in self.params if p.grad is not None and not finite(local(p.grad))), None)
+        found = next((self._named(p) for p in self.params if p.grad is not None and not finite(to_local(p.grad))), None)
         if not self.finite:  # everybody knows that, but it may lie in another process's part
-            found = next((other for other in self.mesh.world.gather(found) if other), None)
+            found = next((other for other in self.mesh.world.all_gather_object(found) if other), None)
         if found:
             raise LoopError(
                 f"Step {step.number} has a gradient that is not finite, with a loss of {step.loss:g}.",
@@ -172,7 +172,7 @@ class Gradient:
 
     def _named(self, p: torch.nn.Parameter) -> str:
         """A parameter whose gradient is not finite, in words."""
-        count = int((~torch.isfinite(local(p.grad).to_dense())).sum())
+        count = int((~torch.isfinite(to_local(p.grad).to_dense())).sum())
         return f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has {count}"
 
     def zero(self) -> None:

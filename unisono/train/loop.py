@@ -12,21 +12,21 @@ import torch
 
 from unisono.config.validate_local_sgd import sites_of
 from unisono.data.loader import Loader, Schedule
-from unisono.data.rng import Generators, seed_everything
-from unisono.distributed.process_group import lies_apart
+from unisono.data.rng import RngStates, seed_everything
+from unisono.distributed.process_group import is_dtensor
 from unisono.errors import DataError, LoopError
 from unisono.exchange import refuse_numbers
-from unisono.exchange.buckets import touched
-from unisono.exchange.custom import Own
-from unisono.exchange.exchange_state import Carried
+from unisono.exchange.buckets import gradient_modified_error
+from unisono.exchange.custom import CustomExchange
+from unisono.exchange.exchange_state import ExchangeStates
 from unisono.parallel.precision import LossScale
-from unisono.plan.assignment import Seat, Spans, place_evenly
-from unisono.plan.batch_order import Order, Place
-from unisono.plan.rng_keys import ROUND, STEP, UPDATE, mix, place_key
-from unisono.train.balance.rebalance import Dealing
-from unisono.train.gradient_pass import Gradient
+from unisono.plan.assignment import Slot, Spans, assign_evenly
+from unisono.plan.batch_order import BatchOrder, MicroBatchId
+from unisono.plan.rng_keys import ROUND, STEP, UPDATE, micro_batch_key, mix
+from unisono.train.balance.rebalance import Rebalancer
+from unisono.train.gradient_pass import GradientPass
 from unisono.train.guarantees.user_errors import (
-    alone,
+    check_one_sample,
     check_optimizer,
     check_schedule,
     refuse_changing_buffers,
@@ -37,48 +37,48 @@ from unisono.train.modules.models import Models
 from unisono.train.optimization.grad_norm import clip_, total_norm
 from unisono.train.optimization.sharded_step import prepare
 from unisono.train.step import Step
-from unisono.train.step_sync import LOSS, Table
-from unisono.train.verification.no_verification import NOT_VERIFIED, NotVerified
+from unisono.train.step_sync import LOSS, StepSync
+from unisono.train.verification.no_verification import NOT_VERIFIED, NoVerification
 
 if TYPE_CHECKING:
     from unisono.config import Settings
     from unisono.distributed.mesh import Mesh
-    from unisono.train.diagnostics.divergence import Divergence
-    from unisono.train.diagnostics.redundant_compute import Audit
-    from unisono.train.recovery.shard_replica import Buddy
-    from unisono.train.recovery.step_recovery import Survivors
+    from unisono.train.diagnostics.divergence import DivergenceCheck
+    from unisono.train.diagnostics.redundant_compute import RedundantCompute
+    from unisono.train.recovery.shard_replica import ShardReplica
+    from unisono.train.recovery.step_recovery import StepRecovery
     from unisono.train.verification.verification import Verification
 
 
-class Engine:
+class StepLoop:
     """What a step needs from the run, in one place. `buddy`: who copies shards, if that is asked for."""
 
-    buddy: Buddy | None = None
+    buddy: ShardReplica | None = None
 
-    own: Own | None = None  # the script's own exchange
-    audit: Audit | None = None
-    divergence: Divergence | None = None
-    verification: Verification | NotVerified = NOT_VERIFIED
-    survivors: Survivors | None = None  # who goes on when a process dies; None: nobody can
+    own: CustomExchange | None = None  # the script's own exchange
+    audit: RedundantCompute | None = None
+    divergence: DivergenceCheck | None = None
+    verification: Verification | NoVerification = NOT_VERIFIED
+    survivors: StepRecovery | None = None  # who goes on when a process dies; None: nobody can
     run_dir = "RUN"
     """As one types it, in a line that a message proposes."""
 
-    open_loader: Callable[[Schedule, Seat, int], Loader]  # from a step on
+    open_loader: Callable[[Schedule, Slot, int], Loader]  # from a step on
 
     def __init__(
         self,
         settings: Settings,
         mesh: Mesh,
-        seat: Seat,
-        order: Order,
+        seat: Slot,
+        order: BatchOrder,
         loader: Loader,
         schedule: Schedule,
         models: Models,
         last: int,
-        table: Table,
-        generators: Generators,
+        table: StepSync,
+        generators: RngStates,
         scale: LossScale,
-        carried: Carried,
+        carried: ExchangeStates,
     ) -> None:
         self.settings, self.mesh, self.seat, self.order = settings, mesh, seat, order
         self.group = mesh.world
@@ -94,26 +94,26 @@ class Engine:
         self._held_bits: list[int] = []  # what was in them, at a first pass
         self._begun = False
         self._known_pieces: dict[tuple[int, tuple[int, int]], dict[int, int]] = {}
-        self._gradients: dict[tuple[int, ...], Gradient] = {}
-        self._whole: Gradient | None = None  # the one of all parameters
+        self._gradients: dict[tuple[int, ...], GradientPass] = {}
+        self._whole: GradientPass | None = None  # the one of all parameters
         self._loader, self._batches = loader, iter(loader)
         self._step_key, self._round_key, self._update_key = (mix(order.seed, key) for key in (STEP, ROUND, UPDATE))
         self._accelerator = self.group.device if self.group.device.type != "cpu" else None
         self._met: tuple[dict[str, tuple[float, float]], bool, Gathered] | None = None  # what a pass has come to
-        self.dealing: Dealing | None = None
+        self.dealing: Rebalancer | None = None
         """Who watches how long the processes take, and deals anew, if somebody does."""
 
     @staticmethod
     def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
         """What each of `size` processes computes of every batch, unless somebody deals anew."""
-        return place_evenly(settings.virtual_ranks, size, sites_of(settings))
+        return assign_evenly(settings.virtual_ranks, size, sites_of(settings))
 
     @classmethod
-    def seated(cls, settings: Settings, mesh: Mesh) -> tuple[Seat, Schedule]:
+    def seated(cls, settings: Settings, mesh: Mesh) -> tuple[Slot, Schedule]:
         """Where this process sits, and what each computes. Those who share layers compute one span in turn."""
-        seat, line = Seat(mesh.data.rank), mesh.data
+        seat, line = Slot(mesh.data.rank), mesh.data
         if mesh.shard.size > 1 and settings.parallel.gather == "layer":
-            seat, line = Seat(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size), mesh.replicate
+            seat, line = Slot(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size), mesh.replicate
         return seat, Schedule(cls.spans(settings, mesh, line.size))
 
     # -- a step
@@ -132,11 +132,11 @@ class Engine:
                 return
         seed_everything(mix(self._step_key, step), self._accelerator)
 
-    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> Gradient:
+    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> GradientPass:
         """The gradient of all parameters that train now, or of these optimizers' alone. `waiting`: is another, of the
         same step, not used yet?"""
-        self.models.rest()
-        if self.models.look():  # some were frozen or unfrozen, or are new
+        self.models.reshard()
+        if self.models.check_growth():  # some were frozen or unfrozen, or are new
             if waiting:
                 raise LoopError(
                     "step.over was asked for another pass of a step.",
@@ -163,20 +163,20 @@ class Engine:
         key = tuple(map(id, params))
         if key not in self._gradients:
             only, models = optimizers is not None, self.models
-            self._gradients[key] = Gradient(
+            self._gradients[key] = GradientPass(
                 params, models.names, self.settings, self.mesh, models.layers, models.pipeline, only=only, own=self.own
             )
             if models.comm_hook is not None:
                 self._gradients[key].exchange.register_comm_hook(*models.comm_hook)  # type: ignore[attr-defined]
             trained = [models.names.get(id(p), "") for p in models.trained]
-            self.carried.know(self._gradients[key].key, self._gradients[key].exchange, trained)
+            self.carried.register(self._gradients[key].key, self._gradients[key].exchange, trained)
         if optimizers is None:
             self._whole = self._gradients[key]
         return self._gradients[key]
 
     def micro_batches(
-        self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None
-    ) -> Iterator[tuple[Place, Any, bool]]:
+        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         """(place, batch, is it this process's last) for every micro-batch of this process in pass `number` of `step`.
 
         The first pass fetches them, and leaves them in `kept` if there is such a list; the others find them there.
@@ -203,8 +203,8 @@ class Engine:
         yield from self._walk(rounds, number, gradient)
 
     def _walk(
-        self, rounds: Iterator[tuple[Place, Any, bool]], number: int, gradient: Gradient
-    ) -> Iterator[tuple[Place, Any, bool]]:
+        self, rounds: Iterator[tuple[MicroBatchId, Any, bool]], number: int, gradient: GradientPass
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         """These rounds, each with the buffers and generators that it begins with."""
         buffers, dealing = self.models.buffers, self.dealing
         for place, batch, last in rounds:
@@ -212,37 +212,43 @@ class Engine:
             if gradient.seen and not self.models.divided_loss:
                 yield place, batch, last
             else:
-                with self.around(place, gradient):
+                with self.observe_gradient(place, gradient):
                     yield place, batch, last
             if dealing is not None and number == 0:
                 dealing.done(self.order.micro_bounds(place.step, place.virtual_rank)[place.number])
         buffers.leave()
 
-    def _dealt(self, step: int, kept: list[tuple[Place, Any]] | None, pieces: int) -> Iterator[tuple[Place, Any, bool]]:
+    def _dealt(
+        self, step: int, kept: list[tuple[MicroBatchId, Any]] | None, pieces: int
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         """The micro-batches of our span, each with whether it is the last; those that fetch in turn take their part."""
         for left in reversed(range(-(-pieces // self.seat.turns))):
             yield *self._fetch(step, kept), left == 0
 
-    def _claimed(self, step: int, kept: list[tuple[Place, Any]] | None) -> Iterator[tuple[Place, Any, bool]]:
+    def _claimed(
+        self, step: int, kept: list[tuple[MicroBatchId, Any]] | None
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         """Those of the virtual ranks that are ours because we were free. Nobody knows which is the last one."""
         assert self.dealing is not None
         assert self.dealing.claims is not None
         spans = self.schedule.at(step)
         pieces = self._pieces(step, (0, self.order.virtual_ranks))
         ahead = sum(pieces[v] for v in range(*spans[self.seat.span]))  # fetched ahead, or about to be
-        for virtual_rank, at_home in self.dealing.claims.taken(step, spans, [v for v in pieces if pieces[v]]):
+        for virtual_rank, at_home in self.dealing.claims.micro_batches_of(
+            step, spans, [v for v in pieces if pieces[v]]
+        ):
             for number in range(pieces[virtual_rank]):
                 if at_home:
                     ahead -= 1
                     yield *self._fetch(step, kept), False
                     continue
-                fetched = self._loader.fetch(Place(step, virtual_rank, number))
+                fetched = self._loader.fetch(MicroBatchId(step, virtual_rank, number))
                 if kept is not None:
                     kept.append(fetched)
                 yield *fetched, False
         self._loader.skip(ahead, self._batches)
 
-    def _fetch(self, step: int, kept: list[tuple[Place, Any]] | None) -> tuple[Place, Any]:
+    def _fetch(self, step: int, kept: list[tuple[MicroBatchId, Any]] | None) -> tuple[MicroBatchId, Any]:
         try:
             fetched = next(self._batches)
         except StopIteration:
@@ -254,11 +260,13 @@ class Engine:
             kept.append(fetched)
         return fetched
 
-    def _again(self, number: int, kept: list[tuple[Place, Any]], *, overlap: bool) -> Iterator[tuple[Place, Any, bool]]:
+    def _again(
+        self, number: int, kept: list[tuple[MicroBatchId, Any]], *, overlap: bool
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         """What the first pass has fetched, under this pass's own key."""
         for i, (place, batch) in enumerate(kept):
             if self.order.virtual_ranks > 1:  # otherwise there is one stream, as in plain torch
-                seed_everything(mix(place_key(self._round_key, *place[:3]), number), self._accelerator)
+                seed_everything(mix(micro_batch_key(self._round_key, *place[:3]), number), self._accelerator)
             yield place, batch, overlap and i + 1 == len(kept)
 
     def _pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
@@ -269,12 +277,12 @@ class Engine:
             self._known_pieces[size, span] = known
         return known
 
-    def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
         """The sums of the step's pass over all processes; afterwards p.grad is the mean gradient everywhere."""
-        self._meet(step, number, gradient)
-        return self.settle(step, number, gradient)
+        self._synchronize(step, number, gradient)
+        return self.commit(step, number, gradient)
 
-    def _meet(self, step: Step, number: int, gradient: Gradient) -> None:
+    def _synchronize(self, step: Step, number: int, gradient: GradientPass) -> None:
         """Everything that processes do together: it can be made again, until the gradient is known to be whole."""
         if self.order.virtual_ranks > 1:  # before anything leaves, so that whoever has it says so, and not who waits
             self._check_forward(step)
@@ -289,15 +297,15 @@ class Engine:
         said["verified"] = self.verification.active
         if self.buddy is not None:
             self.buddy.settle()
-        totals = self.table.meet(said, () if self.dealing is None else self.dealing.say(self.horizon))
+        totals = self.table.reduce(said, () if self.dealing is None else self.dealing.say(self.horizon))
         if self.dealing is not None and number == 0:
             self.dealing.hear(step.number, totals.said)
         self.agreed = agreed = totals.flags
         self.verification.agree(int(agreed["verified"]), self.group.size)
         if agreed["touched"]:
-            raise touched()
+            raise gradient_modified_error()
         if not agreed["learns"]:  # in no stage of a pipeline; otherwise `look` has said so before the step
-            raise self.models.idle()
+            raise self.models.nothing_trains_error()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         finite = self._check_totals(step, loss, weight, totals.losses)
         gathered = NOTHING
@@ -307,7 +315,7 @@ class Engine:
         self._met = totals.sums, finite, gathered
         gradient.finish(weight * self.scale.value, unused=bool(agreed["unused"]))
 
-    def settle(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+    def commit(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
         """The gradient is whole everywhere: what this process makes of it by itself."""
         assert self._met is not None
         (sums, finite, gathered), self._met = self._met, None
@@ -317,12 +325,12 @@ class Engine:
         gradient.finite &= finite
         gradient.may_skip = self.scale.may_skip
         if self.order.virtual_ranks > 1:
-            self.models.settle(gathered)
+            self.models.settle_growth(gathered)
             # what comes now (noise on p.grad, say) must not depend on who computed what
             key = mix(self._update_key, step.number, *([number] if number else []))
             seed_everything(key, self._accelerator)
         if self.survivors is not None:
-            self.survivors.passed()
+            self.survivors.report_survived()
         return sums
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
@@ -330,7 +338,7 @@ class Engine:
         virtual rank both are torch's own, to the bit, unless matrices are cut: torch takes no cut gradients beside
         whole ones. Otherwise they do not depend on the placement (grad_norm.py)."""
         grads = [p.grad for p in params if p.grad is not None]
-        if self.order.virtual_ranks == 1 and not any(map(lies_apart, grads)):
+        if self.order.virtual_ranks == 1 and not any(map(is_dtensor, grads)):
             torchs = torch.nn.utils.get_total_norm(grads)
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(params, limit, torchs)
@@ -405,7 +413,7 @@ class Engine:
         samples = [i for micro_batch in self.order.micro_batches(step, virtual_rank) for i in micro_batch]
         return ", ".join(map(str, samples[:8])) + (f", ... {len(samples)} in all" if len(samples) > 8 else "")
 
-    def know(self, optimizer: Any) -> None:
+    def record_update(self, optimizer: Any) -> None:
         """Look at an optimizer when it is first stepped: can it step here, and does it hold parameters of the run?"""
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if self._held.get(id(optimizer)) == count:
@@ -416,7 +424,7 @@ class Engine:
             self.steppers.append(optimizer)
         self._held[id(optimizer)] = count
 
-    def know_schedule(self, schedule: Any) -> None:
+    def record_schedule(self, schedule: Any) -> None:
         """Look at a schedule when it is first stepped."""
         if not any(known is schedule for known in self.steppers):
             check_schedule(schedule)
@@ -439,14 +447,14 @@ class Engine:
                 )
 
     @contextmanager
-    def around(self, place: Place, gradient: Gradient) -> Iterator[None]:
+    def observe_gradient(self, place: MicroBatchId, gradient: GradientPass) -> Iterator[None]:
         """What the loop's body runs in. In the first step it is seen whether a batch norm normalises over samples, and
         whether it always can."""
         hooks = []
         if not gradient.seen and self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
             bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
             hooks = watch_samples(
-                self.models.batch_norms(), bounds[1] - bounds[0], partial(alone, self.order, self.last)
+                self.models.batch_norms(), bounds[1] - bounds[0], partial(check_one_sample, self.order, self.last)
             )
         try:
             with self.models.around_loss():

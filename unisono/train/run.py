@@ -15,43 +15,43 @@ from unisono.checkpoint.load import Checkpoint
 from unisono.config import Settings, plural
 from unisono.config.mesh_shape import fill, wanted
 from unisono.data.loader import Collate, length_of
-from unisono.data.rng import Generators, seed_everything
+from unisono.data.rng import RngStates, seed_everything
 from unisono.data.streaming.stream import Stream
 from unisono.distributed.collectives import Collectives
 from unisono.distributed.mesh import build_mesh
-from unisono.errors import LoopError, SettingsError, Stopped
+from unisono.errors import LoopError, RunStopped, SettingsError
 from unisono.exchange import refuse_hook
 from unisono.exchange.custom import Build
-from unisono.exchange.exchange_state import Carried
-from unisono.monitor.step_monitor import Watcher
+from unisono.exchange.exchange_state import ExchangeStates
+from unisono.monitor.step_monitor import StepMonitor
 from unisono.parallel.compiler_determinism import fix_compilers
 from unisono.parallel.precision import LossScale, apply_precision, autocast
 from unisono.plan.assignment import Spans
 from unisono.plan.rng_keys import INIT, mix
-from unisono.train.balance.rebalance import deal_by_hand
-from unisono.train.build import open_loop
-from unisono.train.evaluation.collective_pass import made
+from unisono.train.balance.rebalance import set_assignment
+from unisono.train.build import build_loop
+from unisono.train.evaluation.collective_pass import run_collective_pass
 from unisono.train.evaluation.evaluate import Measure, evaluate
 from unisono.train.evaluation.model_outputs import Forward
 from unisono.train.evaluation.predict import predict
 from unisono.train.guarantees.promise import plain, promise, result
 from unisono.train.guarantees.user_errors import check_shapes
-from unisono.train.loop import Engine
+from unisono.train.loop import StepLoop
 from unisono.train.modules.buffer_sync import refuse_sync
 from unisono.train.modules.models import Models
-from unisono.train.pipelining.stage_timing import Example
+from unisono.train.pipelining.stage_timing import TimingExample
 from unisono.train.recovery.step_recovery import join
-from unisono.train.state.run_state import ATTRIBUTES, EXCHANGE, RANDOM, SCALE, State
+from unisono.train.state.run_state import ATTRIBUTES, EXCHANGE, RANDOM, SCALE, RunState
 from unisono.train.state.save_state import save, settle
 from unisono.train.step import Step
-from unisono.train.step_sync import Table
+from unisono.train.step_sync import StepSync
 from unisono.train.sync_points import sync_points
 
 if TYPE_CHECKING:
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
     from unisono.environment import World
-    from unisono.parallel.context_parallel.sequence_split import Sequence as Sequences
-    from unisono.parallel.parallel_plan import Placement
+    from unisono.parallel.context_parallel.sequence_split import SequenceDims as Sequences
+    from unisono.parallel.parallel_plan import ParallelPlan
     from unisono.parallel.tensor_parallel.tensor_parallel import Plan
 
 S = TypeVar("S", bound=Settings)
@@ -74,14 +74,14 @@ class Run(Generic[S]):
         settings: S,
         *,
         world: World,
-        group: Group,
+        group: ProcessGroup,
         run_dir: Path,
         identity: Mapping[str, Any],
         resumed: Checkpoint | None,
         output: TextIO,
         color: bool = False,
         accepted: Sequence[str] = (),
-        engine: type[Engine] = Engine,
+        engine: type[StepLoop] = StepLoop,
     ) -> None:
         self.settings, self.world, self.dir = settings, world, run_dir
         fix_compilers()
@@ -96,11 +96,11 @@ class Run(Generic[S]):
         self._mesh, self._group = build_mesh(axes, group), group
         self._identity = dict(identity)
         self._accepted = accepted
-        self._table = Table(settings.virtual_ranks, group, speaks=self._mesh.speaks, slices=self._mesh.context)
-        self._state = State(run_dir, self._mesh, resumed)
-        self._generators = Generators(group.device)
+        self._table = StepSync(settings.virtual_ranks, group, speaks=self._mesh.is_leader, slices=self._mesh.context)
+        self._state = RunState(run_dir, self._mesh, resumed)
+        self._generators = RngStates(group.device)
         self._scale = LossScale(settings.precision)
-        self._carried = Carried(f"{settings.exchange} {settings.compress.kind}")
+        self._carried = ExchangeStates(f"{settings.exchange} {settings.compress.kind}")
         self._models = Models(self._mesh, settings.virtual_ranks)
         self._state.placed = self._models.modules
         self._sites = sync_points(
@@ -110,9 +110,9 @@ class Run(Generic[S]):
         self._state.track(**kept, **{RANDOM: self._generators})
         self._total_steps = settings.steps
         self._kind = engine
-        self._engine: Engine | None = None
+        self._engine: StepLoop | None = None
         rank = group.rank if world.number is None else world.number  # who joins later is alone until then
-        self._watcher = Watcher(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
+        self._watcher = StepMonitor(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
         self._leave = False
         self._over = False  # the script has returned, and all is saved
         self.on_lead: Callable[[], None] = lambda: None
@@ -165,7 +165,7 @@ class Run(Generic[S]):
         if isinstance(data, Stream):
             if data.counts is None:
                 self.print(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
-            data.settle(self._group, self.settings.loader.damaged)
+            data.read_lengths(self._group, self.settings.loader.damaged)
 
     # -- before the loop
 
@@ -173,7 +173,7 @@ class Run(Generic[S]):
         self,
         model: Callable[[], Module] | Module,
         *,
-        plan: Plan | Placement | None = None,
+        plan: Plan | ParallelPlan | None = None,
         sequence: Sequences | None = None,
         example: Any = None,
     ) -> Module:
@@ -181,7 +181,7 @@ class Run(Generic[S]):
 
         model     a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken)
         plan      for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}, or a Placement
-        sequence  for parallel.context: what goes with positions, as in unisono.Sequence(positions={"cos": 0})
+        sequence  for parallel.context: what goes with positions, as in unisono.SequenceDims(positions={"cos": 0})
         example   for parallel.pipeline: a micro-batch, as collated (model(batch[0]), or model(**batch) for a mapping).
                   The stages then take equally long, forward and backward, instead of having as many parameters
         """
@@ -195,9 +195,11 @@ class Run(Generic[S]):
         if self.settings.virtual_ranks > 1:
             refuse_sync(model)
         placed: Module = model  # type: ignore[assignment]
-        self._table.together("run.place")
-        timed = None if example is None else Example(example, self.settings.precision)
-        self._models.add(placed, self.settings.parallel, plan, lambda: self._table.together("a forward pass"), timed)
+        self._table.require_same_call("run.place")
+        timed = None if example is None else TimingExample(example, self.settings.precision)
+        self._models.add(
+            placed, self.settings.parallel, plan, lambda: self._table.require_same_call("a forward pass"), timed
+        )
         self._models.context.add(placed, sequence)
         if self._models.pipeline is not None:
             self._state.stages = self._models.pipeline.names
@@ -228,10 +230,10 @@ class Run(Generic[S]):
         """A block that one process on each host enters before the others, for what is made or fetched once."""
         ahead = self.world.local_rank == 0
         if not ahead:
-            self._table.together("run.first")
+            self._table.require_same_call("run.first")
         yield
         if ahead:
-            self._table.together("run.first")
+            self._table.require_same_call("run.first")
 
     # -- the loop
 
@@ -261,11 +263,11 @@ class Run(Generic[S]):
                 "A run is one sequence of steps, numbered through.",
                 "give the number of epochs (--set epochs=3) instead of calling it once an epoch.",
             )
-        self._engine = open_loop(self, data, shuffle=shuffle, collate=collate_fn, exchange=exchange)
-        self._models.listen()
+        self._engine = build_loop(self, data, shuffle=shuffle, collate=collate_fn, exchange=exchange)
+        self._models.on_change()
         return self._steps(self._engine)
 
-    def _steps(self, engine: Engine) -> Iterator[Step]:
+    def _steps(self, engine: StepLoop) -> Iterator[Step]:
         if self.world.joins:
             join(engine.survivors)
         self._state.begin()
@@ -305,13 +307,13 @@ class Run(Generic[S]):
             if met.agreed["leave"]:
                 self._save()
                 self._sites.rest(step)
-                raise Stopped
+                raise RunStopped
             if met.agreed["stop"]:
                 break
             if every and self.steps_done // every > met.before // every and self.steps_done < engine.last:
                 self._save(beside=True)
             if met.agreed.get("joins") and engine.survivors is not None and self.steps_done < engine.last:
-                engine.survivors.admit()
+                engine.survivors.admit_joiners()
             if engine.buddy is not None and self.steps_done < engine.last:
                 engine.buddy.copy(self.steps_done)
         settle(self)
@@ -323,7 +325,7 @@ class Run(Generic[S]):
 
     def finish(self) -> None:
         """The script has returned. If it left the loop with break, what its last step did is saved as well."""
-        self.together("the script's end", lambda: self._table.together("the script's end"))
+        self.together("the script's end", lambda: self._table.require_same_call("the script's end"))
         if self._engine is not None and self._engine.buddy is not None:
             self._engine.buddy.settle()
         if self._engine is not None and self._ended is None and self._last_step is not None:
@@ -356,7 +358,7 @@ class Run(Generic[S]):
             return
         self._leave = True
         if self._ended is not None and self.size == 1:
-            raise Stopped
+            raise RunStopped
         if self._engine is not None:
             self._engine.asked["leave"] = True
 
@@ -364,8 +366,8 @@ class Run(Generic[S]):
         """Deal the virtual ranks anew (spans[r] is what process r computes), without changing a bit of the result.
         Every process calls it between the same two steps; returns the first step that nobody has fetched for."""
         assert self._engine is not None
-        self._table.together("run.deal")
-        return deal_by_hand(self._engine, self._group, spans)
+        self._table.require_same_call("run.deal")
+        return set_assignment(self._engine, self._group, spans)
 
     @property
     def collectives(self) -> Collectives:
@@ -375,7 +377,7 @@ class Run(Generic[S]):
     def _ask_for_collective(self) -> None:
         if self._last_step is not None:
             self._last_step.refuse_within("run.collectives")
-        self._table.together("run.collectives")
+        self._table.require_same_call("run.collectives")
 
     # -- what comes out
 
@@ -407,7 +409,7 @@ class Run(Generic[S]):
         In eval mode and without gradients. Returns {name: sum / weight}, the same on every process.
         """
         fold = partial(evaluate, measure=measure, context=self._models.context)
-        return made(self, "run.evaluate", fold, model, data, forward, collate_fn)
+        return run_collective_pass(self, "run.evaluate", fold, model, data, forward, collate_fn)
 
     def predict(
         self,
@@ -424,12 +426,12 @@ class Run(Generic[S]):
         LoopError for an output without one row for each sample, or with rows of several shapes, and DataError for data
         without samples.
         """
-        return made(self, "run.predict", predict, model, data, forward, collate_fn)
+        return run_collective_pass(self, "run.predict", predict, model, data, forward, collate_fn)
 
     def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         """What all processes do together between two steps; made again, where they go on without one that dies."""
         survivors = self._engine.survivors if self._engine is not None else None
-        return body() if survivors is None else survivors.together(what, body, again=again)
+        return body() if survivors is None else survivors.retry_collective(what, body, again=again)
 
     def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
         save(self, more_changes, beside=beside)

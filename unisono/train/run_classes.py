@@ -13,7 +13,7 @@ _kinds = {"server": "unisono.param_server.sync_servers:kind_of"}
 """Of an exchange, the function that says which kind of run these settings ask for."""
 
 
-def run_kind(settings: Settings, kind: type[Run[Any]] = Run) -> type[Run[Any]]:
+def run_class(settings: Settings, kind: type[Run[Any]] = Run) -> type[Run[Any]]:
     """The class of a run with these settings; `kind`: what it is beside that (a traced one, say)."""
     if settings.exchange not in _kinds:
         return kind

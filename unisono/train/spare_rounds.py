@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
-from unisono.plan.batch_order import Place
+from unisono.plan.batch_order import MicroBatchId
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
+    from unisono.train.gradient_pass import GradientPass
     from unisono.train.step import Step
 
-Fetch = Callable[[Place], Any]
+Fetch = Callable[[MicroBatchId], Any]
 """Give the batch of a place."""
 
 
-def spare_rounds(step: Step, gradient: Gradient, virtual_rank: int, fetch: Fetch | None = None) -> Iterator[Any]:
+def spare_rounds(step: Step, gradient: GradientPass, virtual_rank: int, fetch: Fetch | None = None) -> Iterator[Any]:
     """Yield every micro-batch of a virtual rank of this step, as spare rounds.
 
     fetch  where batches come from; None: fetched from the data set, in this process
@@ -42,22 +42,22 @@ def spare_rounds(step: Step, gradient: Gradient, virtual_rank: int, fetch: Fetch
     try:
         for number in range(len(bounds)):
             phases.enter("data")
-            place = Place(step.number, virtual_rank, number, spare=True)
+            place = MicroBatchId(step.number, virtual_rank, number, spare=True)
             batch = fetch(place)
             step._place, step._ready = place, True
-            phases.Here.virtual_rank = virtual_rank
+            phases.Position.virtual_rank = virtual_rank
             phases.enter("forward")
-            with engine.around(place, gradient):
+            with engine.observe_gradient(place, gradient):
                 yield batch
     finally:
         step._place, step._ready, step._state, models.busy = None, False, state, busy
-        phases.Here.virtual_rank = None
+        phases.Position.virtual_rank = None
         phases.enter("other")
         buffers.leave()
 
 
 @contextmanager
-def gradients_aside(gradient: Gradient) -> Iterator[None]:
+def gradients_aside(gradient: GradientPass) -> Iterator[None]:
     """Take every `p.grad` away within this block, and put it back afterwards."""
     params = list({id(p): p for p in [*gradient.leaves, *gradient.params]}.values())
     held = [p.grad for p in params]
@@ -70,7 +70,7 @@ def gradients_aside(gradient: Gradient) -> Iterator[None]:
             p.grad = grad
 
 
-def computed(step: Step, gradient: Gradient, virtual_rank: int) -> Generator[Any, None, list[torch.Tensor | None]]:
+def computed(step: Step, gradient: GradientPass, virtual_rank: int) -> Generator[Any, None, list[torch.Tensor | None]]:
     """Run spare rounds and return the gradient that they gave each parameter of `gradient.leaves`."""
     with gradients_aside(gradient):
         yield from spare_rounds(step, gradient, virtual_rank)

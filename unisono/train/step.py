@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
-from unisono.distributed.process_group import peers
-from unisono.errors import LoopError, PeerLost
-from unisono.plan.batch_order import Place
-from unisono.train.context_rounds import in_slices
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.errors import LoopError, PeerLostError
+from unisono.plan.batch_order import MicroBatchId
+from unisono.train.context_rounds import context_rounds
 from unisono.train.evaluation.model_outputs import Forward, call, parts
-from unisono.train.guarantees.user_errors import check_loss, stepping
+from unisono.train.guarantees.user_errors import check_loss, stepped_parameters
 from unisono.train.optimization.sharded_step import on_local_shards
 from unisono.train.step_sync import LOSS
 from unisono.train.verification.no_verification import NOT_VERIFIED
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
-    from unisono.train.loop import Engine
+    from unisono.train.gradient_pass import GradientPass
+    from unisono.train.loop import StepLoop
 
 LossFunction = Callable[..., tuple[torch.Tensor, "float | torch.Tensor"]]
 
@@ -39,17 +39,17 @@ class Step:
     """
 
     skipped: bool = False
-    _place: Place | None = None  # of the micro-batch whose round it is
+    _place: MicroBatchId | None = None  # of the micro-batch whose round it is
     _ready = False  # may `backward` be called?
     _state = "new"  # -> "walking" -> "whole" -> "updated"; or "broken"
-    _gradient: Gradient | None = None  # of the pass that was walked last
-    _waiting: Sequence[Gradient] = ()  # whole, and no optimizer has used them
+    _gradient: GradientPass | None = None  # of the pass that was walked last
+    _waiting: Sequence[GradientPass] = ()  # whole, and no optimizer has used them
     _passes = 0
-    _kept: list[tuple[Place, Any]] | None = None  # this process's micro-batches, for more than one pass
+    _kept: list[tuple[MicroBatchId, Any]] | None = None  # this process's micro-batches, for more than one pass
     _sums: Mapping[str, tuple[float, float]] = MappingProxyType({})
     _grad_norm: float | None = None
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: StepLoop, number: int) -> None:
         self._engine = engine
         self.number = number
         self.samples = engine.order.batch_size(number)
@@ -71,7 +71,7 @@ class Step:
         self._refuse_pipeline("was iterated over")
         return self._begin(self._first_gradient())
 
-    def _first_gradient(self) -> Gradient:
+    def _first_gradient(self) -> GradientPass:
         if self._state != "new":
             raise self._breach("was iterated over twice", "Each of its micro-batches is computed once.", AGAIN)
         return self._engine.gradient_of(None)
@@ -124,33 +124,33 @@ class Step:
             loss, weight = loss_fn((forward or call)(model, batch), *parts(batch))
             self.backward(loss, weight, mean=mean)
 
-    def _begin(self, gradient: Gradient) -> Iterator[Any]:
+    def _begin(self, gradient: GradientPass) -> Iterator[Any]:
         self._gradient, self._grad_norm = gradient, None
         self._state = "walking"
         return self._rounds(gradient)
 
-    def _rounds(self, gradient: Gradient) -> Iterator[Any]:
+    def _rounds(self, gradient: GradientPass) -> Iterator[Any]:
         try:
             yield from self._walk(gradient)
         except GeneratorExit:
             self._state = "broken"
             raise
 
-    def _walk(self, gradient: Gradient) -> Iterator[Any]:
+    def _walk(self, gradient: GradientPass) -> Iterator[Any]:
         engine, number = self._engine, self._passes
         phases.enter("data")
         verification = NOT_VERIFIED if number else engine.verification
         yield from verification.before(self, gradient)
         if engine.audit is not None and not number:
-            yield from engine.audit.before(self, gradient)  # from here on it listens
-        again: Iterator[tuple[Place, Any, bool]] | None
+            yield from engine.audit.recompute(self, gradient)  # from here on it listens
+        again: Iterator[tuple[MicroBatchId, Any, bool]] | None
         again = engine.micro_batches(self.number, number, gradient, self._kept)
         if engine.mesh.context.size > 1:
-            again = in_slices(engine, again, number)
+            again = context_rounds(engine, again, number)
         while again is not None:
             for place, batch, last in verification.watched(self, gradient, again):
                 self._place, self._ready = place, True
-                phases.Here.virtual_rank = place.virtual_rank
+                phases.Position.virtual_rank = place.virtual_rank
                 exchange = gradient.exchange  # another one than before, if a process died or joined
                 exchange.enter(place.virtual_rank, last=last)
                 phases.enter("forward")
@@ -161,26 +161,26 @@ class Step:
             again = self._meet(gradient, number)
         yield from verification.after(self, gradient, self._sums)
 
-    def _meet(self, gradient: Gradient, number: int) -> Iterator[tuple[Place, Any, bool]] | None:
+    def _meet(self, gradient: GradientPass, number: int) -> Iterator[tuple[MicroBatchId, Any, bool]] | None:
         """The rounds of a pass are done: the gradient becomes whole. If a process dies meanwhile, these are the rounds
         that are missing."""
         engine = self._engine
-        phases.Here.virtual_rank = None
+        phases.Position.virtual_rank = None
         phases.enter("exchange")
         if engine.group.size == 1:
-            sums = engine.meet(self, number, gradient)
+            sums = engine.synchronize(self, number, gradient)
         else:
             try:
-                with peers(f"Step {self.number}'s exchange"):
-                    sums = engine.meet(self, number, gradient)
-            except (PeerLost, RuntimeError, ConnectionError) as lost:
+                with wrap_peer_errors(f"Step {self.number}'s exchange"):
+                    sums = engine.synchronize(self, number, gradient)
+            except (PeerLostError, RuntimeError, ConnectionError) as lost:
                 if engine.survivors is None:
                     raise
-                missing = engine.survivors.go_on(self, number, gradient, lost)
+                missing = engine.survivors.resume_step(self, number, gradient, lost)
                 if missing is not None:
                     phases.enter("data")
                     return missing
-                sums = engine.settle(self, number, gradient)
+                sums = engine.commit(self, number, gradient)
         if engine.audit is not None:
             engine.audit.after(self)
         self._sums = {**self._sums, **sums} if number else sums
@@ -224,7 +224,7 @@ class Step:
         if engine.group.size == 1:
             loss.backward(inputs=inputs)
         else:
-            with peers(f"Step {self.number}'s exchange"):  # which begins in here
+            with wrap_peer_errors(f"Step {self.number}'s exchange"):  # which begins in here
                 loss.backward(inputs=inputs)
         phases.enter("other")
 
@@ -324,9 +324,9 @@ class Step:
         self._waiting = [gradient for gradient in self._waiting if gradient not in ready]
         self._state = "whole" if self._waiting else "updated"
 
-    def _ready_for(self, optimizers: Sequence[Any]) -> list[Gradient]:
+    def _ready_for(self, optimizers: Sequence[Any]) -> list[GradientPass]:
         """The gradients that these optimizers use."""
-        ready: list[Gradient] = []
+        ready: list[GradientPass] = []
         for optimizer in optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             found = [g for g in self._waiting if any(id(p) in held for p in g.params)]
@@ -341,12 +341,16 @@ class Step:
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
-            self._engine.know(optimizer)
-            with stepping(optimizer), self._engine.verification.stepping(optimizer), on_local_shards(optimizer):
+            self._engine.record_update(optimizer)
+            with (
+                stepped_parameters(optimizer),
+                self._engine.verification.stepping(optimizer),
+                on_local_shards(optimizer),
+            ):
                 optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:
-                self._engine.know_schedule(schedule)
+                self._engine.record_schedule(schedule)
                 schedule.step()
 
     def every(self, n: int) -> bool:

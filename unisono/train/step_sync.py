@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group, peers
+from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
 from unisono.errors import LoopError
-from unisono.plan.batch_order import Place
+from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.reduction_tree import chain
-from unisono.train.guarantees.rank_consistency import Modes
+from unisono.train.guarantees.rank_consistency import ModeCheck
 
 FLAGS = (
     *("stop", "leave", "unused", "norms", "buffers", "attributes", "touched", "learns", "unsaved", "news", "joins"),
@@ -80,7 +80,7 @@ class Totals:
     said: list[list[float]]
 
 
-class Table:
+class StepSync:
     """The rows of one step at a time. The names of the columns are agreed on when they first appear, and remembered.
 
     pieces  how many rows a virtual rank has: as many as it has micro-batches, if several processes compute them, so
@@ -93,19 +93,21 @@ class Table:
 
     pieces = 1
     words = 0
-    modes: Modes | None = None
+    modes: ModeCheck | None = None
     also: Callable[[str], None] | None = None
     """Who else is to be asked whether they are about to do the same: the other sites, if there are any."""
 
-    def __init__(self, virtual_ranks: int, group: Group, *, speaks: bool = True, slices: Group | None = None) -> None:
+    def __init__(
+        self, virtual_ranks: int, group: ProcessGroup, *, speaks: bool = True, slices: ProcessGroup | None = None
+    ) -> None:
         """`speaks`: of the processes that see the same samples, is this the one whose rows count?"""
         self.virtual_ranks, self.group, self.speaks = virtual_ranks, group, speaks
-        self.slices = slices or Group()
+        self.slices = slices or ProcessGroup()
         self.names: list[str] = [LOSS]
-        self._entries: list[tuple[Place, str, Any, Any]] = []
-        self._last: list[tuple[Place, str, Any, Any]] = []  # those that were summed up last
+        self._entries: list[tuple[MicroBatchId, str, Any, Any]] = []
+        self._last: list[tuple[MicroBatchId, str, Any, Any]] = []  # those that were summed up last
 
-    def keep(self, step: int, virtual_ranks: Collection[int]) -> None:
+    def keep_partial(self, step: int, virtual_ranks: Collection[int]) -> None:
         """A step goes on after a death: what these virtual ranks added still counts, all else comes again."""
         known = self._entries or self._last
         self._entries = [e for e in known if e[0].step == step and e[0].virtual_rank in virtual_ranks]
@@ -115,7 +117,7 @@ class Table:
         """The step's pass is whole: nothing of it will be summed up again."""
         self._last = []
 
-    def add(self, place: Place, name: str, total: Any, weight: Any) -> None:
+    def add(self, place: MicroBatchId, name: str, total: Any, weight: Any) -> None:
         """Add to the row of a micro-batch's virtual rank, unless it is a spare one: numbers, or tensors of one element.
         Those of an accelerator are read when the step meets (no sync); they may be changed until then (a running sum),
         so they are copied."""
@@ -130,14 +132,14 @@ class Table:
                 row[place.virtual_rank - span[0]] += weight
         return row
 
-    def spread(self, line: Group) -> None:
+    def broadcast(self, line: ProcessGroup) -> None:
         """What one of those that see the same samples has added is what all of them have, in the order of places."""
         mine = [[place, name, float(total), float(weight)] for place, name, total, weight in self._entries]
-        told = [entry for entries in line.gather(mine) for entry in entries]
-        self._entries = [(Place(*place), name, total, weight) for place, name, total, weight in told]
+        told = [entry for entries in line.all_gather_object(mine) for entry in entries]
+        self._entries = [(MicroBatchId(*place), name, total, weight) for place, name, total, weight in told]
         self._entries.sort(key=lambda entry: entry[0])
 
-    def meet(self, flags: Mapping[str, bool], said: Sequence[float] = ()) -> Totals:
+    def reduce(self, flags: Mapping[str, bool], said: Sequence[float] = ()) -> Totals:
         """Add up everybody's rows. Every process must call it once a step. `said`: of this process, `words` numbers."""
         entries, self._entries = self._entries, []
         self._last = entries
@@ -161,7 +163,7 @@ class Table:
         if modes is not None and not _all_the_same(counts[MODES:KNOWN]):
             modes.refuse(self.group, computed=bool(entries))
         if counts[FLAGS.index("news")]:
-            everybody = self.group.gather(sorted(rows))
+            everybody = self.group.all_gather_object(sorted(rows))
             known = {name for names in everybody for name in names} | set(self.names)
             self.names = [LOSS, *sorted(known - {LOSS})]
             columns, _ = self._sum(rows, told)
@@ -194,10 +196,10 @@ class Table:
             return rows
         return [chain(rows[first : first + self._rows]) for first in range(0, len(rows), self._rows)]
 
-    def together(self, verb: str) -> None:
+    def require_same_call(self, verb: str) -> None:
         """See that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
         if self.group.size > 1:
-            with peers(verb):
+            with wrap_peer_errors(verb):
                 _, counts = self._sum({}, [0.0] * len(FLAGS) + _doing(verb) + _as_one_of_some(None) + self._of_us())
             self._check_together(verb, counts)
         if self.also is not None:

@@ -51,7 +51,7 @@ dt { font-weight: 600; } dd { margin: 0; }
 """
 
 
-class Series(NamedTuple):
+class PlotSeries(NamedTuple):
     """A collective: its place among them, and (bytes, value) of each size."""
 
     name: str
@@ -116,7 +116,7 @@ def _finding(text: str) -> str:
 def _legend(names: Sequence[str]) -> str:
     boxes = []
     for i, name in enumerate(names):
-        look = Series(name, i, []).look
+        look = PlotSeries(name, i, []).look
         stroke = f'<svg viewBox="0 0 26 10" aria-hidden="true"><path class="line" {look} d="M0 5H26"/></svg>'
         boxes.append(f'<label><input type="checkbox" id="show-{i}" checked>{stroke}{escape(name)}</label>')
     return f'<div class="legend">{"".join(boxes)}</div>'
@@ -130,7 +130,7 @@ def _plot(
 ) -> str:
     """Lines over the size of the tensor."""
     series = [
-        Series(name, i, [(row["bytes"], row[key]) for row in rows if row["collective"] == name])
+        PlotSeries(name, i, [(row["bytes"], row[key]) for row in rows if row["collective"] == name])
         for i, name in enumerate(names)
     ]
     sizes = sorted({row["bytes"] for row in rows})

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from unisono.cli.benchmark.units import bandwidth, duration, size_of
 from unisono.cli.commands.bench import KINDS
-from unisono.distributed.init import group as join
-from unisono.distributed.process_group import Group, Message, peers, wait_for
-from unisono.distributed.ring_allreduce import ring_
+from unisono.distributed.init import join_process_group as join
+from unisono.distributed.process_group import Message, ProcessGroup, wait_for, wrap_peer_errors
+from unisono.distributed.ring_allreduce import ring_all_reduce_
 from unisono.environment import World
-from unisono.exchange.tree.tree_fold import Tree
-from unisono.plan.assignment import place_evenly
+from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.plan.assignment import assign_evenly
 
 BUDGET_SECONDS = 0.2
 LEAST, MOST = 5, 100
@@ -60,8 +60,8 @@ def main() -> None:
 def measure_in(world: World, file: Path | None, plan: Mapping[str, Any], *, quiet: bool = False) -> None:
     """Join, measure, leave. `file` is where the main process tells what it found."""
     torch.set_num_threads(1)
-    with join(world) as group, peers("unisono bench"):
-        hosts = group.gather(world.host)
+    with join(world) as group, wrap_peer_errors("unisono bench"):
+        hosts = group.all_gather_object(world.host)
         if file is None:
             measure(group, plan, lambda row: None, hosts)
             return
@@ -75,13 +75,15 @@ def measure_in(world: World, file: Path | None, plan: Mapping[str, Any], *, quie
             measure(group, plan, lambda row: (tell(row), show(row)), hosts)  # type: ignore[func-returns-value]
 
 
-def measure(group: Group, plan: Mapping[str, Any], tell: Callable[[dict[str, Any]], Any], hosts: Sequence[str]) -> None:
+def measure(
+    group: ProcessGroup, plan: Mapping[str, Any], tell: Callable[[dict[str, Any]], Any], hosts: Sequence[str]
+) -> None:
     """Everything that was asked for, one after the other. Every process must call it."""
     about = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "ranks": group.size,
         "hosts": hosts,
-        "device": " and ".join(dict.fromkeys(group.gather(group.device.type))),
+        "device": " and ".join(dict.fromkeys(group.all_gather_object(group.device.type))),
         "back_end": dist.get_backend(),
         "torch": torch.__version__,
         "neighbours": len(group.neighbours) == group.size - 1,
@@ -91,13 +93,15 @@ def measure(group: Group, plan: Mapping[str, Any], tell: Callable[[dict[str, Any
         if name == "pairs":
             for row in pairs(group):
                 tell(row)
-        elif name != "tree_messages" or any(group.gather(bool(group.neighbours))):  # else it is the tree itself
+        elif name != "tree_messages" or any(
+            group.all_gather_object(bool(group.neighbours))
+        ):  # else it is the tree itself
             for size in plan["sizes"]:
                 tell(_measured(group, name, size))
                 gc.collect()
 
 
-def _measured(group: Group, name: str, size: int) -> dict[str, Any]:
+def _measured(group: ProcessGroup, name: str, size: int) -> dict[str, Any]:
     """A collective about a tensor of `size` bytes: rounded up, so that each process has as much of it."""
     count = -(-size // (4 * group.size)) * group.size  # numbers of four bytes
     seconds, times = seconds_of(group, CALLS[name](group, count))
@@ -112,7 +116,7 @@ def _measured(group: Group, name: str, size: int) -> dict[str, Any]:
     }
 
 
-def seconds_of(group: Group, call: Call) -> tuple[float, int]:
+def seconds_of(group: ProcessGroup, call: Call) -> tuple[float, int]:
     """The median time of a call, until the last process is done; and of how many. The same on every process."""
     taken: list[float] = []
     count = WARM_UP + 1
@@ -140,21 +144,21 @@ def _settle(device: torch.device) -> None:
 # -- the collectives: a call about `count` numbers in all
 
 
-def _all_reduce(group: Group, count: int) -> Call:
+def _all_reduce(group: ProcessGroup, count: int) -> Call:
     tensor = torch.ones(count, device=group.device)
     return Call(lambda: group.all_reduce(tensor).wait(), lambda: tensor.fill_(1.0))
 
 
-def _ring(group: Group, count: int) -> Call:
+def _ring(group: ProcessGroup, count: int) -> Call:
     tensor = torch.ones(count, device=group.device)
-    return Call(lambda: ring_(group, tensor), lambda: tensor.fill_(1.0))
+    return Call(lambda: ring_all_reduce_(group, tensor), lambda: tensor.fill_(1.0))
 
 
-def _tree(group: Group, count: int) -> Call:
+def _tree(group: ProcessGroup, count: int) -> Call:
     """A step's exchange when backward is over: a virtual rank on each process, a gradient of `count` numbers."""
     param = torch.nn.Parameter(torch.ones(count, device=group.device))
-    exchange = Tree([param], group.size, group)
-    spans, rank = place_evenly(group.size, group.size), group.rank
+    exchange = TreeExchange([param], group.size, group)
+    spans, rank = assign_evenly(group.size, group.size), group.rank
     one = torch.ones(1, dtype=torch.float64, device=group.device)
 
     def before() -> None:
@@ -174,31 +178,31 @@ def _tree(group: Group, count: int) -> Call:
     return Call(run, before, after)
 
 
-def _tree_messages(group: Group, count: int) -> Call:
+def _tree_messages(group: ProcessGroup, count: int) -> Call:
     return _tree(replace(group, neighbours={}), count)
 
 
-def _all_gather(group: Group, count: int) -> Call:
+def _all_gather(group: ProcessGroup, count: int) -> Call:
     out, mine = torch.empty(count, device=group.device), torch.ones(count // group.size, device=group.device)
     return Call(lambda: group.all_gather(out, mine).wait())
 
 
-def _reduce_scatter(group: Group, count: int) -> Call:
+def _reduce_scatter(group: ProcessGroup, count: int) -> Call:
     tensor, mine = torch.ones(count, device=group.wire), torch.empty(count // group.size, device=group.wire)
     return Call(lambda: _reduce_scatter_single(mine, tensor))
 
 
-def _broadcast(group: Group, count: int) -> Call:
+def _broadcast(group: ProcessGroup, count: int) -> Call:
     tensor = torch.ones(count, device=group.wire)
     return Call(lambda: dist.broadcast(tensor, src=0))
 
 
-def _all_to_all(group: Group, count: int) -> Call:
+def _all_to_all(group: ProcessGroup, count: int) -> Call:
     tensor, each = torch.ones(count, device=group.device), [count // group.size] * group.size
-    return Call(lambda: group.trade(tensor, each, each))
+    return Call(lambda: group.all_to_all(tensor, each, each))
 
 
-def _send_receive(group: Group, count: int) -> Call:
+def _send_receive(group: ProcessGroup, count: int) -> Call:
     mine, theirs = torch.ones(count, device=group.device), torch.empty(count, device=group.device)
     right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     return Call(lambda: wait_for(group.send_and_receive([Message(mine, right)], [Message(theirs, left)])))
@@ -207,7 +211,7 @@ def _send_receive(group: Group, count: int) -> Call:
 # torch 2.13 gave it a new name and warns about the old one
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-CALLS: Mapping[str, Callable[[Group, int], Call]] = {
+CALLS: Mapping[str, Callable[[ProcessGroup, int], Call]] = {
     "all_reduce": _all_reduce,
     "ring": _ring,
     "tree": _tree,
@@ -224,7 +228,7 @@ assert CALLS.keys() == KINDS.keys()
 # -- pairs
 
 
-def pairs(group: Group) -> list[dict[str, Any]]:
+def pairs(group: ProcessGroup) -> list[dict[str, Any]]:
     """Latency and bandwidth between every two processes, while the others wait. Every process must call it."""
     mine = []
     for turn in rounds(group.size):
@@ -237,7 +241,7 @@ def pairs(group: Group) -> list[dict[str, Any]]:
                     mine.append(
                         {"ranks": [one, other], "latency_seconds": small, "bytes_per_second": 4 * LARGE / large}
                     )
-    return sorted((row for rows in group.gather(mine) for row in rows), key=lambda row: row["ranks"])
+    return sorted((row for rows in group.all_gather_object(mine) for row in rows), key=lambda row: row["ranks"])
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
@@ -253,7 +257,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def _there_and_back(group: Group, there: int, count: int, first: bool) -> float:
+def _there_and_back(group: ProcessGroup, there: int, count: int, first: bool) -> float:
     """The time of a message's way, half of a round trip, that a quarter of them did not exceed: it is about a link,
     not about what else a machine does. Called by both."""
     tensor = torch.ones(count, device=group.device)

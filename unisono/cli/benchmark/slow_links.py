@@ -22,7 +22,7 @@ LATE = 3.0
 LATE_SECONDS = 100e-6
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """Between two processes: a small message's way (half a round trip), and a large one's bytes a second."""
 
     ranks: tuple[int, ...]
@@ -30,14 +30,14 @@ class Link(NamedTuple):
     bytes_per_second: float
 
 
-def findings(links: Sequence[Link], hosts: Sequence[str]) -> list[Problem]:
+def findings(links: Sequence[MeasuredLink], hosts: Sequence[str]) -> list[Problem]:
     """What is much slower than the others, in words; `hosts`: of each rank. Of two links nobody knows which is odd."""
     within = [link for link in links if len({hosts[rank] for rank in link.ranks}) == 1]
     between = [link for link in links if link not in within]
     return [found for some in (within, between) if len(some) >= 3 for found in _of_a_kind(some, hosts)]
 
 
-def _of_a_kind(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Problem]:
+def _of_a_kind(links: Sequence[MeasuredLink], hosts: Sequence[str]) -> Iterator[Problem]:
     ranks = sorted({rank for link in links for rank in link.ranks})
     best = {rank: _best([link for link in links if rank in link.ranks]) for rank in ranks}
     slow = [rank for rank in ranks if _odd(best[rank], list(best.values()))]
@@ -55,12 +55,12 @@ def _of_a_kind(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Problem]
             )
 
 
-def _best(links: Sequence[Link]) -> Link:
+def _best(links: Sequence[MeasuredLink]) -> MeasuredLink:
     """The best of several, in each respect."""
-    return Link((), min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
+    return MeasuredLink((), min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
 
 
-def _odd(link: Link, all_: Sequence[Link]) -> str:
+def _odd(link: MeasuredLink, all_: Sequence[MeasuredLink]) -> str:
     """In what a link is much worse than the median of all; "" if it is not."""
     wide, short = median(each.bytes_per_second for each in all_), median(each.latency_seconds for each in all_)
     told = []

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.commands.run_command import checked
-from unisono.cli.compare.rerun import Again, earlier, is_run
+from unisono.cli.compare.rerun import Rerun, earlier, is_run
 from unisono.cli.compare.trial_runner import reason_of, refuse_unfit
-from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
-from unisono.config import Line, plural
+from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 SETS = ("audit_every=1", "checkpoint.every=0")
 
@@ -29,7 +29,7 @@ def audit(
     ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 3,
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 8,
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
-    request: Request = Request(),  # noqa: B008  (frozen)
+    request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Look for hardware that computes wrongly: in each step one virtual rank is computed by three processes.
 
@@ -62,7 +62,7 @@ def audit(
     else:
         asked = replace(request, sets=(*request.sets, *SETS))
         found, threads, *_ = checked(target, ranks, asked, line)
-        again = Again(
+        again = Rerun(
             script=found.absolute(),
             own=request.own,
             folder=Path.cwd(),
@@ -71,19 +71,19 @@ def audit(
             settings={"threads": threads},
         )
     with tempfile.TemporaryDirectory(prefix="unisono-audit-") as folder:
-        return Audit(again, ranks, steps, request.json, Path(folder), line).run()
+        return HardwareAudit(again, ranks, steps, request.json, Path(folder), line).run()
 
 
 @dataclass
-class Audit:
+class HardwareAudit:
     """One audit."""
 
-    again: Again
+    again: Rerun
     ranks: int
     steps: int
     json: bool
     folder: Path
-    line: Line
+    line: CommandLine
     told: dict[str, Any] = field(default_factory=dict)
     """What was compared, and what came of it (train/diagnostics/audited_run.py)."""
 
@@ -102,7 +102,7 @@ class Audit:
             self.told = json.loads(file.read_text(encoding="utf-8"))
         return self._tell(outcome)
 
-    def _tell(self, outcome: Outcome) -> int:
+    def _tell(self, outcome: RunOutcome) -> int:
         done, found = self.told.get("done", []), self.told.get("found", {})
         if outcome.stopped:
             return self._leave(1, stopped=True)

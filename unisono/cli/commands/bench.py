@@ -19,15 +19,15 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from unisono.cli.benchmark.html_report import page
-from unisono.cli.benchmark.slow_links import Link, findings
+from unisono.cli.benchmark.slow_links import MeasuredLink, findings
 from unisono.cli.request.run_dir import choose_run_dir, problems_of_run_dir
 from unisono.cli.request.run_options import WHAT, WHERE
 from unisono.cli.request.suggestions import WHOLE
-from unisono.config import Line
+from unisono.config import CommandLine
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 LINES = "measured.jsonl"
 """What is measured, as it comes; gone when bench.json is there."""
@@ -37,7 +37,7 @@ LARGEST = 2**32
 """Of a message, in bytes: several copies of it are held by every process."""
 
 
-class Kind(NamedTuple):
+class BenchmarkKind(NamedTuple):
     """A collective.
 
     meaning  what a process gets
@@ -61,16 +61,16 @@ def _one(n: int) -> float:
     return 1.0
 
 
-KINDS: Mapping[str, Kind] = {
-    "all_reduce": Kind("the sum, by the library's own algorithm", _all),
-    "ring": Kind("the sum, around a ring of sends and receives", _all),
-    "tree": Kind("the mean, by the exchange of a run, the same bits on any number of processes", _all),
-    "tree_messages": Kind("the same where processes share no memory, as between hosts", _all),
-    "all_gather": Kind("everybody's part", _half),
-    "reduce_scatter": Kind("its part of the sum", _half),
-    "broadcast": Kind("what one process has", _one),
-    "all_to_all": Kind("a part from each", _half),
-    "send_receive": Kind("what its left neighbour has, while its right one gets its own", _one),
+KINDS: Mapping[str, BenchmarkKind] = {
+    "all_reduce": BenchmarkKind("the sum, by the library's own algorithm", _all),
+    "ring": BenchmarkKind("the sum, around a ring of sends and receives", _all),
+    "tree": BenchmarkKind("the mean, by the exchange of a run, the same bits on any number of processes", _all),
+    "tree_messages": BenchmarkKind("the same where processes share no memory, as between hosts", _all),
+    "all_gather": BenchmarkKind("everybody's part", _half),
+    "reduce_scatter": BenchmarkKind("its part of the sum", _half),
+    "broadcast": BenchmarkKind("what one process has", _one),
+    "all_to_all": BenchmarkKind("a part from each", _half),
+    "send_receive": BenchmarkKind("what its left neighbour has, while its right one gets its own", _one),
 }
 
 
@@ -103,7 +103,7 @@ def bench(
     words += ["--sizes", sizes] if sizes != SIZES else []
     words += ["--ranks", str(ranks)] if ranks is not None else []
     words += ["--run-dir", str(run_dir)] if run_dir is not None else []
-    line = Line(("unisono", "bench", *words, *(["--json"] if json else [])))
+    line = CommandLine(("unisono", "bench", *words, *(["--json"] if json else [])))
     world = World.current()
     count, plan = _checked(world, ranks, only, sizes, run_dir, line)
     if world.foreign:
@@ -115,20 +115,20 @@ def bench(
     return _ended(outcome, folder, json, ours=run_dir is None)
 
 
-def _in_this_world(world: World, plan: Mapping[str, Any], run_dir: Path | None, line: Line, json: bool) -> int:
+def _in_this_world(world: World, plan: Mapping[str, Any], run_dir: Path | None, line: CommandLine, json: bool) -> int:
     """torchrun or srun has started us: this is one of the processes."""
     from unisono.cli.benchmark.measure import measure_in  # it loads torch, and that only now
 
     folder = choose_run_dir("bench", run_dir, resume=False, line=line) if world.is_main else None
     measure_in(world, folder / LINES if folder is not None else None, plan, quiet=json)
-    return _ended(Outcome(0), folder, json, ours=False) if folder is not None else 0
+    return _ended(RunOutcome(0), folder, json, ours=False) if folder is not None else 0
 
 
 # -- what was asked
 
 
 def _checked(
-    world: World, ranks: int | None, only: Sequence[str], sizes: str, run_dir: Path | None, line: Line
+    world: World, ranks: int | None, only: Sequence[str], sizes: str, run_dir: Path | None, line: CommandLine
 ) -> tuple[int, dict[str, Any]]:
     """How many processes, and what they measure. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
@@ -174,7 +174,7 @@ def _bytes_of(text: str) -> int | None:
 # -- what was found
 
 
-def _ended(outcome: Outcome, folder: Path, json: bool, *, ours: bool) -> int:
+def _ended(outcome: RunOutcome, folder: Path, json: bool, *, ours: bool) -> int:
     """Make of what was measured what people and programs read; `ours`: the folder was made for this."""
     found = collected(folder / LINES, stopped=outcome.stopped or outcome.failure is not None)
     if outcome.failure is not None:
@@ -208,7 +208,7 @@ def collected(file: Path, *, stopped: bool) -> dict[str, Any]:
     rows = [json_.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
     about: dict[str, Any] = next((row["about"] for row in rows if "about" in row), {})
     pairs = [row for row in rows if "ranks" in row]
-    links = [Link(tuple(row["ranks"]), row["latency_seconds"], row["bytes_per_second"]) for row in pairs]
+    links = [MeasuredLink(tuple(row["ranks"]), row["latency_seconds"], row["bytes_per_second"]) for row in pairs]
     return {
         "about": about,
         "stopped": stopped,

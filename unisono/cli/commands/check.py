@@ -10,13 +10,23 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.commands.run_command import checked
-from unisono.cli.compare.trace_diff import AGAIN, KINDS, WORKER, Cause, Key, Traced, cause_of, first_difference, read
-from unisono.cli.compare.trial_runner import Trial, Trials, reason_of, refuse_unfit
-from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.compare.trace_diff import (
+    AGAIN,
+    KINDS,
+    WORKER,
+    DifferenceCause,
+    Key,
+    TraceFile,
+    cause_of,
+    first_difference,
+    read,
+)
+from unisono.cli.compare.trial_runner import Trial, TrialRunner, reason_of, refuse_unfit
+from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import plural
 from unisono.errors import SettingsError
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 FIXED_HASHES = {"PYTHONHASHSEED": "0"}
 MEND = "mend what the message names."
@@ -33,7 +43,7 @@ def check(
     /,
     *,
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
-    request: Request = Request(),  # noqa: B008  (frozen)
+    request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Is a script placement-proof? Run a few steps of it on 1, 2 and 3 processes, and compare them bit by bit.
 
@@ -51,14 +61,16 @@ def check(
     refuse_unfit(line, steps, request)
     script, threads, *_ = checked(target, 1, request, line)
     with tempfile.TemporaryDirectory(prefix="unisono-check-") as folder:
-        return Check(script=script, threads=threads, steps=steps, request=request, line=line, folder=Path(folder)).run()
+        return CountCheck(
+            script=script, threads=threads, steps=steps, request=request, line=line, folder=Path(folder)
+        ).run()
 
 
 @dataclass(kw_only=True)
-class Check(Trials):
+class CountCheck(TrialRunner):
     """The trials of one check."""
 
-    traces: dict[str, Traced] = field(default_factory=dict)
+    traces: dict[str, TraceFile] = field(default_factory=dict)
     told: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> int:
@@ -86,12 +98,12 @@ class Check(Trials):
 
     # -- runs
 
-    def _trace(self, trial: Trial) -> Outcome:
+    def _trace(self, trial: Trial) -> RunOutcome:
         outcome = self._run(trial)
         self.traces[trial.name] = read(self.notes(trial.name))
         return outcome
 
-    def _cause(self, first: Key, name: str) -> Cause:
+    def _cause(self, first: Key, name: str) -> DifferenceCause:
         """The likely cause; where two runs alike differ, more runs tell more of it."""
         one, other, hashes = self.traces[ONE.name], self.traces[name], False
         if name == AGAIN and KINDS[first.kind] == "samples":
@@ -133,12 +145,12 @@ class Check(Trials):
         where = {"what": str(first), "name": first.name, **place}
         return self._leave(1, first=where, with_run=name, cause=cause.name, said=cause.said, do=cause.do)
 
-    def _fails(self, trial: Trial, outcome: Outcome) -> int:
+    def _fails(self, trial: Trial, outcome: RunOutcome) -> int:
         message, text = reason_of(outcome)
         self._say(f"\nNot placement-proof: it fails with {trial.name}, and not with 1 process.\n\n{text}")
         return self._leave(1, with_run=trial.name, cause="failure", said=message, do=MEND)
 
-    def _no_ground(self, outcome: Outcome) -> int:
+    def _no_ground(self, outcome: RunOutcome) -> int:
         """There is nothing to compare with."""
         if outcome.failure is not None:
             return self._leave(outcome.exit_status, cause="failure", said=self._say_no_ground(outcome), do=MEND)

@@ -22,7 +22,7 @@ import psutil  # type: ignore[import-untyped]
 from cyclopts import Parameter
 
 import unisono
-from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.environment import variables
 from unisono.errors import SettingsError
@@ -73,7 +73,7 @@ def doctor(
     *,
     rehearse: Annotated[str | None, Parameter(metavar="TARGET")] = None,
     ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
-    request: Request = Request(),  # noqa: B008  (frozen)
+    request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Look whether this machine is ready, and say what to type where it is not.
 
@@ -91,7 +91,7 @@ def doctor(
 
         return rehearsal.rehearse(rehearse, ranks, request)
     json = request.json
-    if request != Request(json=json) or ranks != 2:
+    if request != RunRequest(json=json) or ranks != 2:
         line = request.line("unisono", "doctor")
         do = "unisono doctor, or with a script to play failures against: unisono doctor --rehearse text"
         raise SettingsError(str(line), "Without --rehearse no script is run, so there is nothing to set.", do)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.commands.run_command import checked
-from unisono.cli.compare.layout_spec import ALONE, PlacedLine, Placement, fitting, placement_of
-from unisono.cli.compare.trial_runner import Trial, Trials, reason_of, refuse_unfit
-from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.compare.layout_spec import ALONE, LayoutLine, LayoutSpec, fitting, placement_of
+from unisono.cli.compare.trial_runner import Trial, TrialRunner, reason_of, refuse_unfit
+from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
-from unisono.config import Line, plural, size, toml
+from unisono.config import CommandLine, plural, size, toml
 from unisono.errors import Problem, SettingsError
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 if TYPE_CHECKING:
-    from unisono.cli.compare.tensor_diff import Agreement, Error, Limits, Written
+    from unisono.cli.compare.tensor_diff import Deviation, DumpFile, Limits, TensorAgreement
 
 TOLERANCE = 1e-5
 HALF = 0.1
@@ -39,7 +39,7 @@ def prove(
     ] = (),
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
     tolerance: Annotated[float, Parameter(metavar="X", group=WHERE)] = TOLERANCE,
-    request: Request = Request(),  # noqa: B008  (frozen)
+    request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Do placements agree? Run the same few steps on one process and under each, and compare every gradient.
 
@@ -71,7 +71,7 @@ def prove(
     if parallel and misfits:
         raise SettingsError.of([problem for wrong in misfits.values() for problem in wrong])
     with tempfile.TemporaryDirectory(prefix="unisono-prove-") as folder:
-        proof = Proof(
+        proof = LayoutProof(
             script=script,
             threads=threads,
             steps=steps,
@@ -84,18 +84,18 @@ def prove(
         return proof.run(placements, misfits)
 
 
-def misfit(target: str, placement: Placement, request: Request, line: Line) -> list[Problem]:
+def misfit(target: str, placement: LayoutSpec, request: RunRequest, line: CommandLine) -> list[Problem]:
     """What is wrong with this placement, as far as is known before a process starts."""
     try:
         sets = (*request.sets, *placement.sets)
-        checked(target, placement.processes, replace(request, sets=sets), PlacedLine(line.words, placement))
+        checked(target, placement.processes, replace(request, sets=sets), LayoutLine(line.words, placement))
     except SettingsError as error:
         return list(error.problems)
     return []
 
 
 @dataclass
-class Row:
+class LayoutRow:
     """What came of one placement; `processes` to `verdict` stand in the table. Errors are relative, None: not there."""
 
     placement: str
@@ -158,18 +158,18 @@ def _short(error: float | None) -> str:
 
 
 @dataclass(kw_only=True)
-class Proof(Trials):
+class LayoutProof(TrialRunner):
     """The trials of one proof. named: somebody asked for these placements."""
 
     tolerance: float
     named: bool = True
-    one: Row = field(default_factory=lambda: Row("one process", 1, ""))
-    rows: list[Row] = field(default_factory=list)
-    failed: tuple[Row, Outcome] | None = None
+    one: LayoutRow = field(default_factory=lambda: LayoutRow("one process", 1, ""))
+    rows: list[LayoutRow] = field(default_factory=list)
+    failed: tuple[LayoutRow, RunOutcome] | None = None
 
-    def run(self, placements: Sequence[Placement], misfits: Mapping[str, Sequence[Problem]]) -> int:
+    def run(self, placements: Sequence[LayoutSpec], misfits: Mapping[str, Sequence[Problem]]) -> int:
         """Run them all; `misfits` are problems of those that cannot be run."""
-        from unisono.cli.compare.tensor_diff import Limits, Written, compare  # torch, and that only now
+        from unisono.cli.compare.tensor_diff import DumpFile, Limits, compare  # torch, and that only now
 
         limits = Limits.of(self.tolerance)
         outcome = self._steps(ALONE, "truth")
@@ -184,9 +184,9 @@ class Proof(Trials):
         width = max(len(self.one.placement), *(len(str(placement)) for placement in placements))
         self._say(header(width))
         self._say(self.one.line(width))
-        hint: Error | None = None
+        hint: Deviation | None = None
         for placement in placements:
-            row = Row(str(placement), placement.processes)
+            row = LayoutRow(str(placement), placement.processes)
             self.rows.append(row)
             if row.placement in misfits:
                 row.verdict, row.reason = "refused", misfits[row.placement][0].true
@@ -197,28 +197,28 @@ class Proof(Trials):
                 if outcome.exit_status:
                     self._fails(row, outcome)
                 else:
-                    other = Written(self.notes("other"))
+                    other = DumpFile(self.notes("other"))
                     agreement = compare(other, truth, limits)
                     self._judge(self._measured(row, other, truth, placement), agreement)
                     hint = hint or agreement.first
             self._say(row.line(width))
         return self._end(truth, limits, hint, placements)
 
-    def _steps(self, placement: Placement, name: str) -> Outcome:
+    def _steps(self, placement: LayoutSpec, name: str) -> RunOutcome:
         return self._run(Trial(name, placement.processes, placement.sets, notes="evidence:{steps}:{folder}"))
 
-    def _truth(self) -> Written:
+    def _truth(self) -> DumpFile:
         """Raises SettingsError where there is nothing to compare with."""
-        from unisono.cli.compare.tensor_diff import Written
+        from unisono.cli.compare.tensor_diff import DumpFile
 
-        written = Written(self.notes("truth"))
+        written = DumpFile(self.notes("truth"))
         if not written.ranks:
             true = "It ran, and left its loop before the steps that were to be compared."
             do = f"{self.line.flag('--steps', '1')}; and: for step in run.steps(train_set), inside of unisono.main."
             raise SettingsError(str(self.line), true, do)
         return written
 
-    def _measured(self, row: Row, told: Written, truth: Written, placement: Placement) -> Row:
+    def _measured(self, row: LayoutRow, told: DumpFile, truth: DumpFile, placement: LayoutSpec) -> LayoutRow:
         for kind in KINDS:
             row.bytes[kind] = told.bytes(kind)
             if whole := truth.bytes(kind) * placement.share(kind):
@@ -232,7 +232,7 @@ class Proof(Trials):
         row.seconds = seconds[len(seconds) // 2]
         return row
 
-    def _judge(self, row: Row, agreement: Agreement) -> None:
+    def _judge(self, row: LayoutRow, agreement: TensorAgreement) -> None:
         gradient, first = agreement.worst("gradient"), agreement.first
         row.loss, row.norm, row.weights = (
             found.error if (found := agreement.worst(kind)) is not None else None
@@ -245,7 +245,7 @@ class Proof(Trials):
         if first is not None:
             row.verdict, row.first, row.error = "differs", str(first), first.error
 
-    def _fails(self, row: Row, outcome: Outcome) -> None:
+    def _fails(self, row: LayoutRow, outcome: RunOutcome) -> None:
         """A run ended with an error. One of our own, where nobody asked for this placement, is no failure: the model
         does not go with it."""
         record = outcome.failure.record if outcome.failure is not None else None
@@ -261,7 +261,7 @@ class Proof(Trials):
     def _facts(self, status: int) -> dict[str, Any]:
         return {"agree": status == 0, "steps": self.steps}
 
-    def _end(self, truth: Written, limits: Limits, first: Error | None, placements: Sequence[Placement]) -> int:
+    def _end(self, truth: DumpFile, limits: Limits, first: Deviation | None, placements: Sequence[LayoutSpec]) -> int:
         differs = next((row for row in self.rows if row.verdict == "differs"), None)
         refused = [row for row in self.rows if row.verdict == "refused"]
         agree = [row for row in self.rows if row.verdict == "agrees"]
@@ -290,7 +290,7 @@ class Proof(Trials):
         rows = [asdict(row) for row in self.rows]
         return self._leave(status, limits=limits._asdict(), one=asdict(self.one), placements=rows, **more)
 
-    def _verdict(self, agree: Sequence[Row]) -> str:
+    def _verdict(self, agree: Sequence[LayoutRow]) -> str:
         exact = sum(bool(row.equal) for row in agree)
         asked = len(self.rows) - sum(row.verdict == "refused" for row in self.rows)
         bits = ", to the bit" if exact == len(agree) > 0 else f", {exact} of them to the bit" if exact else ""
@@ -299,14 +299,14 @@ class Proof(Trials):
             return f"{plural(asked, 'placement')} agree{'s' * (asked == 1)} with one process in {steps}{bits}."
         return f"{len(agree)} of {plural(asked, 'placement')} agree with one process in {steps}{bits}."
 
-    def _advice(self, placement: Placement, first: Error, truth: Written) -> str:
+    def _advice(self, placement: LayoutSpec, first: Deviation, truth: DumpFile) -> str:
         """What it may be, as far as that is known, and what to type next."""
         dropout, exchange = truth.main["dropout"], self._settings("truth")["exchange"]
         shortest = self.line.without("--parallel").flag("--parallel", str(placement)).flag("--steps", "1")
         low = self._settings("truth").get("parallel.param_dtype", "fp32")
         if (other := placement.values.get("param_dtype", low)) != low:
             rest = {name: value for name, value in placement.values.items() if name != "param_dtype"}
-            same = self.line.without("--parallel").flag("--parallel", str(Placement(rest or {"shard": "2"})))
+            same = self.line.without("--parallel").flag("--parallel", str(LayoutSpec(rest or {"shard": "2"})))
             said = f"param_dtype={other} is no other placement but another computation, also on one process."
             return f"  {said}\n  Next: {same.setting(f'parallel.param_dtype={other}')}"
         if placement.is_exact and exchange != "tree":
@@ -315,7 +315,7 @@ class Proof(Trials):
         if placement.is_exact:
             words = [word for each in self.request.sets for word in ("--set", each)]
             said = "It only deals samples and parameters to processes, so the script itself depends on them."
-            return f"  {said}\n  Next: {Line(('unisono', 'check', self.line.words[2], *words))}"
+            return f"  {said}\n  Next: {CommandLine(('unisono', 'check', self.line.words[2], *words))}"
         if dropout:
             said = (
                 f"The model drops ({dropout}). Where samples are dealt or parameters shared it drops the same; where "

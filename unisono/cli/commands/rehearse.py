@@ -22,11 +22,11 @@ from typing import Any
 from unisono.cli.commands.run_command import checked
 from unisono.cli.compare.trial_runner import reason_of, refuse_unfit
 from unisono.cli.request.run_dir import APART
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 from unisono.monitor.timeline import read as read_timeline
 
 STEPS = 8
@@ -46,7 +46,7 @@ NOTHING_MOVED = re.compile(r"^Nothing has moved for \d+ s\. (?=.)")
 
 
 @dataclass(frozen=True)
-class Scene:
+class FaultScenario:
     """Something that goes wrong. `faults`: in words (testing/fault_spec.py), with {last} for the last rank, {step} and
     {folder}; `sets`: settings, with {limit}."""
 
@@ -56,37 +56,39 @@ class Scene:
 
 
 SCENES = (
-    Scene("a process is killed in its backward pass", ("FailAt step={step} phase=backward rank={last}",)),
-    Scene("the first process is killed in the exchange", ("FailAt step={step} phase=exchange rank=0",)),
-    Scene("a process is killed in a checkpoint", ("FailAt step={step} phase=checkpoint rank=0",)),
-    Scene("all processes are killed at once", ("FailAt step={step} phase=forward",)),
-    Scene("an exception in one process", ("FailAt step={step} phase=forward kind=error rank={last}",)),
-    Scene(
+    FaultScenario("a process is killed in its backward pass", ("FailAt step={step} phase=backward rank={last}",)),
+    FaultScenario("the first process is killed in the exchange", ("FailAt step={step} phase=exchange rank=0",)),
+    FaultScenario("a process is killed in a checkpoint", ("FailAt step={step} phase=checkpoint rank=0",)),
+    FaultScenario("all processes are killed at once", ("FailAt step={step} phase=forward",)),
+    FaultScenario("an exception in one process", ("FailAt step={step} phase=forward kind=error rank={last}",)),
+    FaultScenario(
         "a process hangs",
         ("HangAt step={step} phase=forward rank={last}",),
         ("stuck.after={limit}",),
     ),
-    Scene(
+    FaultScenario(
         "a process is stopped",
         ("HangAt step={step} phase=backward kind=stop rank={last}",),
         ("stuck.after={limit}",),
     ),
-    Scene(
+    FaultScenario(
         "the newest checkpoint is torn, all are killed",
         (
             "TornFile step={torn} phase=checkpoint folder={folder!r} when=ends rank=0",
             "FailAt step={step} phase=forward",
         ),
     ),
-    Scene("the disk is full at a checkpoint", ("FullDisk step={step} phase=checkpoint steps=3",)),  # to the next one
-    Scene("one packet in fifty is lost", ("LostPackets step={step} phase=data share=0.02 rank={last}",)),
-    Scene("a process is three times slower", ("SlowAt times=3 rank={last}",)),
-    Scene("a bit of the weights flips in one process", ("BitFlip step={step} of=weights rank={last}",)),
+    FaultScenario(
+        "the disk is full at a checkpoint", ("FullDisk step={step} phase=checkpoint steps=3",)
+    ),  # to the next one
+    FaultScenario("one packet in fifty is lost", ("LostPackets step={step} phase=data share=0.02 rank={last}",)),
+    FaultScenario("a process is three times slower", ("SlowAt times=3 rank={last}",)),
+    FaultScenario("a bit of the weights flips in one process", ("BitFlip step={step} of=weights rank={last}",)),
 )
 
 
 @dataclass(frozen=True)
-class Played:
+class ScenarioResult:
     """How a scene ended.
 
     survived  with the weights of the undisturbed run; None: nothing went wrong, since the run has no such moment
@@ -105,7 +107,7 @@ class Played:
         return f"{word:9} {self.scene:46} {self.how}{took}"
 
 
-def rehearse(target: str, ranks: int, request: Request) -> int:
+def rehearse(target: str, ranks: int, request: RunRequest) -> int:
     """Play all scenes; exit status 1 if one of them was not survived."""
     line = request.line("unisono", "doctor", "--rehearse", target, *(["--ranks", str(ranks)] if ranks != 2 else []))
     refuse_unfit(line, STEPS, request)
@@ -124,17 +126,17 @@ class Rehearsal:
     script: Path
     threads: int
     ranks: int
-    request: Request
-    line: Line
+    request: RunRequest
+    line: CommandLine
     folder: Path
-    start: Callable[..., Outcome] = local_launch.run
-    scenes: Sequence[Scene] = SCENES
-    played: list[Played] = field(default_factory=list)
+    start: Callable[..., RunOutcome] = local_launch.run
+    scenes: Sequence[FaultScenario] = SCENES
+    played: list[ScenarioResult] = field(default_factory=list)
 
     def play(self) -> int:
         self._say(f"{len(self.scenes)} failures, each in a run of {STEPS} steps or two. First one undisturbed.")
         began = time.monotonic()
-        whole = self._run(Scene("undisturbed", ()), LIMIT_SECONDS)
+        whole = self._run(FaultScenario("undisturbed", ()), LIMIT_SECONDS)
         whole_seconds = time.monotonic() - began
         if whole.stopped:
             return self._stopped()
@@ -171,7 +173,7 @@ class Rehearsal:
 
     # -- a scene
 
-    def _play(self, scene: Scene, whole: str, limit: float) -> Played | None:
+    def _play(self, scene: FaultScenario, whole: str, limit: float) -> ScenarioResult | None:
         """None: somebody has stopped us."""
         outcome = self._run(scene, limit)
         how = "by itself"
@@ -184,19 +186,19 @@ class Rehearsal:
                 return None
             if outcome.exit_status:
                 then = _why(outcome)
-                return Played(scene.name, False, f"ended ({why}); --resume failed: {then}", None)
+                return ScenarioResult(scene.name, False, f"ended ({why}); --resume failed: {then}", None)
             how = f"ended ({why}), went on with --resume"
         result, seconds = self._result(scene.name), self._seconds(scene)
         if result is None:
-            return Played(scene.name, False, f"{how}, and left no result", seconds)
+            return ScenarioResult(scene.name, False, f"{how}, and left no result", seconds)
         if result.get("deaths") and how == "by itself":
             how = "the others finished its step"
         if not self._struck(scene):
-            return Played(scene.name, None, "the run has no such moment, so nothing went wrong", None)
+            return ScenarioResult(scene.name, None, "the run has no such moment, so nothing went wrong", None)
         same = result["weights_sha256"] == whole
-        return Played(scene.name, same, how if same else f"{how}; other weights than undisturbed", seconds)
+        return ScenarioResult(scene.name, same, how if same else f"{how}; other weights than undisturbed", seconds)
 
-    def _run(self, scene: Scene, limit: float, *, resume: bool = False) -> Outcome:
+    def _run(self, scene: FaultScenario, limit: float, *, resume: bool = False) -> RunOutcome:
         run_dir = self._run_dir(scene.name)
         if not resume:
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -223,7 +225,7 @@ class Rehearsal:
     def _run_dir(self, name: str) -> Path:
         return self.folder / name.replace(" ", "-").replace(",", "")
 
-    def _struck(self, scene: Scene) -> bool:
+    def _struck(self, scene: FaultScenario) -> bool:
         """Has it gone wrong? Who is slow is slow all the time, and leaves no mark."""
         marks = list((self._run_dir(scene.name) / "faults").glob("fault-*"))
         return bool(marks) or all(fault.startswith("SlowAt") for fault in scene.faults)
@@ -244,7 +246,7 @@ class Rehearsal:
         told = [sum(line["seconds"].values()) for line in self._lines("undisturbed") if line.get("step", 0) > 0]
         return max(told, default=0.0)
 
-    def _seconds(self, scene: Scene) -> float | None:
+    def _seconds(self, scene: FaultScenario) -> float | None:
         """From the moment it went wrong last to the end of the step in which it did, or of one behind that."""
         marks = list((self._run_dir(scene.name) / "faults").glob("fault-*"))
         if not marks:
@@ -270,7 +272,7 @@ class Rehearsal:
         return status
 
 
-def _why(outcome: Outcome) -> str:
+def _why(outcome: RunOutcome) -> str:
     """Why a run ended, in some words of it."""
     record = outcome.failure.record if outcome.failure is not None else None
     said = record.problems[0].true if record is not None and record.problems else reason_of(outcome)[0]

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from unisono.cli.compare.rerun import Again, earlier
+from unisono.cli.compare.rerun import Rerun, earlier
 from unisono.cli.compare.trial_runner import reason_of
 from unisono.cli.request.suggestions import WHOLE
-from unisono.config import ENVIRONMENT, Line, plural
+from unisono.config import ENVIRONMENT, CommandLine, plural
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 from unisono.monitor import timeline
 
 SHOWN = 12
@@ -55,7 +55,7 @@ def replay(
     json
         Print all of it as JSON.
     """
-    line = Line(("unisono", "replay", str(run_dir), "--step", str(step)))
+    line = CommandLine(("unisono", "replay", str(run_dir), "--step", str(step)))
     line = line.flag("--virtual-rank", str(virtual_rank)) if virtual_rank is not None else line
     line = line.flag("--debug") if debug else line
     again = earlier(run_dir, script, line)
@@ -76,14 +76,14 @@ def replay(
 class Replay:
     """One replay; `shown` is the run's directory as it was typed."""
 
-    again: Again
+    again: Rerun
     shown: Path
     step: int
     virtual_rank: int | None
     debug: bool
     json: bool
     folder: Path
-    line: Line
+    line: CommandLine
     lines: list[dict[str, Any]] = field(default_factory=list)
     """What the replayed step has told (train/diagnostics/replay_step.py)."""
 
@@ -117,7 +117,7 @@ class Replay:
         before, now = self.again.environment(), self.again.environment(scratch)
         return [f"{name}: {now[name]} here, {before[name]} there" for name in ENVIRONMENT if _other(name, before, now)]
 
-    def _tell(self, outcome: Outcome, after: int, unlike: Sequence[str]) -> int:
+    def _tell(self, outcome: RunOutcome, after: int, unlike: Sequence[str]) -> int:
         rows = [line for line in self.lines if line["kind"] == "micro-batch"]
         failed = reason_of(outcome) if outcome.failure is not None else None
         if not rows:

@@ -14,22 +14,31 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
-from unisono.cli.request.autoresume import again
+from unisono.cli.request.autoresume import resume_words
 from unisono.cli.request.device_checks import problems_here, problems_where_mixed
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
-from unisono.cli.request.restarts import Ranks, run_with_restarts
-from unisono.cli.request.run_dir import choose_run_dir, hold, newest_run, problems_of_run_dir
-from unisono.cli.request.run_options import WHERE, Request
+from unisono.cli.request.restarts import RankRange, run_with_restarts
+from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, problems_of_run_dir
+from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import problems_of_main, script_of
-from unisono.config import ENVIRONMENT, Gathered, Line, Settings, gather, mathematics, read, settings_of
+from unisono.config import (
+    ENVIRONMENT,
+    CommandLine,
+    Settings,
+    SettingsSources,
+    gather,
+    numeric_settings,
+    read,
+    settings_of,
+)
 from unisono.config.static_settings import calls_main
 from unisono.config.validate import examine
 from unisono.config.validate_parallel import asks_of_the_model
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 
 def run(
@@ -39,7 +48,7 @@ def run(
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
-    request: Request = Request(),  # noqa: B008  (frozen)
+    request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Train a recipe or a script.
 
@@ -66,7 +75,7 @@ def run(
     flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
-    request = again(request, Path(target).stem, typed, restarts=world.restarts)
+    request = resume_words(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
     asked = numbers(ranks, cpu_ranks, line)
     count = asked.usual
@@ -79,7 +88,7 @@ def run(
         return 0
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
-    with hold(run_dir, line):
+    with lock_run_dir(run_dir, line):
         before = _mark(run_dir)
         outcome = run_with_restarts(script, request, run_dir, asked, threads=threads)
         joined = _mark(run_dir) != before
@@ -94,7 +103,7 @@ def run(
     return outcome.exit_status
 
 
-def _say_why_alone(script: Path, count: int, line: Line, outcome: Outcome) -> None:
+def _say_why_alone(script: Path, count: int, line: CommandLine, outcome: RunOutcome) -> None:
     """Say what to do about a script that ended before it called `unisono.main`, or without it. Raises SettingsError if
     several processes have run it to its end, each alone."""
     if outcome.failure is None and count > 1:
@@ -103,7 +112,7 @@ def _say_why_alone(script: Path, count: int, line: Line, outcome: Outcome) -> No
         print(f"\n{told}", file=sys.stderr, flush=True)
 
 
-def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: Request) -> int:
+def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: RunRequest) -> int:
     """srun or torchrun has started this command so many times: then each is one of the processes."""
     flags = ["--ranks", ranks] if ranks != "1" else []
     line = request.line("unisono", "run", target, *flags, *(["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []))
@@ -129,7 +138,7 @@ def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: Requ
     return 0
 
 
-def _fits(script: Path, threads: int, ranks: Ranks, request: Request, line: Line) -> bool:
+def _fits(script: Path, threads: int, ranks: RankRange, request: RunRequest, line: CommandLine) -> bool:
     """Can the script's model be laid over so many processes as is asked? False: somebody said stop meanwhile.
 
     Raises SettingsError if it cannot. What else goes wrong there, the run will come to as well, and tell.
@@ -146,7 +155,7 @@ def _fits(script: Path, threads: int, ranks: Ranks, request: Request, line: Line
     return not outcome.stopped
 
 
-def numbers(ranks: str, cpu_ranks: int, line: Line) -> Ranks:
+def numbers(ranks: str, cpu_ranks: int, line: CommandLine) -> RankRange:
     """What `--ranks N` or `--ranks MIN:MAX` asks for, and `--cpu-ranks N`."""
     least, colon, most = ranks.partition(":")
     try:
@@ -162,7 +171,7 @@ def numbers(ranks: str, cpu_ranks: int, line: Line) -> Ranks:
         true = f"It is how many of --ranks {found[1]} compute on the CPU, 0 to {found[1]}."
         more = line.flag("--ranks", str(cpu_ranks + 1)) if cpu_ranks > 0 else line.flag("--cpu-ranks", "1")
         raise SettingsError(f"--cpu-ranks {cpu_ranks}", true, str(more))
-    return Ranks(*found, elastic=bool(colon))
+    return RankRange(*found, elastic=bool(colon))
 
 
 def _mark(run_dir: Path) -> tuple[int, int] | None:
@@ -174,9 +183,9 @@ def _mark(run_dir: Path) -> tuple[int, int] | None:
     return about.st_ino, about.st_mtime_ns
 
 
-def _how_to_go_on(run_dir: Path, line: Line, *, killed: bool) -> str:
+def _how_to_go_on(run_dir: Path, line: CommandLine, *, killed: bool) -> str:
     """A run was stopped that could not tell itself what is saved of it, and what to type."""
-    saved, elsewhere = manifest.checkpoints(run_dir), manifest.elsewhere(run_dir)[0]
+    saved, elsewhere = manifest.checkpoints(run_dir), manifest.external_folder(run_dir)[0]
     if not saved and elsewhere is not None:
         again = line.flag("--run-dir", str(run_dir)).flag("--resume")
         return f"Stopped; what is saved is in {elsewhere}.\n  Next: {again}"
@@ -188,7 +197,7 @@ def _how_to_go_on(run_dir: Path, line: Line, *, killed: bool) -> str:
     return f"{what}\n  Next: {line.flag('--run-dir', str(run_dir)).flag('--resume')}"
 
 
-class Checked(NamedTuple):
+class CheckedRequest(NamedTuple):
     """A request in which nothing is wrong, as far as that is known without running the script.
 
     threads  of each process
@@ -202,7 +211,7 @@ class Checked(NamedTuple):
     serves: bool
 
 
-def checked(target: str, ranks: int, request: Request, line: Line, cpu_ranks: int = 0) -> Checked:
+def checked(target: str, ranks: int, request: RunRequest, line: CommandLine, cpu_ranks: int = 0) -> CheckedRequest:
     """What was asked for. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
     if ranks < 1:
@@ -221,19 +230,19 @@ def checked(target: str, ranks: int, request: Request, line: Line, cpu_ranks: in
     if problems:
         raise SettingsError.of(problems)
     if settings is None:
-        return Checked(script, 1, unsure=False, serves=False)
+        return CheckedRequest(script, 1, unsure=False, serves=False)
     unsure = asks_of_the_model(settings) and calls_main(script)
-    return Checked(script, settings.threads, unsure, serves=settings.exchange == "server")
+    return CheckedRequest(script, settings.threads, unsure, serves=settings.exchange == "server")
 
 
 def _check_settings(
-    script: Path, ranks: int, request: Request, line: Line, *, mixed: bool
+    script: Path, ranks: int, request: RunRequest, line: CommandLine, *, mixed: bool
 ) -> tuple[Settings | None, list[Problem]]:
     """The settings, and what is wrong with them, as far as they are known."""
     cls = settings_of(script)
     earlier = request.earlier(request.run_dir or newest_run(script.stem))
     # Of a script that is not understood only what is given here is known, and only the names that every run has.
-    gathered: Gathered[Any] = gather(
+    gathered: SettingsSources[Any] = gather(
         cls or Settings,
         file=request.settings_file,
         sets=request.sets,
@@ -247,13 +256,13 @@ def _check_settings(
         problems += problems_where_mixed(loaded.settings, line) if mixed else []
     known: set[str] = set()  # whatever it is, the script's own process knows better
     if cls is not None and loaded is not None:
-        known = {*mathematics(loaded.settings), *ENVIRONMENT, "length"}
+        known = {*numeric_settings(loaded.settings), *ENVIRONMENT, "length"}
         known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
     problems += request.problems_of_accepted(known, line) + request.problems_of_faults(line)
     return loaded.settings if loaded is not None else None, problems
 
 
-def _told(outcome: Outcome, run_dir: Path, started: float) -> dict[str, Any]:
+def _told(outcome: RunOutcome, run_dir: Path, started: float) -> dict[str, Any]:
     """How it ended, for programs: the run's own result, or the error."""
     if outcome.failure is not None:
         record = outcome.failure.record

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-from unisono.config import Line, ParallelSettings, entries_of, nearest_name
-from unisono.config.mesh_shape import BESIDE_NO_PIPELINE, Axes
+from unisono.config import CommandLine, ParallelSettings, entries_of, nearest_name
+from unisono.config.mesh_shape import BESIDE_NO_PIPELINE, MeshShape
 from unisono.errors import SettingsError
 
 NAMES = tuple(entry.name for entry in entries_of(ParallelSettings))
@@ -29,7 +29,7 @@ ALSO = {
 
 
 @dataclass(frozen=True)
-class Placement:
+class LayoutSpec:
     """Values of settings of `parallel`, as text; in the order in which they were said."""
 
     values: Mapping[str, str]
@@ -38,8 +38,8 @@ class Placement:
         return ",".join(f"{name}={value}" for name, value in self.values.items())
 
     @property
-    def axes(self) -> Axes:
-        return Axes(**{name: int(self.values.get(name, 1)) for name in Axes._fields})
+    def axes(self) -> MeshShape:
+        return MeshShape(**{name: int(self.values.get(name, 1)) for name in MeshShape._fields})
 
     @property
     def processes(self) -> int:
@@ -48,7 +48,7 @@ class Placement:
     @property
     def sets(self) -> tuple[str, ...]:
         """What `--set` takes, with every axis, whatever the script's own defaults are."""
-        values = {**dict.fromkeys(Axes._fields, "1"), **self.values}
+        values = {**dict.fromkeys(MeshShape._fields, "1"), **self.values}
         return tuple(f"{SECTION}{name}={value}" for name, value in values.items())
 
     @property
@@ -64,15 +64,15 @@ class Placement:
         return 1 / (axes.tensor * (1 if whole_in_rounds else axes.shard))
 
 
-ALONE = Placement({})
+ALONE = LayoutSpec({})
 """One process: what the others are measured against."""
 
 
-def placement_of(text: str, line: Line) -> Placement:
+def placement_of(text: str, line: CommandLine) -> LayoutSpec:
     """The placement that this text means. Raises SettingsError; `line` is what was typed."""
 
     def instead(values: Mapping[str, str]) -> str:
-        return str(line.flag("--parallel", str(Placement(values or {"shard": "2"})), instead_of=text))
+        return str(line.flag("--parallel", str(LayoutSpec(values or {"shard": "2"})), instead_of=text))
 
     values: dict[str, str] = {}
     asked = f"--parallel {text}"
@@ -81,21 +81,21 @@ def placement_of(text: str, line: Line) -> Placement:
         name = name.removeprefix(SECTION)
         if not equals or not value:
             true = "--parallel takes key=value, and more of them with commas between."
-            raise SettingsError(asked, true, instead({**values, **({name: "2"} if name in Axes._fields else {})}))
+            raise SettingsError(asked, true, instead({**values, **({name: "2"} if name in MeshShape._fields else {})}))
         if name not in NAMES:
             near = nearest_name(name, NAMES)
             true = f"There is no setting {SECTION}{name}; " + (
                 f"the nearest is {near}." if near else f"there are {', '.join(NAMES)}."
             )
             raise SettingsError(asked, true, instead({**values, **({near: value} if near else {})}))
-        if name in Axes._fields and not (value.isdecimal() and int(value) >= 1):
+        if name in MeshShape._fields and not (value.isdecimal() and int(value) >= 1):
             true = f"{name} takes a number of processes here, 1 or more: together they say how many there are."
             raise SettingsError(asked, true, instead({**values, name: "2"}))
         values[name] = value
-    return Placement(values)
+    return LayoutSpec(values)
 
 
-def fitting(most: int = 4) -> Iterator[Placement]:
+def fitting(most: int = 4) -> Iterator[LayoutSpec]:
     """Every placement of the axes that are built on 2 and on `most` processes: one axis alone, and two by two; of
     shards, matrices and stages also the other way in which they may lie."""
     axes = ["replicate", "shard", "tensor", "pipeline", "context"]
@@ -104,35 +104,35 @@ def fitting(most: int = 4) -> Iterator[Placement]:
     found += [{one: "2", other: str(most // 2)} for one, other in combinations(axes, 2) if most >= 4]
     found = [values for values in found if "pipeline" not in values or not values.keys() & BESIDE_NO_PIPELINE.keys()]
     for values in found:
-        yield Placement(values)
+        yield LayoutSpec(values)
         if "shard" in values:
-            yield Placement({**values, "gather": "step"})
+            yield LayoutSpec({**values, "gather": "step"})
         for axis, ways in ALSO.items():
             if values == {axis: "2"}:
-                yield Placement({**values, **ways})
+                yield LayoutSpec({**values, **ways})
 
 
 @dataclass(frozen=True)
-class PlacedLine(Line):
+class LayoutLine(CommandLine):
     """A command line for one placement: what the messages propose to set of `parallel` is said in its --parallel."""
 
-    placement: Placement = ALONE
+    placement: LayoutSpec = ALONE
 
-    def setting(self, *pairs: str, instead_of: str = "") -> PlacedLine:
+    def setting(self, *pairs: str, instead_of: str = "") -> LayoutLine:
         ours = dict(pair.removeprefix(SECTION).split("=", 1) for pair in pairs if pair.startswith(SECTION))
         gone = instead_of.removeprefix(SECTION).partition("=")[0]
         kept = {name: value for name, value in self.placement.values.items() if name != gone}
         others = [pair for pair in pairs if not pair.startswith(SECTION)]
         line = super().setting(*others, instead_of=instead_of) if others or not ours else self
-        return self._placed(line, Placement({**kept, **ours}) if ours else self.placement)
+        return self._placed(line, LayoutSpec({**kept, **ours}) if ours else self.placement)
 
-    def in_processes(self, count: int) -> PlacedLine:
+    def in_processes(self, count: int) -> LayoutLine:
         if count == self.placement.processes:
             return self
         long = [name for name, size in self.placement.axes._asdict().items() if size > 1]
-        rest = {name: value for name, value in self.placement.values.items() if name not in Axes._fields}
-        return self._placed(self, Placement({long[0] if len(long) == 1 else "replicate": str(count), **rest}))
+        rest = {name: value for name, value in self.placement.values.items() if name not in MeshShape._fields}
+        return self._placed(self, LayoutSpec({long[0] if len(long) == 1 else "replicate": str(count), **rest}))
 
-    def _placed(self, line: Line, placement: Placement) -> PlacedLine:
+    def _placed(self, line: CommandLine, placement: LayoutSpec) -> LayoutLine:
         changed = line.flag("--parallel", str(placement), instead_of=str(self.placement))
-        return PlacedLine(changed.words, placement)
+        return LayoutLine(changed.words, placement)

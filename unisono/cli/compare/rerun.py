@@ -17,13 +17,13 @@ from typing import Any
 from unisono.checkpoint import manifest
 from unisono.cli.compare.layout_spec import ALONE
 from unisono.cli.request.run_dir import APART
-from unisono.cli.request.run_options import Request
+from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import recipes
-from unisono.config import ENVIRONMENT, Line
+from unisono.config import ENVIRONMENT, CommandLine
 from unisono.config import read as read_settings
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 PLAIN = (
     *ALONE.sets,
@@ -38,7 +38,7 @@ AS_TREE = ("exchange=tree", "server.count=1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
+class Rerun:
     """A script with its settings, to be run again.
 
     run_dir   of the run that was; None: there was none, and the script begins anew
@@ -54,17 +54,17 @@ class Again:
     settings: Mapping[str, Any] = field(default_factory=dict)
     sets: tuple[str, ...] = ()
     settings_file: Path | None = None
-    start: Callable[..., Outcome] = local_launch.run
+    start: Callable[..., RunOutcome] = local_launch.run
 
     def checkpoint(self, steps: float = float("inf")) -> tuple[int, Path | None]:
         """The newest whole checkpoint after at most so many steps, and after how many it is; (0, None): the run's
         beginning."""
         for after, path in manifest.checkpoints(self.run_dir) if self.run_dir is not None else []:
-            if after <= steps and manifest.damage(path) is None:
+            if after <= steps and manifest.damage_of(path) is None:
                 return after, path
         return 0, None
 
-    def request(self, scratch: Path, checkpoint: Path | None, sets: Collection[str], trace: str) -> Request:
+    def request(self, scratch: Path, checkpoint: Path | None, sets: Collection[str], trace: str) -> RunRequest:
         """What its processes are asked for; their run directory is made in `scratch`."""
         accepted: tuple[str, ...] = ()
         scratch.mkdir(parents=True)
@@ -72,7 +72,7 @@ class Again:
             (scratch / "checkpoints").mkdir()
             (scratch / "checkpoints" / checkpoint.name).symlink_to(checkpoint.resolve())
             accepted = (*ENVIRONMENT, *(("exchange",) if AS_TREE[0] in self.sets else ()))
-        return Request(
+        return RunRequest(
             sets=(*self.sets, *sets, APART),
             settings_file=self.settings_file,
             resume=checkpoint is not None,
@@ -83,7 +83,7 @@ class Again:
 
     def run(
         self, scratch: Path, *, ranks: int, checkpoint: Path | None, sets: Collection[str] = (), trace: str
-    ) -> Outcome:
+    ) -> RunOutcome:
         """Run it again, in silence."""
         request = self.request(scratch, checkpoint, sets, trace)
         with chdir(self.folder):
@@ -114,7 +114,7 @@ def is_run(path: Path) -> bool:
     return (path / "settings.toml").is_file()
 
 
-def earlier(run_dir: Path, script: Path | None, line: Line) -> Again:
+def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
     """How this run's script is run again; `script`: where it is by now, if somebody says so. Raises SettingsError."""
     asked = str(line)
     if not is_run(run_dir):
@@ -122,7 +122,7 @@ def earlier(run_dir: Path, script: Path | None, line: Line) -> Again:
         true = f"There is no settings.toml {there}."
         raise SettingsError(asked, true, f"{' '.join(line.words[:2])} runs/NAME-TIME, with a run's directory")
     settings, _ = read_settings(run_dir / "settings.toml")
-    again = Again(
+    again = Rerun(
         script=Path(), run_dir=run_dir.absolute(), settings=settings, settings_file=run_dir.absolute() / "settings.toml"
     )
     known = again.environment()

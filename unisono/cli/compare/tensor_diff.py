@@ -47,7 +47,7 @@ class Limits(NamedTuple):
         )
 
 
-class Error(NamedTuple):
+class Deviation(NamedTuple):
     """Of one thing that was compared."""
 
     kind: str  # before, loss, gradient, norm, count, buffers, weights
@@ -75,17 +75,17 @@ class Error(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Agreement:
+class TensorAgreement:
     """All that was compared, in the order in which one follows from the other; gradients as backward makes them, the
     last layer's first."""
 
-    errors: Sequence[Error]
+    errors: Sequence[Deviation]
 
-    def worst(self, *kinds: str) -> Error | None:
+    def worst(self, *kinds: str) -> Deviation | None:
         return max((e for e in self.errors if e.kind in kinds), key=lambda e: e.error, default=None)
 
     @property
-    def first(self) -> Error | None:
+    def first(self) -> Deviation | None:
         """The first thing that is beyond its limit."""
         return next((error for error in self.errors if error.is_beyond), None)
 
@@ -94,7 +94,7 @@ class Agreement:
         return all(error.equal for error in self.errors)
 
 
-class Written:
+class DumpFile:
     """What one run has told (train/diagnostics/dump.py)."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +122,7 @@ class Written:
         """Of parameters, gradients or optimizer state, on the process that has most."""
         return max(told["bytes"][kind] for told in self.ranks)
 
-    def part(self, rank: int, whole: Written, kind: str = "parameters") -> float:
+    def part(self, rank: int, whole: DumpFile, kind: str = "parameters") -> float:
         """What this process's layers have of the elements of `whole`: 1, or less in a pipeline. What several stages use
         is in each."""
         of = "parameters" if kind == "parameters" else "trained"  # only these have a gradient, and a state
@@ -142,7 +142,7 @@ def _read(file: Path | None) -> torch.Tensor | None:
         return tensor
 
 
-class Distance(NamedTuple):
+class DistanceOfRuns(NamedTuple):
     """||a - b|| and ||b||, and the number of elements."""
 
     apart: float
@@ -151,11 +151,11 @@ class Distance(NamedTuple):
     equal: bool
 
 
-def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> Distance:
+def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> DistanceOfRuns:
     """Of two whole tensors; None is one that is not there."""
     if a is None or b is None or a.shape != b.shape:
         same = a is None and b is None
-        return Distance(0.0 if same else math.inf, 0.0, 0, same)
+        return DistanceOfRuns(0.0 if same else math.inf, 0.0, 0, same)
     one, other = a.reshape(-1), b.reshape(-1)
     apart = norm = 0.0
     for start in range(0, len(one), BLOCK):
@@ -163,15 +163,15 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> Distance:
         apart += float((x - y).square().sum())
         norm += float(y.square().sum())
     equal = a.dtype == b.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    return Distance(0.0 if equal else math.sqrt(apart), math.sqrt(norm), len(one), equal)
+    return DistanceOfRuns(0.0 if equal else math.sqrt(apart), math.sqrt(norm), len(one), equal)
 
 
-def compare(run: Written, truth: Written, limits: Limits) -> Agreement:
+def compare(run: DumpFile, truth: DumpFile, limits: Limits) -> TensorAgreement:
     """One run beside the one on one process."""
-    return Agreement(list(_errors(run, truth, limits)))
+    return TensorAgreement(list(_errors(run, truth, limits)))
 
 
-def _errors(run: Written, truth: Written, limits: Limits) -> Iterator[Error]:
+def _errors(run: DumpFile, truth: DumpFile, limits: Limits) -> Iterator[Deviation]:
     for part in ("weights-before", "buffers-before"):
         yield from _of_tensors("before", part, run, truth, limits.gradient)
     losses, norms = dict(run.main["losses"]), dict(run.main["norms"])
@@ -185,15 +185,15 @@ def _errors(run: Written, truth: Written, limits: Limits) -> Iterator[Error]:
         yield from _of_state(kind, run, truth, limits.weights)
 
 
-def _of_numbers(kind: str, part: str, run: Mapping[str, float], truth: Mapping[str, float], limit: float) -> Error:
+def _of_numbers(kind: str, part: str, run: Mapping[str, float], truth: Mapping[str, float], limit: float) -> Deviation:
     one, other = run.get(part, math.nan), truth[part]
     equal = repr(one) == repr(other)
-    return Error(kind, "", *_place(part), 0.0 if equal else _ratio(abs(one - other), abs(other)), limit, equal)
+    return Deviation(kind, "", *_place(part), 0.0 if equal else _ratio(abs(one - other), abs(other)), limit, equal)
 
 
-def _of_tensors(kind: str, part: str, run: Written, truth: Written, limit: float) -> Iterator[Error]:
+def _of_tensors(kind: str, part: str, run: DumpFile, truth: DumpFile, limit: float) -> Iterator[Deviation]:
     """Of every tensor of a part, the last one first, as backward comes to them."""
-    found: dict[str, list[Distance]] = {}
+    found: dict[str, list[DistanceOfRuns]] = {}
     for name in reversed(truth.files.get(part, {})):
         (true,) = truth.read(part, name)
         found[name] = [distance(mine, true) for mine in run.read(part, name) or [None]]
@@ -202,10 +202,10 @@ def _of_tensors(kind: str, part: str, run: Written, truth: Written, limit: float
     least = CANCELLED * whole / math.sqrt(max(elements, 1))
     for name, each in found.items():
         worst = max(_ratio(d.apart, max(d.norm, least * math.sqrt(d.elements))) for d in each)
-        yield Error(kind, name, *_place(part), worst, limit, all(d.equal for d in each))
+        yield Deviation(kind, name, *_place(part), worst, limit, all(d.equal for d in each))
 
 
-def _of_state(kind: str, run: Written, truth: Written, limit: float) -> Iterator[Error]:
+def _of_state(kind: str, run: DumpFile, truth: DumpFile, limit: float) -> Iterator[Deviation]:
     """Of all weights together, or all buffers, as a part of the way that they went; what counts is to be the same."""
     apart = way = 0.0
     equal, missing = True, ""
@@ -215,13 +215,13 @@ def _of_state(kind: str, run: Written, truth: Written, limit: float) -> Iterator
         found = [distance(mine, end) for mine in run.read(after, name) or [None]]
         same = all(each.equal for each in found)
         if end is not None and not end.is_floating_point():
-            yield Error("count", name, -1, 0, max(_ratio(each.apart, each.norm) for each in found), 0.0, same)
+            yield Deviation("count", name, -1, 0, max(_ratio(each.apart, each.norm) for each in found), 0.0, same)
             continue
         way += distance(end if start is None else start, end).apart ** 2
         apart += max(each.apart for each in found) ** 2
         missing = missing or name * any(math.isinf(each.apart) for each in found)
         equal &= same
-    yield Error(kind, missing, -1, 0, _ratio(math.sqrt(apart), math.sqrt(way)), limit, equal)
+    yield Deviation(kind, missing, -1, 0, _ratio(math.sqrt(apart), math.sqrt(way)), limit, equal)
 
 
 def _ratio(apart: float, norm: float) -> float:

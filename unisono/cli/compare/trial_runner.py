@@ -16,12 +16,12 @@ from typing import Any
 
 from unisono.cli.request.other_libraries import hint
 from unisono.cli.request.run_dir import APART
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 from unisono.config import read as read_settings
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Trials(ABC):
+class TrialRunner(ABC):
     """The trials of one question. `start` runs a script; see launcher/local_launch.py."""
 
     script: Path
     threads: int
     steps: int
-    request: Request
-    line: Line
+    request: RunRequest
+    line: CommandLine
     folder: Path
-    start: Callable[..., Outcome] = local_launch.run
+    start: Callable[..., RunOutcome] = local_launch.run
 
     def _run_dir(self, name: str) -> Path:
         return self.folder / name.replace(" ", "-").replace(",", "")
@@ -59,7 +59,7 @@ class Trials(ABC):
         """As they were in the trial of this name."""
         return read_settings(self._run_dir(name) / "settings.toml")[0]
 
-    def _run(self, trial: Trial) -> Outcome:
+    def _run(self, trial: Trial) -> RunOutcome:
         """Run the steps; what an earlier trial of this name has left is gone then."""
         run_dir = self._run_dir(trial.name)
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -99,7 +99,7 @@ class Trials(ABC):
         print(f"Stopped, with nothing proved.\n  Next: {self.line}", file=sys.stderr)
         return self._leave(1, cause="stopped")
 
-    def _say_no_ground(self, outcome: Outcome) -> str:
+    def _say_no_ground(self, outcome: RunOutcome) -> str:
         """It fails on one process, so there is nothing to compare with; returns the error's message."""
         message, text = reason_of(outcome)
         told = hint(self.script, self.line, outcome)
@@ -107,7 +107,7 @@ class Trials(ABC):
         return message
 
 
-def refuse_unfit(line: Line, steps: int, request: Request) -> None:
+def refuse_unfit(line: CommandLine, steps: int, request: RunRequest) -> None:
     """Raises SettingsError for what trials are not: they have a step at least, and nothing to do with any other run."""
     if steps < 1:
         raise SettingsError(f"--steps {steps}", "At least one step is compared.", str(line.flag("--steps", "3")))
@@ -116,7 +116,7 @@ def refuse_unfit(line: Line, steps: int, request: Request) -> None:
         raise SettingsError(str(line), true, str(line.without("--resume").without("--autoresume").without("--run-dir")))
 
 
-def reason_of(outcome: Outcome) -> tuple[str, str]:
+def reason_of(outcome: RunOutcome) -> tuple[str, str]:
     """Why a run failed: its message, and all that is to be said of it, the traceback too."""
     record = outcome.failure.record if outcome.failure is not None else None
     said = (record.traceback or record.message) if record is not None else str(outcome.failure)

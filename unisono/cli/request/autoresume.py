@@ -15,12 +15,12 @@ from pathlib import Path
 
 from unisono import environment
 from unisono.cli.request.run_dir import RUNS, newest_run
-from unisono.cli.request.run_options import Request
-from unisono.config import Line
+from unisono.cli.request.run_options import RunRequest
+from unisono.config import CommandLine
 from unisono.errors import SettingsError
 
 
-def again(request: Request, stem: str, line: Line, *, restarts: int = 0) -> Request:
+def resume_words(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
     """The request, going on with what there is of it. A run that never came so far begins.
 
     restarts   how often a manager has started it again, as far as it counts
@@ -42,15 +42,15 @@ def again(request: Request, stem: str, line: Line, *, restarts: int = 0) -> Requ
     return replace(plain, run_dir=path, resume=True)
 
 
-def mark(request: Request) -> dict[str, str | None]:
+def write_job_mark(request: RunRequest) -> dict[str, str | None]:
     """What a run writes down of its job."""
     plain = replace(request, run_dir=None, resume=False, autoresume=False, accept_change=(), json=False)
     return {"job": environment.job(), "asked": str(plain.line())}
 
 
-def _of_this_job(request: Request, stem: str) -> Path | None:
+def _of_this_job(request: RunRequest, stem: str) -> Path | None:
     """The newest run that this job has begun with the same request."""
-    sought, found = mark(request), list[Path]()
+    sought, found = write_job_mark(request), list[Path]()
     for path in RUNS.glob(f"{stem}-*"):
         with suppress(OSError, ValueError):
             about = json.loads((path / "environment.json").read_text(encoding="utf-8"))

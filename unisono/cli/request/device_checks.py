@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.config import Line
+from unisono.config import CommandLine
 from unisono.config.validate_parallel import problems_of_mixed
 from unisono.errors import Problem
 
 
-def problems_where_mixed(settings: Any, line: Line) -> list[Problem]:
+def problems_where_mixed(settings: Any, line: CommandLine) -> list[Problem]:
     """What cannot be on accelerators and the CPU at once, if this machine has both."""
     problems = problems_of_mixed(settings, line)
     if problems:
@@ -19,11 +19,11 @@ def problems_where_mixed(settings: Any, line: Line) -> list[Problem]:
     return []
 
 
-def problems_here(settings: Any, processes: int, line: Line) -> list[Problem]:
+def problems_here(settings: Any, processes: int, line: CommandLine) -> list[Problem]:
     """What this machine lacks for these settings, which are well by themselves, and so many processes."""
     parallel = settings.parallel
     if parallel.split == parallel.threads == 1 and not parallel.compile:
         return []
-    from unisono.parallel.one_process.devices import problems_of_machine  # a second
+    from unisono.parallel.one_process.devices import device_problems  # a second
 
-    return problems_of_machine(parallel, processes, line)
+    return device_problems(parallel, processes, line)

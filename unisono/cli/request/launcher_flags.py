@@ -40,7 +40,7 @@ SWITCHES = ("standalone", "use-env", "multi-gpu")
 PORT_OF_TORCHRUN = "29500"
 
 
-class Given(NamedTuple):
+class LauncherFlag(NamedTuple):
     """Flags of other launchers on a command line.
 
     flags   as they were typed, by kind
@@ -55,7 +55,7 @@ class Given(NamedTuple):
     place: int
 
 
-def given(words: Sequence[str], known: Iterable[str]) -> Given:
+def given(words: Sequence[str], known: Iterable[str]) -> LauncherFlag:
     """Find the flags of other launchers among these words, except those whose name is `known` here."""
     flags, values, rest, place = dict[str, str](), dict[str, str](), list[str](), -1
     left, own = list(words), set(known)
@@ -76,7 +76,7 @@ def given(words: Sequence[str], known: Iterable[str]) -> Given:
         place = len(rest) if place < 0 else place
         flags.setdefault(kind, typed)
         values.setdefault(kind, value)
-    return Given(flags, values, rest, max(place, 0))
+    return LauncherFlag(flags, values, rest, max(place, 0))
 
 
 def without_local_rank(words: Sequence[str], world: World) -> list[str]:
@@ -87,7 +87,7 @@ def without_local_rank(words: Sequence[str], world: World) -> list[str]:
     return [word for place, word in enumerate(words) if place >= own or word not in passed]
 
 
-def spread(found: Given, ranks: str) -> tuple[str, ...]:
+def spread(found: LauncherFlag, ranks: str) -> tuple[str, ...]:
     """The words of torchrun that start `ranks` processes ("": the count that was given, or 2) on each host."""
     values = found.values
     hosts = [host.rpartition("@")[2].partition(":")[0] for host in re.split("[,@]", values.get(HOSTS, "")) if host]
@@ -100,7 +100,7 @@ def spread(found: Given, ranks: str) -> tuple[str, ...]:
     return ("torchrun", "--nnodes", nodes, "--nproc-per-node", each, *rendezvous)
 
 
-def answer(found: Given, command: tuple[str, ...], *, starts: bool) -> tuple[str, str] | None:
+def answer(found: LauncherFlag, command: tuple[str, ...], *, starts: bool) -> tuple[str, str] | None:
     """What is true of these flags, and what to type; None: there are none.
 
     command  what was typed first: unisono, or python and a script
@@ -136,7 +136,7 @@ def _without_ranks(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _several_hosts(
-    found: Given, command: tuple[str, ...], rest: list[str], ranks: str, *, starts: bool
+    found: LauncherFlag, command: tuple[str, ...], rest: list[str], ranks: str, *, starts: bool
 ) -> tuple[str, str]:
     line, ours = [*command, *rest], command[0] == "unisono"
     flag = next(found.flags[kind] for kind in SEVERAL_HOSTS if kind in found.flags)
@@ -151,7 +151,7 @@ def _several_hosts(
     return true, do + shlex.join(["srun", "-N", nodes, "-n", tasks, *line])
 
 
-def _one_host(found: Given, command: tuple[str, ...], rest: list[str], ranks: str) -> tuple[str, str]:
+def _one_host(found: LauncherFlag, command: tuple[str, ...], rest: list[str], ranks: str) -> tuple[str, str]:
     flags, values, ours = found.flags, found.values, command[0] == "unisono"
     count = values.get(COUNT, "")
     listed = values.get(DEVICES, "") or (count if re.fullmatch(r"\d+(,\d+)+", count) else "")

@@ -6,10 +6,10 @@ import ast
 import shlex
 from pathlib import Path
 
-from unisono.config import Line
+from unisono.config import CommandLine
 from unisono.config.static_settings import parsed
 from unisono.errors import Problem, SettingsError
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 
 PAGES = {
     "accelerate": ("Accelerate", "docs/from-accelerate.md"),
@@ -61,7 +61,7 @@ def _uses_unisono(folder: Path, module: str) -> bool:
     return any("unisono" in file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
 
-def pointer(script: Path, line: Line) -> Problem | None:
+def pointer(script: Path, line: CommandLine) -> Problem | None:
     """What to say of a script for another library that was started as one of ours; None: nothing is known."""
     found = foreign(script)
     if found is None:
@@ -72,7 +72,7 @@ def pointer(script: Path, line: Line) -> Problem | None:
     return Problem(str(line), true, do)
 
 
-def hint(script: Path, line: Line, outcome: Outcome) -> Problem | None:
+def hint(script: Path, line: CommandLine, outcome: RunOutcome) -> Problem | None:
     """What to say beside a failure of the script that comes from how it distributes its training; None: nothing."""
     record = outcome.failure.record if outcome.failure is not None else None
     if (told := pointer(script, line)) is not None:
@@ -83,7 +83,7 @@ def hint(script: Path, line: Line, outcome: Outcome) -> Problem | None:
     return Problem(str(line), true, "remove init_process_group and destroy_process_group (docs/from-ddp.md).")
 
 
-def never_joined(script: Path, ranks: int, line: Line) -> SettingsError:
+def never_joined(script: Path, ranks: int, line: CommandLine) -> SettingsError:
     """Several processes were started, and each ran the script by itself."""
     if (told := pointer(script, line)) is not None:
         return SettingsError(*told)

@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 from unisono.checkpoint import emergency_dump
 from unisono.checkpoint.storage import checkpoints_at, places_of
-from unisono.cli.request.run_options import Request
+from unisono.cli.request.run_options import RunRequest
 from unisono.errors import UnisonoError
 from unisono.launcher import local_launch
-from unisono.launcher.supervisor import Outcome
+from unisono.launcher.supervisor import RunOutcome
 from unisono.launcher.worker_process import CRASHES
 
 RESTARTS = 3
 """Restarts in a row without a new checkpoint, after which the run fails."""
 
 
-class Ranks(NamedTuple):
+class RankRange(NamedTuple):
     """The number of processes.
 
     least    processes that must be left for the others to continue after a death
@@ -48,15 +48,15 @@ class Ranks(NamedTuple):
 
 def run_with_restarts(
     script: Path,
-    request: Request,
+    request: RunRequest,
     run_dir: Path,
-    ranks: Ranks,
+    ranks: RankRange,
     *,
     threads: int,
     screen: int = 1,
     columns: int = 0,
     say: bool = True,
-) -> Outcome:
+) -> RunOutcome:
     """Run the script, and restart all processes whenever one has died and the others could not continue.
 
     screen, columns, say  as for `launch.local.run`
@@ -79,7 +79,7 @@ def run_with_restarts(
         )
         if outcome.stopped or not _died(outcome):
             return outcome
-        saved, behind = _saved(run_dir), emergency_dump.steps_left(run_dir)
+        saved, behind = _saved(run_dir), emergency_dump.dumped_steps(run_dir)
         now = max(saved, behind)
         failures, reached = (1 if now > reached else failures + 1), now
         if failures > RESTARTS:
@@ -92,13 +92,13 @@ def run_with_restarts(
         request = replace(request, resume=True)
 
 
-def _died(outcome: Outcome) -> bool:
-    """Return whether a process died by a signal, rather than failed with an exception. PeerLost is the exception of a
-    process that could not continue without one that died."""
+def _died(outcome: RunOutcome) -> bool:
+    """Return whether a process died by a signal, rather than failed with an exception. PeerLostError is the exception
+    of a process that could not continue without one that died."""
     failure = outcome.failure
     if failure is None:
         return False
-    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLost")
+    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLostError")
 
 
 def _saved(run_dir: Path) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from unisono.checkpoint import manifest
-from unisono.config import Line
+from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
 RUNS = Path("runs")
@@ -30,7 +30,7 @@ LOCK = ".lock"
 """Whoever writes to the directory has a lock on this file; it says who that is."""
 
 
-def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -> Path:
+def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, line: CommandLine) -> Path:
     """The run directory, there and writable. Raises SettingsError.
 
     stem   what is run, as in `text`
@@ -53,7 +53,7 @@ def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -
         raise SettingsError.of([not_writable(path, error.strerror or str(error), line)]) from None
 
 
-def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Line) -> list[Problem]:
+def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: CommandLine) -> list[Problem]:
     """What is wrong with this choice; looks, and makes nothing."""
     path = newest_run(stem) if asked is None and resume else asked
     if path is None and resume:
@@ -76,7 +76,7 @@ def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Li
     return _problems_of_kind(path, line) or _problems_of_writing(path, line)
 
 
-def _from_the_start(line: Line) -> str:
+def _from_the_start(line: CommandLine) -> str:
     anew = line.without("--resume").without("--accept-change")
     return f"{anew} (from the start), or: {line.flag('--run-dir', 'DIR')}"
 
@@ -99,13 +99,13 @@ def _held_by(path: Path) -> str:
     if checkpoints:
         count = len(checkpoints)
         held.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
-    held += [f"checkpoints in {where}" for where in manifest.elsewhere(path) if where is not None]
+    held += [f"checkpoints in {where}" for where in manifest.external_folder(path) if where is not None]
     if (path / "result.json").exists():
         held.append("a result.json")
     return " and ".join(held)
 
 
-def _problems_of_kind(path: Path, line: Line) -> list[Problem]:
+def _problems_of_kind(path: Path, line: CommandLine) -> list[Problem]:
     """A file where a run keeps a folder, or the other way round."""
     problems = []
     for name in (*FOLDERS, *FILES):
@@ -118,7 +118,7 @@ def _problems_of_kind(path: Path, line: Line) -> list[Problem]:
     return problems
 
 
-def _problems_of_writing(path: Path, line: Line) -> list[Problem]:
+def _problems_of_writing(path: Path, line: CommandLine) -> list[Problem]:
     """Can it be written to, or made?"""
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not there.is_dir():
@@ -136,7 +136,7 @@ def _is_read_only(folder: Path) -> bool:
     return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
-def not_writable(path: Path, reason: str, line: Line) -> Problem:
+def not_writable(path: Path, reason: str, line: CommandLine) -> Problem:
     """The run cannot be kept there."""
     do = f"{line.flag('--run-dir', 'DIR')}, with a folder that you may write to."
     return Problem(f"Keep the run in {path}", f"It cannot be written: {reason}.", do)
@@ -147,7 +147,7 @@ LOOK_SECONDS = 0.05
 
 
 @contextmanager
-def hold(path: Path, line: Line, *, patience: float = 0.0) -> Iterator[None]:
+def lock_run_dir(path: Path, line: CommandLine, *, patience: float = 0.0) -> Iterator[None]:
     """A block in which this run directory is ours. Raises SettingsError where another process has it, and keeps it for
     so many seconds.
 
@@ -199,14 +199,14 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-class Holder(NamedTuple):
+class LockHolder(NamedTuple):
     """Who has a run directory."""
 
     pid: str
     host: str
 
 
-def _holder(path: Path) -> Holder | None:
+def _holder(path: Path) -> LockHolder | None:
     """Who has it at this moment; None: nobody, or nobody knows."""
     try:
         with open(path / LOCK, encoding="utf-8") as file:
@@ -219,13 +219,13 @@ def _holder(path: Path) -> Holder | None:
     return None
 
 
-def _who(file: TextIO) -> Holder:
+def _who(file: TextIO) -> LockHolder:
     file.seek(0)
     pid, _, host = file.read().strip().partition(" ")
-    return Holder(pid or "?", host or "?")
+    return LockHolder(pid or "?", host or "?")
 
 
-def _busy(path: Path, holder: Holder, line: Line) -> Problem:
+def _busy(path: Path, holder: LockHolder, line: CommandLine) -> Problem:
     true = f"Process {holder.pid} on {holder.host} is at work in it."
     kill = f"kill {holder.pid}" if holder.host == socket.gethostname() else f"ssh {holder.host} kill {holder.pid}"
     again = line if "--resume" in line.words else line.flag("--run-dir", f"{path}-2")

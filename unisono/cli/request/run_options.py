@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from cyclopts import App, Group, Parameter
 
 from unisono.cli.request.suggestions import parsed
-from unisono.config import Line, entries_of, kind, nearest_name, shown
+from unisono.config import CommandLine, entries_of, kind, nearest_name, shown
 from unisono.config.field_comments import comments_of
 from unisono.config.value_types import choices_of
 from unisono.errors import Problem
@@ -27,7 +27,7 @@ WHERE = Group("Where and how", sort_key=2)
 
 @Parameter(name="*", negative=())
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """The flags of a run.
 
     Parameters
@@ -72,7 +72,7 @@ class Request:
         flags += [f"--run-dir={run_dir}"] if run_dir is not None else []
         return [*flags, *(["--", *self.own] if self.own else [])]
 
-    def line(self, *command: str) -> Line:
+    def line(self, *command: str) -> CommandLine:
         """These flags after a command, for messages to say it again with something else in it."""
         words = [word for each in self.sets for word in ("--set", each)]
         words += ["--settings", str(self.settings_file)] if self.settings_file is not None else []
@@ -81,14 +81,14 @@ class Request:
         words += ["--autoresume"] if self.autoresume else []
         words += [word for each in self.accept_change for word in ("--accept-change", each)]
         words += ["--json"] if self.json else []
-        return Line((*command, *words, *(("--", *self.own) if self.own else ())))
+        return CommandLine((*command, *words, *(("--", *self.own) if self.own else ())))
 
     def earlier(self, run_dir: Path | None) -> Path | None:
         """The settings.toml of the run that is resumed; None: there is nothing to resume, or it never got so far."""
         file = run_dir / "settings.toml" if self.resume and run_dir is not None else None
         return file if file is not None and file.is_file() else None
 
-    def problems_of_accepted(self, known: Collection[str], line: Line) -> list[Problem]:
+    def problems_of_accepted(self, known: Collection[str], line: CommandLine) -> list[Problem]:
         """What is wrong with --accept-change; `known` are the fields that a run's result depends on."""
         if self.accept_change and not self.resume:
             asked = " ".join(f"--accept-change {each}" for each in self.accept_change)
@@ -107,7 +107,7 @@ class Request:
             problems.append(Problem(f"--accept-change {name}", true, do))
         return problems
 
-    def problems_of_faults(self, line: Line) -> list[Problem]:
+    def problems_of_faults(self, line: CommandLine) -> list[Problem]:
         """What is wrong with the faults that are to strike this run."""
         if not self.faults:
             return []
@@ -124,7 +124,7 @@ class Request:
         return problems
 
     @classmethod
-    def parse(cls, argv: Sequence[str], settings: type, script: str) -> Request:
+    def parse(cls, argv: Sequence[str], settings: type, script: str) -> RunRequest:
         """What a script's own command line asks for (`argv` without the script itself).
 
         `--help` prints the flags and the settings, and leaves with SystemExit(0). Raises SettingsError for anything
@@ -150,7 +150,7 @@ class Request:
         return replace(result, own=tuple(own))
 
 
-def _itself(*, request: Request = Request()) -> Request:
+def _itself(*, request: RunRequest = RunRequest()) -> RunRequest:
     return request
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono import __version__
-from unisono.cli.request.run_options import Request
+from unisono.cli.request.run_options import RunRequest
 from unisono.config import Settings, plural
 from unisono.monitor import console
 from unisono.train.recovery.shard_replica import about_shards
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from unisono.train.run import Run
 
 
-def say_hello(
-    run: Run[Any], request: Request, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
+def print_start(
+    run: Run[Any], request: RunRequest, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
 ) -> None:
     """Print the lines on rank 0.
 
@@ -35,18 +35,22 @@ def say_hello(
     threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
     more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
-    console.say(f"unisono {__version__}: {processes}, {threads}{more}")
+    console.print_line(f"unisono {__version__}: {processes}, {threads}{more}")
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
-    console.say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
+    console.print_line(
+        f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}"
+    )
     if fewer and resumed is None and (told := about_small_shares(s.batch, s.virtual_ranks, run.size)):
-        console.say(told)
+        console.print_line(told)
     if shards := about_shards(s.parallel, run._mesh.axes):
-        console.say(shards)
+        console.print_line(shards)
     if run.size > max(1, run.world.least) and may_survive(run):
-        console.say("if a process dies, the others finish its step, and another one takes its place")
+        console.print_line("if a process dies, the others finish its step, and another one takes its place")
         if run._mesh.unit > 1:
-            console.say(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")
-    console.say(f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else ""))
+            console.print_line(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")
+    console.print_line(
+        f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else "")
+    )
 
 
 SMALL_SHARE = 2

@@ -26,7 +26,7 @@ from cyclopts import (
 
 from unisono.cli.request import launcher_flags
 from unisono.cli.request.target import recipes
-from unisono.config import Line, entries_of, nearest_name
+from unisono.config import CommandLine, entries_of, nearest_name
 from unisono.errors import Problem, SettingsError
 
 
@@ -38,7 +38,7 @@ def parsed(
 
     `settings` gives the class whose fields may have been meant, as by --batch 64 instead of --set batch=64.
     """
-    typed = Mistyped(app, tuple(command), tuple(flags), settings)
+    typed = Suggestions(app, tuple(command), tuple(flags), settings)
     try:
         function, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -81,7 +81,7 @@ VERBS_ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Mistyped:
+class Suggestions:
     """app       what would be understood
     command   what was typed first: unisono, or python and a script
     flags     what came after it
@@ -242,7 +242,7 @@ class Mistyped:
             rest.remove(token)
         pairs = [token.partition("=") for token in tokens]
         if all(equals and name in self._names for name, equals, _ in pairs):
-            do = Line((*self.command, *rest)).setting(*tokens)
+            do = CommandLine((*self.command, *rest)).setting(*tokens)
             return self._so(f"Settings are given with --set, so `{more}` means nothing.", do.words)
         if self._of_a_script:
             true = f"`{more}` is for the script, and comes after --."

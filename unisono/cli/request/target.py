@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import unisono.recipes
-from unisono.config import Line
+from unisono.config import CommandLine
 from unisono.config.static_settings import unfit_main
 from unisono.errors import Problem, SettingsError
 
@@ -19,7 +19,7 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
 
 
-def script_of(target: str, line: Line) -> Path:
+def script_of(target: str, line: CommandLine) -> Path:
     """The script that `unisono run TARGET` means, or `check`; `line` is what was typed. Raises SettingsError."""
     place = line.words.index(target) if target in line.words else 2  # behind a flag: doctor --rehearse TARGET
     known, verb = recipes(), line.words[:place]
@@ -31,7 +31,7 @@ def script_of(target: str, line: Line) -> Path:
         return path
 
     def instead(other: str) -> str:
-        return str(Line((*verb, other, *line.words[place + 1 :])))
+        return str(CommandLine((*verb, other, *line.words[place + 1 :])))
 
     if path.is_dir():
         scripts = sorted(path.glob("*.py"))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unisono.data.streaming.files import compression, expand, indexed, opened
-from unisono.data.streaming.stream import Damaged
+from unisono.data.streaming.stream import DamagedSample
 
 BLOCK = 1 << 20
 
@@ -22,15 +22,15 @@ class JsonLines:
     def __init__(self, urls: str | Path | Sequence[str | Path]) -> None:
         self.names = expand(urls)
 
-    def open(self, shard: int) -> Lines | PackedLines:
+    def open(self, shard: int) -> LineReader | PackedLineReader:
         url = self.names[shard]
-        return PackedLines(url) if compression(url) else Lines(url)
+        return PackedLineReader(url) if compression(url) else LineReader(url)
 
     def decode(self, raw: bytes) -> Any:
         return json.loads(raw)
 
 
-class Lines:
+class LineReader:
     """The lines of a file that can be entered anywhere."""
 
     def __init__(self, url: str) -> None:
@@ -60,14 +60,14 @@ class Lines:
         begin, end = self._bounds[offset]
         line = self._read(begin, end)
         if len(line) < end - begin:
-            raise Damaged(offset, f"The file ends at byte {begin + len(line):,}, though it was longer.")
+            raise DamagedSample(offset, f"The file ends at byte {begin + len(line):,}, though it was longer.")
         return line
 
     def close(self) -> None:
         self._file.close()
 
 
-class PackedLines:
+class PackedLineReader:
     """The lines of a compressed file, from its beginning."""
 
     def __init__(self, url: str) -> None:
@@ -80,7 +80,7 @@ class PackedLines:
                 try:
                     line = file.readline()
                 except Exception as error:  # zlib, lzma and bz2 have errors of their own
-                    raise Damaged(offset, f"It cannot be unpacked: {error}") from error
+                    raise DamagedSample(offset, f"It cannot be unpacked: {error}") from error
                 if not line:
                     return
                 if line.strip():

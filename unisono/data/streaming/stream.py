@@ -29,10 +29,10 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from unisono.errors import DataError
-from unisono.plan.batch_order import deal
+from unisono.plan.batch_order import cut_batch
 
 if TYPE_CHECKING:
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ OPEN_SHARDS = 8
 SHRUNK = "It ends here, though it was longer when it was counted."
 
 
-class Damaged(Exception):
+class DamagedSample(Exception):
     """A sample that cannot be read, or the rest of a shard from there on.
 
     offset  samples that lie before the damage
@@ -143,13 +143,13 @@ class Stream(Dataset[Any]):
 
     # -- as a data set
 
-    def settle(self, group: Group, damaged: Literal["stop", "skip"]) -> None:
+    def read_lengths(self, group: ProcessGroup, damaged: Literal["stop", "skip"]) -> None:
         """Count the shards, each in one process. Every process calls this; calling it again costs nothing."""
         self._skip = damaged == "skip"
         if self.counts is None:
             total = len(self.shards.names)
-            mine = [self._count(shard) for shard in range(*deal(total, group.size, group.rank))]
-            self._know([count for part in group.gather(mine) for count in part])
+            mine = [self._count(shard) for shard in range(*cut_batch(total, group.size, group.rank))]
+            self._know([count for part in group.all_gather_object(mine) for count in part])
 
     @property
     def shape(self) -> str:
@@ -177,7 +177,7 @@ class Stream(Dataset[Any]):
             shard, offset = self.address(number)
             try:
                 found[number] = self._sample(shard, offset)
-            except Damaged as damage:
+            except DamagedSample as damage:
                 self._met(shard, damage)
         if not found and numbers:
             shard, offset = self.address(numbers[0])
@@ -200,17 +200,17 @@ class Stream(Dataset[Any]):
     def _sample(self, shard: int, offset: int) -> Any:
         reader = self._reader(shard)
         if hasattr(reader, "__len__") and offset >= len(reader):
-            raise getattr(reader, "damage", None) or Damaged(len(reader), SHRUNK)
+            raise getattr(reader, "damage", None) or DamagedSample(len(reader), SHRUNK)
         raw = reader[offset]
         try:
             sample = self.shards.decode(raw)
         except ValueError as error:
-            raise Damaged(offset, f"{type(error).__name__}: {error}") from error
+            raise DamagedSample(offset, f"{type(error).__name__}: {error}") from error
         try:
             return sample if self.map is None else self.map(sample)
         except Exception as error:
             if self._skip:
-                raise Damaged(offset, f"{type(error).__name__}: {error}") from error
+                raise DamagedSample(offset, f"{type(error).__name__}: {error}") from error
             error.add_note(f"while mapping sample {offset} of {self.shards.names[shard]}")
             raise
 
@@ -224,7 +224,7 @@ class Stream(Dataset[Any]):
         opened = self.shards.open(shard)
         # torch's IterableDataset has a __getitem__, which only raises
         indexed = hasattr(opened, "__getitem__") and not isinstance(opened, IterableDataset)
-        self._opened[shard] = opened if indexed else Forward(opened, self.window)
+        self._opened[shard] = opened if indexed else ForwardReader(opened, self.window)
         if len(self._opened) > OPEN_SHARDS:
             _, old = self._opened.popitem(last=False)
             if hasattr(old, "close"):
@@ -239,14 +239,14 @@ class Stream(Dataset[Any]):
             if (damage := getattr(opened, "damage", None)) is not None:
                 raise damage
             return len(opened)
-        except Damaged as damage:
+        except DamagedSample as damage:
             self._met(shard, damage)
             return damage.offset
 
     def _know(self, counts: Sequence[int]) -> None:
         self.counts, self._ends = tuple(counts), np.cumsum(counts)
 
-    def _met(self, shard: int, damage: Damaged) -> None:
+    def _met(self, shard: int, damage: DamagedSample) -> None:
         """Say it, or raise it."""
         name = self.shards.names[shard]
         if not self._skip:
@@ -261,13 +261,13 @@ class Stream(Dataset[Any]):
         return {**self.__dict__, "_opened": OrderedDict(), "_owner": -1}
 
 
-def settle(data: Any, group: Group, damaged: Literal["stop", "skip"]) -> None:
+def settle_streams(data: Any, group: ProcessGroup, damaged: Literal["stop", "skip"]) -> None:
     """If this is a Stream: let it know its length. Every process calls this."""
     if isinstance(data, Stream):
-        data.settle(group, damaged)
+        data.read_lengths(group, damaged)
 
 
-def lies_in(data: Any) -> tuple[tuple[int, ...], int]:
+def shard_layout(data: Any) -> tuple[tuple[int, ...], int]:
     """The shards of a Stream that is settled, and its window; of other data none."""
     if not isinstance(data, Stream):
         return (), 1
@@ -275,7 +275,7 @@ def lies_in(data: Any) -> tuple[tuple[int, ...], int]:
     return data.counts, data.window
 
 
-class Forward:
+class ForwardReader:
     """A shard that can only be read from its beginning, by offset. Keeps the last `keep` samples that it has passed."""
 
     def __init__(self, samples: Iterable[Any], keep: int) -> None:
@@ -294,7 +294,7 @@ class Forward:
             try:
                 self._passed[self._next] = next(self._walk)
             except StopIteration:
-                raise Damaged(self._next, SHRUNK) from None
+                raise DamagedSample(self._next, SHRUNK) from None
             self._next += 1
             if len(self._passed) > self._keep:
                 self._passed.popitem(last=False)

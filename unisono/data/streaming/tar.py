@@ -20,7 +20,7 @@ from typing import IO, Any
 import numpy as np
 
 from unisono.data.streaming.files import compression, expand, indexed, opened
-from unisono.data.streaming.stream import Damaged
+from unisono.data.streaming.stream import DamagedSample
 
 Raw = tuple[str, dict[str, bytes]]
 """A sample's key, and its members' contents by extension."""
@@ -32,9 +32,9 @@ class TarShards:
     def __init__(self, urls: str | Path | Sequence[str | Path]) -> None:
         self.names = expand(urls)
 
-    def open(self, shard: int) -> Tar | PackedTar:
+    def open(self, shard: int) -> TarReader | PackedTarReader:
         url = self.names[shard]
-        return PackedTar(url) if compression(url) else Tar(url)
+        return PackedTarReader(url) if compression(url) else TarReader(url)
 
     def decode(self, raw: Raw) -> dict[str, Any]:
         key, members = raw
@@ -54,13 +54,13 @@ def _decoded(extension: str, content: bytes) -> Any:
     return content
 
 
-class Tar:
+class TarReader:
     """The samples of a tar that can be entered anywhere."""
 
     def __init__(self, url: str) -> None:
         self._file = opened(url)
         self._samples, broken = indexed(url, self._scan)
-        self.damage = Damaged(len(self._samples), broken) if broken else None
+        self.damage = DamagedSample(len(self._samples), broken) if broken else None
 
     def _scan(self) -> tuple[list[list[Any]], str]:
         """[key, [[extension, first byte, bytes], ...]] of every whole sample, and what is wrong behind the last."""
@@ -79,14 +79,16 @@ class Tar:
             self._file.seek(begin)
             content[extension] = self._file.read(size)
             if len(content[extension]) < size:
-                raise Damaged(offset, f"The file ends at byte {begin + len(content[extension]):,}, inside of {key}.")
+                raise DamagedSample(
+                    offset, f"The file ends at byte {begin + len(content[extension]):,}, inside of {key}."
+                )
         return key, content
 
     def close(self) -> None:
         self._file.close()
 
 
-class PackedTar:
+class PackedTarReader:
     """The samples of a compressed tar, from its beginning."""
 
     def __init__(self, url: str) -> None:
@@ -103,7 +105,7 @@ class PackedTar:
                     offset += 1
                 last = key, dict(parts)
             if members.broken:  # then the last one may lack members
-                raise Damaged(offset, members.broken)
+                raise DamagedSample(offset, members.broken)
             if last is not None:
                 yield last
 

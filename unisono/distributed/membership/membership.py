@@ -44,14 +44,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, Standing
-from unisono.distributed.membership.waiting import TIMEOUT, Messenger
-from unisono.distributed.process_group import Group
-from unisono.distributed.rendezvous.connect import connect, part, soon
-from unisono.distributed.rendezvous.store import Keys
+from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
+from unisono.distributed.membership.waiting import TIMEOUT, SendThread
+from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.rendezvous.connect import connect, leave_group, retrying
+from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.shared_memory import find_neighbours
 from unisono.environment import World
-from unisono.errors import PeerLost, Stopped, WorldError, is_connection_error
+from unisono.errors import PeerLostError, RunStopped, WorldError, is_connection_error
 
 SCHEME = "unix://"
 """What the address of a meeting place begins with."""
@@ -66,7 +66,7 @@ LEAVE_SECONDS = 300.0
 """Once a process is done, the others are not far."""
 
 
-class Formed(NamedTuple):
+class RegroupResult(NamedTuple):
     """A new group is there: the numbers of its processes in the order of their ranks; of those that are new in it, and
     of those that are no more."""
 
@@ -75,7 +75,7 @@ class Formed(NamedTuple):
     lost: tuple[int, ...]
 
 
-class Company:
+class Membership:
     """This process among the others.
 
     backend  torch's, of our groups
@@ -94,30 +94,30 @@ class Company:
         self.torn = False  # has something failed that the group's next meeting is to make again?
         self.lines: Callable[[], None] = lambda: None  # makes the other groups anew, those of the mesh's lines
         self.generation = 0
-        self.keys = Keys(path, TIMEOUT)
+        self.keys = RendezvousStore(path, TIMEOUT)
         self._lost = threading.Event()
         self._formed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._sockets: set[str] = set()  # of the groups that we are in
-        self.messenger: Messenger | None = None  # who waits for what we send
+        self.messenger: SendThread | None = None  # who waits for what we send
         self._before: Collection[str] | None = None  # what was there before
         self._mutex = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.connect(path)
         self._left, self._over = threading.Event(), threading.Event()
-        self._standing = Standing(
+        self._standing = RegroupTimeout(
             lambda: self.keys.asked,
             lambda: self.keys.waits,
             lambda: self.watchful and self._lost.is_set(),
             anywhere=self.late,
         )
         self._speaking = threading.Lock()
-        self._say(hello=self.number, joins=self.joins, seat=world.rank)
+        self._send(hello=self.number, joins=self.joins, seat=world.rank)
         for target in (self._listen, self._beat):
             threading.Thread(target=target, name="company", daemon=True).start()
         os.register_at_fork(after_in_child=self._part_from_parent)
 
     @property
-    def pretends(self) -> bool:
+    def is_fake(self) -> bool:
         """Is this process to join others, and in no group with them yet (fake_group.py)?"""
         return self.joins and not self.generation
 
@@ -136,13 +136,13 @@ class Company:
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                self._hear(json.loads(line))
+                self._on_message(json.loads(line))
 
-    def _hear(self, words: dict[str, Any]) -> None:
+    def _on_message(self, words: dict[str, Any]) -> None:
         if "lost" in words and "roster" not in words:
             self._lost.set()
             if self.watchful:
-                self._tear()
+                self._abort_sockets()
             if self.messenger is not None:
                 self.messenger.heard()
         elif "knock" in words:
@@ -156,7 +156,7 @@ class Company:
         elif "over" in words:
             self._over.set()
 
-    def _tear(self) -> None:
+    def _abort_sockets(self) -> None:
         """Nothing comes through our group's sockets any more: who waits for it fails."""
         if self.late:
             return
@@ -175,11 +175,11 @@ class Company:
 
     def _beat(self) -> None:
         while not self._left.wait(BEAT_SECONDS):
-            self._say(beat=1)
+            self._send(beat=1)
             if what := self._standing.stuck():
-                self._say(stuck=what)
+                self._send(stuck=what)
 
-    def _say(self, **words: Any) -> None:
+    def _send(self, **words: Any) -> None:
         try:
             with self._speaking:
                 self._line.sendall(json.dumps(words).encode() + b"\n")
@@ -194,7 +194,7 @@ class Company:
 
     # -- what we do
 
-    def lost_one(self, error: BaseException) -> bool:
+    def is_peer_loss(self, error: BaseException) -> bool:
         """Is it a process's death that this error tells of? Waits a moment for the news."""
         if not isinstance(error, (RuntimeError, ConnectionError, WorldError)):
             return False
@@ -204,44 +204,44 @@ class Company:
 
     def watch(self, unit: int) -> None:
         """From now on somebody here goes on when another one dies. `unit`: so many neighbours share a model."""
-        self.watchful, self.messenger = True, Messenger(self)
-        self._say(unit=unit)
+        self.watchful, self.messenger = True, SendThread(self)
+        self._send(unit=unit)
 
-    def bad_news(self, seconds: float = 0.0) -> bool:
+    def has_lost_peer(self, seconds: float = 0.0) -> bool:
         """Has somebody died since the group was formed? That was told so many seconds ago, at least."""
         if not self._lost.is_set():
             return False
         time.sleep(seconds)
         return True
 
-    def bear(self, error: Exception) -> None:
+    def tolerate(self, error: Exception) -> None:
         """Raise this error, unless it tells of a death, which the next meeting will see to."""
-        if not self.lost_one(error):
+        if not self.is_peer_loss(error):
             raise error
         self.torn = True
 
-    def tell(self, **what: Any) -> None:
+    def report(self, **what: Any) -> None:
         """The launcher hears of it."""
-        self._say(told={"number": self.number, **what})
+        self._send(told={"number": self.number, **what})
 
-    def form(self, group: Group, *, open_: bool = False, **about: Any) -> Formed:
+    def regroup(self, group: ProcessGroup, *, open_: bool = False, **about: Any) -> RegroupResult:
         """Leave the group that there is, if any, and form a new one with all who are left, and with those who want to
         join, if all are `open_` for them. `group` is the new one then. All processes must call this; `about` is for the
         launcher.
 
-        Raises PeerLost if nobody is left, they cannot connect in time, or the meeting place is gone; in a process that
-        was to join, Stopped.
+        Raises PeerLostError if nobody is left, they cannot connect in time, or the meeting place is gone; in a process
+        that was to join, Stopped.
         """
         while True:
             if not self.late:
                 self._part()
-            self._say(ready=about, open=open_)
+            self._send(ready=about, open=open_)
             with self._standing.doing("waits for the others"):
                 words = self._formed.get()
             if "refused" in words and self.joins:
-                raise Stopped
+                raise RunStopped
             if "refused" in words:
-                raise PeerLost(
+                raise PeerLostError(
                     f"Process {self.number} was to form a group with those who are left.",
                     f"There is none: {words['refused']}.",
                     "go on from the newest checkpoint: the same command with --resume.",
@@ -254,27 +254,27 @@ class Company:
                 with self._standing.doing("connects"):
                     self._connect(group, roster)
             except (RuntimeError, ConnectionError, WorldError) as error:
-                if not self.lost_one(error):
-                    raise PeerLost(
+                if not self.is_peer_loss(error):
+                    raise PeerLostError(
                         f"Process {self.number} was to form a group with those who are left.",
                         f"They cannot connect, though nobody else has died: {str(error).splitlines()[0]}",
                         "go on from the newest checkpoint: the same command with --resume.",
                     ) from error
                 continue
             self.joins = False
-            return Formed(roster, tuple(words["joined"]), tuple(words["lost"]))
+            return RegroupResult(roster, tuple(words["joined"]), tuple(words["lost"]))
 
-    def _connect(self, group: Group, roster: Sequence[int]) -> None:
+    def _connect(self, group: ProcessGroup, roster: Sequence[int]) -> None:
         rank, size = roster.index(self.number), len(roster)
-        group.become(rank, size, {})
+        group.regroup(rank, size, {})
         if size == 1:
             self.lines()
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
         self._before = _sockets().keys()
-        connect(store, rank, size, self.backend, soon(size), FORM_SECONDS)
+        connect(store, rank, size, self.backend, retrying(size), FORM_SECONDS)
         self.own()
-        group.become(rank, size, find_neighbours(group))
+        group.regroup(rank, size, find_neighbours(group))
         self.lines()
         self.own()
 
@@ -285,26 +285,26 @@ class Company:
         with self._mutex:
             self._sockets = _sockets().keys() - self._before
         if self._lost.is_set():  # before we had them
-            self._tear()
+            self._abort_sockets()
 
     def _part(self) -> None:
         """Out of the group that there is."""
         with self._standing.doing("leaves its group"):
-            self._tear()
+            self._abort_sockets()
             if self.messenger is not None:
                 self.messenger.close()
-                self.messenger = Messenger(self)
-            part(abort=self.late)
+                self.messenger = SendThread(self)
+            leave_group(abort=self.late)
         self.torn = False
 
     def leave(self) -> None:
         """In peace: nobody is to take it for a death. The group, if we are in one, is left when all others have said so
         too, or are dead: who has not may still need it."""
-        self._say(bye=1)
+        self._send(bye=1)
         if dist.is_initialized():  # servers and workers have parted before, and one of these may stand still
             self._over.wait(LEAVE_SECONDS)
         self._left.set()
-        part(abort=self.late)
+        leave_group(abort=self.late)
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self.keys.close()

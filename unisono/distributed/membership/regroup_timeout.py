@@ -32,7 +32,7 @@ IN_GROUP = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}unisono{os.se
 """Whose code a main thread is in that waits for others in compiled code."""
 
 
-class Still(NamedTuple):
+class Activity(NamedTuple):
     """What is done for no longer than `limit` seconds, and where in the code, if that matters."""
 
     what: str
@@ -40,7 +40,7 @@ class Still(NamedTuple):
     at: tuple[int, int] = (0, 0)
 
 
-class Standing:
+class RegroupTimeout:
     """moves     counts what goes on while we connect: whoever asks the others something is not stuck
     waits     is that an answer of others that we wait for?
     torn      has our group lost somebody, so that nothing can be waited for in it?
@@ -53,7 +53,7 @@ class Standing:
         self._moves, self._waits, self._torn, self._anywhere = moves, waits, torn, anywhere
         self._main = threading.get_ident()
         self._doing = ""
-        self._seen: tuple[Still, int] | None = None  # what it did when we looked last
+        self._seen: tuple[Activity, int] | None = None  # what it did when we looked last
         self._since = 0.0
 
     @contextmanager
@@ -73,15 +73,15 @@ class Standing:
             self._seen, self._since = seen, now
         return still.what if still is not None and now - self._since > still.limit else ""
 
-    def _still(self) -> Still | None:
+    def _still(self) -> Activity | None:
         if self._doing:
-            return None if self._doing.startswith("waits") or self._waits() else Still(self._doing, FORM_SECONDS)
+            return None if self._doing.startswith("waits") or self._waits() else Activity(self._doing, FORM_SECONDS)
         frame = sys._current_frames().get(self._main) if self._torn() else None
         if frame is None:
             return None
         if any(room in frame.f_code.co_filename for room in IN_GROUP):
-            return Still("waits in a collective of a group that is gone", FORM_SECONDS)
+            return Activity("waits in a collective of a group that is gone", FORM_SECONDS)
         if self._anywhere:
             at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            return Still(f"stands still at {at} since another one died", DEVICE_SECONDS, (id(frame), frame.f_lasti))
+            return Activity(f"stands still at {at} since another one died", DEVICE_SECONDS, (id(frame), frame.f_lasti))
         return None

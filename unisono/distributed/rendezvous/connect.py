@@ -45,10 +45,10 @@ def connect(
     """torch's group of these processes. Wait until everybody is there, however long a host takes to start; then
     connect, and soon (`first`: what gloo is told in the first attempt), or try again; `limit`: as often as these
     seconds allow."""
-    count(store, size, "here")
+    count_arrivals(store, size, "here")
 
     def connect_here(attempt: int, patience: timedelta) -> None:
-        count_groups_from(0)
+        number_groups_from(0)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"attempt-{attempt}", store),
@@ -57,16 +57,16 @@ def connect(
             timeout=patience,
         )
 
-    all_together(store, rank, size, "connected", connect_here, part, first, limit)
+    wait_for_all(store, rank, size, "connected", connect_here, leave_group, first, limit)
     distributed_c10d._set_pg_timeout(TIMEOUT)
 
 
-def soon(size: int) -> timedelta:
+def retrying(size: int) -> timedelta:
     """What gloo is told in a first attempt where processes may die meanwhile."""
     return AGAIN + size * EACH
 
 
-def part(*, abort: bool = False) -> None:
+def leave_group(*, abort: bool = False) -> None:
     """Out of torch's group, if there is one. Its end waits for its threads, and one of these may wait in a collective
     that will never come (membership.py): then it goes on waiting, beside us. `abort`: end what is under way, as NCCL
     can; it is over on the device when this returns."""
@@ -84,12 +84,12 @@ def part(*, abort: bool = False) -> None:
     ends.join(PART_SECONDS)
 
 
-def count_groups_from(number: int) -> None:
+def number_groups_from(number: int) -> None:
     """The group that is made next has this number, on every process that says so."""
     distributed_c10d._world.group_count = number
 
 
-def all_together(
+def wait_for_all(
     store: dist.Store,
     rank: int,
     size: int,
@@ -110,7 +110,7 @@ def all_together(
         except RuntimeError as caught:
             error = caught
         # who has connected to somebody who has not must try again as well
-        if count(store, size, f"{what}-{attempt}", error is None) == size:
+        if count_arrivals(store, size, f"{what}-{attempt}", error is None) == size:
             return
         part()
     reason = str(error).splitlines()[0] if error else "another process could not."
@@ -121,14 +121,14 @@ def all_together(
     ) from error
 
 
-def alike(store: dist.Store, size: int, kind: str) -> bool:
+def same_everywhere(store: dist.Store, size: int, kind: str) -> bool:
     """Are all processes of one kind? Waits for everybody."""
     store.add(f"kind-{kind}", 1)
-    count(store, size, "kinds")
+    count_arrivals(store, size, "kinds")
     return store.add(f"kind-{kind}", 0) == size
 
 
-def count(store: dist.Store, size: int, what: str, mine: bool = True) -> int:
+def count_arrivals(store: dist.Store, size: int, what: str, mine: bool = True) -> int:
     """How many of all processes say yes. Waits for everybody."""
     store.add(f"{what}-yes", int(mine))
     if store.add(f"{what}-said", 1) == size:  # the last one knows

@@ -10,7 +10,7 @@ import time
 import psutil  # type: ignore[import-untyped]
 
 from unisono.environment import World, host_of, variables
-from unisono.errors import Unreachable
+from unisono.errors import UnreachableHostError
 
 PATIENCE_SECONDS = 5.0
 """A name server that is busy answers within this time."""
@@ -22,7 +22,7 @@ AGAIN_SECONDS = 0.5
 """Between two lookups."""
 
 
-def find_meeting_host(world: World, patience: float | None = None) -> None:
+def resolve_rendezvous_host(world: World, patience: float | None = None) -> None:
     """Look up the host that MASTER_ADDR names, for so many seconds. Raises Unreachable if it does not resolve."""
     at = host_of(world.store)
     if world.store != "env://" or at is None:
@@ -40,17 +40,17 @@ def find_meeting_host(world: World, patience: float | None = None) -> None:
     do = "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
     if at[0] == world.host or world.local_size == world.size:
         do = f"torchrun --local-addr 127.0.0.1 ... (all processes on this host), or add {at[0]} to /etc/hosts."
-    raise Unreachable(asked, true, do)
+    raise UnreachableHostError(asked, true, do)
 
 
-def require_own_name(world: World, backend: str) -> None:
+def require_own_host_name(world: World, backend: str) -> None:
     """gloo tells other hosts the address that this host's own name resolves to. Raises Unreachable if there are other
     hosts, and none: GLOO_SOCKET_IFNAME names a network interface instead."""
     several = world.local_size < world.size
     if backend != "gloo" or not several or variables(("GLOO_SOCKET_IFNAME",)):
         return
     if reason := unresolved(world.host):
-        raise Unreachable(
+        raise UnreachableHostError(
             f"Process {world.rank} was to connect to the other {world.size - 1}, some of which are on other hosts.",
             f"The name of this host, {world.host}, does not resolve, so gloo has no address for it: {reason}.",
             f"export GLOO_SOCKET_IFNAME={interface()} (the network of these hosts), or add {world.host} to /etc/hosts.",

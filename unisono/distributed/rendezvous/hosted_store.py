@@ -16,7 +16,7 @@ import torch.distributed as dist
 from unisono.distributed.membership.waiting import TIMEOUT
 from unisono.distributed.rendezvous.host_names import unresolved
 from unisono.environment import host_of
-from unisono.errors import Unreachable, WorldError
+from unisono.errors import UnreachableHostError, WorldError
 
 HOSTED = "hosted://"
 
@@ -27,7 +27,7 @@ ARRIVES = timedelta(minutes=10)
 """All tasks of a step start together; but a file system in which a hundred of them import torch may be slow."""
 
 
-def hosted(place: str, rank: int, *, patience: timedelta = NAMED) -> dist.Store:
+def host_store(place: str, rank: int, *, patience: timedelta = NAMED) -> dist.Store:
     """The store at `place`, hosted://host:port/name, which process 0 opens. Raises WorldError."""
     at = host_of(place)
     assert at is not None, place
@@ -37,7 +37,7 @@ def hosted(place: str, rank: int, *, patience: timedelta = NAMED) -> dist.Store:
     do = f"{another}, or MASTER_ADDR=ADDRESS, if Slurm calls that host by a name of its own."
     if reason := unresolved(host):
         do = "export MASTER_ADDR=ADDRESS in the job's script: that of the step's first host, where process 0 is."
-        raise Unreachable(asked, f"There is no host {host} for this one: {reason}.", do)
+        raise UnreachableHostError(asked, f"There is no host {host} for this one: {reason}.", do)
     try:
         store: dist.Store = dist.TCPStore(host, port, is_master=rank == 0, timeout=ARRIVES, wait_for_workers=False)
         if rank == 0:

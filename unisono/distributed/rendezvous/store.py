@@ -19,7 +19,7 @@ import torch.distributed as dist
 GONE = "Connection closed by peer: a process of the run is gone"
 
 
-class Keys(dist.Store):
+class RendezvousStore(dist.Store):
     """One connection to the meeting place. `generation`: those who wait for the same thing are in the same one.
 
     asked  how many questions were asked; waits: is one of them now waiting for what another process is to set?

@@ -15,7 +15,7 @@ BLOCK = 256
 Block-wise Quantization, arXiv 2110.02861, use 2,048 with a code that is not linear.)"""
 
 
-class Code(NamedTuple):
+class BlockFormat(NamedTuple):
     """A block in `dtype`, after division by its scale. `whole`: its largest element becomes about this; 0: no scale."""
 
     dtype: torch.dtype
@@ -46,9 +46,11 @@ class Code(NamedTuple):
 
 
 CODES = {
-    "fp16": Code(torch.float16, 2.0**14),  # as far up as it goes: what is 2^38 times smaller is lost, instead of 2^24
-    "bf16": Code(torch.bfloat16, 0.0),  # has the exponents of float32
-    "int8": Code(torch.int8, 127.0),
+    "fp16": BlockFormat(
+        torch.float16, 2.0**14
+    ),  # as far up as it goes: what is 2^38 times smaller is lost, instead of 2^24
+    "bf16": BlockFormat(torch.bfloat16, 0.0),  # has the exponents of float32
+    "int8": BlockFormat(torch.int8, 127.0),
 }
 
 NEEDS_FEEDBACK = ("int8", "topk", "powersgd")

@@ -25,44 +25,57 @@ from typing import Any
 import torch
 
 from unisono.config import CompressSettings
-from unisono.distributed.process_group import Group, Message
+from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.exchange import Spans, Weights
-from unisono.exchange.buckets import ALIGN, Copy, Layout, Loose, Pool, Readiness, finite
-from unisono.exchange.byte_counter import Post
+from unisono.exchange.buckets import (
+    ALIGN,
+    BucketLayout,
+    BucketReadiness,
+    FlatGradient,
+    FlatGradientPool,
+    LooseGradient,
+    finite,
+)
+from unisono.exchange.byte_counter import CountedCollectives
 from unisono.exchange.compression.block_format import BLOCK
 from unisono.exchange.compression.compressors import build_way, flatten, unflatten
-from unisono.exchange.compression.node_owners import Deal, moves, nodes_of
-from unisono.exchange.wrapper import Bucketed
+from unisono.exchange.compression.node_owners import NodeOwners, moves, tree_nodes
+from unisono.exchange.wrapper import BucketedExchange
 from unisono.plan.reduction_tree import Fold, Node, Plan, fold
 
 
-class CompressedTree(Bucketed):
+class CompressedTree(BucketedExchange):
     promise = "exact"
     reason = "gradients are compressed at fixed nodes of one tree, which adds them up, wherever they were computed"
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group, *, settings: CompressSettings
+        self,
+        params: Sequence[torch.nn.Parameter],
+        virtual_ranks: int,
+        group: ProcessGroup,
+        *,
+        settings: CompressSettings,
     ) -> None:
         self.params, self.group, self.leaves = params, group, self._leaves(virtual_ranks, group)
-        self.nodes = nodes_of(self.leaves, settings.nodes)
-        self.layout = Layout(params, group.size * BLOCK // ALIGN)  # chunks end where blocks do
+        self.nodes = tree_nodes(self.leaves, settings.nodes)
+        self.layout = BucketLayout(params, group.size * BLOCK // ALIGN)  # chunks end where blocks do
         self.way = build_way(settings, self.layout, group)
-        self.post = Post(group)
-        self.pool = Pool(self.layout, shared=False)
-        self.ready = Readiness(self.layout, lambda bucket: None)
-        self.result = Copy(self.layout)
-        self.left: dict[int, Copy] = {}
+        self.post = CountedCollectives(group)
+        self.pool = FlatGradientPool(self.layout, shared=False)
+        self.ready = BucketReadiness(self.layout, lambda bucket: None)
+        self.result = FlatGradient(self.layout)
+        self.left: dict[int, FlatGradient] = {}
         """Of each node that we own, what was left over: or of all, when they were just loaded."""
         self.unit = self.weight = 1.0  # what `left` is in units of, and what it should be: the last step's weight
-        self._deal: Deal | None = None
+        self._deal: NodeOwners | None = None
 
-    def _leaves(self, virtual_ranks: int, group: Group) -> int:
+    def _leaves(self, virtual_ranks: int, group: ProcessGroup) -> int:
         return virtual_ranks
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         self.pieces, self.post.sent = pieces, 0
         self.span = spans[self.group.rank]
-        deal = Deal(self.leaves, self.nodes, tuple(spans))
+        deal = NodeOwners(self.leaves, self.nodes, tuple(spans))
         self._move(deal)
         self.ready.begin()
         ratio, self.unit = self.unit / self.weight, self.weight
@@ -71,16 +84,16 @@ class CompressedTree(Bucketed):
                 flat.mul_(ratio)
         self.way.begin(deal, ratio)
         self._bad = torch.zeros(len(self.params), dtype=torch.uint8)  # whose gradients are not finite
-        self._leaf: Loose | None = None
+        self._leaf: LooseGradient | None = None
         self._queue = [(n, node) for n, node in enumerate(self.nodes) if deal.parts(self.group.rank, node)]
         self._fold = self._next_fold()
-        self._halves: dict[int, dict[Node, Copy]] = {}  # of nodes that are computed by several processes
+        self._halves: dict[int, dict[Node, FlatGradient]] = {}  # of nodes that are computed by several processes
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         if self._leaf is None:
             self._settle(virtual_rank)
             self._fold.skip_to(virtual_rank, None)
-            self._leaf, self._to_come = Loose(self.layout), self.pieces[virtual_rank]
+            self._leaf, self._to_come = LooseGradient(self.layout), self.pieces[virtual_rank]
         self._number = virtual_rank
         self._to_come -= 1
         self.ready.enter(self._leaf, tell=False, last=last, launch=False)
@@ -107,7 +120,7 @@ class CompressedTree(Bucketed):
         for number, is_bad in enumerate(bad):
             if is_bad:
                 self.result.views[number].fill_(torch.nan)
-        self.result.hand_over(self.params)
+        self.result.detach_gradient(self.params)
         return not any(bad) and all(map(finite, self.result.flats))
 
     @property
@@ -128,7 +141,7 @@ class CompressedTree(Bucketed):
 
     # -- nodes
 
-    def _next_fold(self) -> Fold[Loose | None]:
+    def _next_fold(self) -> Fold[LooseGradient | None]:
         first = max(self._queue[0][1].lo, self.span[0]) if self._queue else self.span[1]
         return Fold(self.leaves, _merged, first)
 
@@ -144,7 +157,7 @@ class CompressedTree(Bucketed):
             else:
                 self._halves[number] = sums
 
-    def _copy(self, loose: Loose | None) -> Copy:
+    def _copy(self, loose: LooseGradient | None) -> FlatGradient:
         """The same as flat buffers; zeros, where there is nothing."""
         copy = self.pool.take()
         if loose is not None:
@@ -153,7 +166,7 @@ class CompressedTree(Bucketed):
         copy.complete()
         return copy
 
-    def _take(self, number: int, x: Copy) -> None:
+    def _take(self, number: int, x: FlatGradient) -> None:
         """The sum of a node is complete."""
         for n, view in enumerate(x.views):
             if not finite(view):  # the step is lost, and what is left over from others is not to be
@@ -194,7 +207,7 @@ class CompressedTree(Bucketed):
 
     # -- what is left over
 
-    def _move(self, deal: Deal) -> None:
+    def _move(self, deal: NodeOwners) -> None:
         """Virtual ranks are dealt anew: what was left over of a node goes to its new owner."""
         before, self._deal = self._deal, deal
         if before is None:
@@ -221,7 +234,7 @@ class CompressedTree(Bucketed):
             return
         for number, owner in enumerate(self._deal.owners):
             row = flatten(self.left[number]) if owner == self.group.rank else flatten(self.result)
-            self.group.share_([row], source=owner)
+            self.group.broadcast_([row], source=owner)
             if self.group.rank == 0:
                 yield number, row
 
@@ -242,7 +255,7 @@ class CompressedAllReduce(CompressedTree):
         "exchange=allreduce compresses the sum of each process, and how many there are decides; exchange=tree does not"
     )
 
-    def _leaves(self, virtual_ranks: int, group: Group) -> int:
+    def _leaves(self, virtual_ranks: int, group: ProcessGroup) -> int:
         return group.size
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
@@ -253,7 +266,7 @@ class CompressedAllReduce(CompressedTree):
         super().enter(self.group.rank, last=last)
 
 
-def _merged(left: Loose | None, right: Loose | None) -> Loose | None:
+def _merged(left: LooseGradient | None, right: LooseGradient | None) -> LooseGradient | None:
     if left is None or right is None:
         return right if left is None else left
     for number in range(len(left.grads)):
@@ -261,7 +274,7 @@ def _merged(left: Loose | None, right: Loose | None) -> Loose | None:
     return left
 
 
-def _added(left: Copy, right: Copy) -> Copy:
+def _added(left: FlatGradient, right: FlatGradient) -> FlatGradient:
     for ours, theirs in zip(left.flats, right.flats, strict=True):
         ours.add_(theirs)
     return left

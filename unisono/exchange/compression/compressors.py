@@ -16,26 +16,28 @@ from typing import Any, Protocol
 import torch
 
 from unisono.config import CompressSettings
-from unisono.distributed.process_group import Group, Message
-from unisono.exchange.buckets import Copy, Layout
-from unisono.exchange.byte_counter import Post
+from unisono.distributed.process_group import Message, ProcessGroup
+from unisono.exchange.buckets import BucketLayout, FlatGradient
+from unisono.exchange.byte_counter import CountedCollectives
 from unisono.exchange.compression.block_format import BLOCK, CODES, NEEDS_FEEDBACK, largest
-from unisono.exchange.compression.node_owners import Deal
-from unisono.exchange.compression.powersgd import first_q, following, orthogonal, shape_of
+from unisono.exchange.compression.node_owners import NodeOwners
+from unisono.exchange.compression.powersgd import first_q, next_q, orthogonalize, shape_of
 from unisono.plan.reduction_tree import Fold
 
 
-class Way(Protocol):
+class Compressor(Protocol):
     """`feedback`: what a form leaves out is kept, in `x`, for the node's next one."""
 
     feedback: bool
 
-    def begin(self, deal: Deal, ratio: float) -> None:
+    def begin(self, deal: NodeOwners, ratio: float) -> None:
         """A step begins; what is kept is to be multiplied by `ratio`."""
 
-    def take(self, number: int, x: Copy) -> None: ...
+    def take(self, number: int, x: FlatGradient) -> None: ...
 
-    def meet(self, deal: Deal, post: Post, into: Copy, kept: Mapping[int, Copy]) -> None: ...
+    def meet(
+        self, deal: NodeOwners, post: CountedCollectives, into: FlatGradient, kept: Mapping[int, FlatGradient]
+    ) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -44,18 +46,18 @@ class Way(Protocol):
         return
 
 
-def build_way(settings: CompressSettings, layout: Layout, group: Group) -> Way:
+def build_way(settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> Compressor:
     """How `compress.kind` meets."""
     if settings.kind in CODES:
-        return Blocks(settings.kind, layout, group)
-    return {"topk": Largest, "powersgd": LowRank}[settings.kind](settings, layout, group)
+        return BlockCompressor(settings.kind, layout, group)
+    return {"topk": TopKCompressor, "powersgd": PowerSGDCompressor}[settings.kind](settings, layout, group)
 
 
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.add_(right)
 
 
-class Blocks(Way):
+class BlockCompressor(Compressor):
     """Blocks of fewer bits. Each process gets its chunk of every node's form, adds these up by the tree, and hands the
     sum to everybody in the same form; the root of the tree is one more node, with something left over of its own:
 
@@ -65,29 +67,31 @@ class Blocks(Way):
     With N nodes on W processes a process sends (N / W + 1) (W - 1) / W forms of a gradient.
     """
 
-    def __init__(self, kind: str, layout: Layout, group: Group) -> None:
+    def __init__(self, kind: str, layout: BucketLayout, group: ProcessGroup) -> None:
         self.code, self.layout, self.group = CODES[kind], layout, group
         self.feedback = kind in NEEDS_FEEDBACK
         self.forms: dict[int, list[torch.Tensor]] = {}
         # of the root, our chunk of each bucket
         self.left = [torch.zeros(b.size // group.size, device=b.device) for b in layout.buckets]
 
-    def begin(self, deal: Deal, ratio: float) -> None:
+    def begin(self, deal: NodeOwners, ratio: float) -> None:
         self.forms = {}
         for left in self.left if ratio != 1.0 else ():
             left.mul_(ratio)
 
-    def take(self, number: int, x: Copy) -> None:
+    def take(self, number: int, x: FlatGradient) -> None:
         self.forms[number] = [self.code.encode(flat) for flat in x.flats]
         if self.feedback:
             for flat, form in zip(x.flats, self.forms[number], strict=True):
                 flat.sub_(self.code.decode(form))
 
-    def meet(self, deal: Deal, post: Post, into: Copy, kept: Mapping[int, Copy]) -> None:
+    def meet(
+        self, deal: NodeOwners, post: CountedCollectives, into: FlatGradient, kept: Mapping[int, FlatGradient]
+    ) -> None:
         for bucket, flat in enumerate(into.flats):
             flat.copy_(self.code.decode(self._meet(bucket, deal, post)))
 
-    def _meet(self, bucket: int, deal: Deal, post: Post) -> torch.Tensor:
+    def _meet(self, bucket: int, deal: NodeOwners, post: CountedCollectives) -> torch.Tensor:
         """The form of a bucket's sum."""
         mine = {number: forms[bucket].view(post.size, -1, self.code.width) for number, forms in self.forms.items()}
         every = range(len(deal.nodes))
@@ -119,18 +123,18 @@ class Blocks(Way):
         """The root's, whole: its chunks are cut anew for another number of processes."""
         if not self.feedback:
             return {}
-        whole = Copy(self.layout)
+        whole = FlatGradient(self.layout)
         for flat, left in zip(whole.flats, self.left, strict=True):
             self.group.all_gather(flat, left).wait() if self.group.size > 1 else flat.copy_(left)
         return {"root": flatten(whole)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.feedback and "root" in state:
-            whole = unflatten(state["root"], Copy(self.layout))
+            whole = unflatten(state["root"], FlatGradient(self.layout))
             self.left = [flat.view(self.group.size, -1)[self.group.rank].clone() for flat in whole.flats]
 
 
-class Largest(Way):
+class TopKCompressor(Compressor):
     """The largest elements of each parameter, which everybody gets from everybody.
 
     With N nodes on W processes a process sends (W - 1) N / W forms, of 8 bytes an element that is sent.
@@ -138,15 +142,15 @@ class Largest(Way):
 
     feedback = True
 
-    def __init__(self, settings: CompressSettings, layout: Layout, group: Group) -> None:
+    def __init__(self, settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout = layout
         self.counts = [math.ceil(settings.keep * part.numel()) for part in layout.parts]
         self.forms: dict[int, list[torch.Tensor]] = {}
 
-    def begin(self, deal: Deal, ratio: float) -> None:
+    def begin(self, deal: NodeOwners, ratio: float) -> None:
         self.forms = {}
 
-    def take(self, number: int, x: Copy) -> None:
+    def take(self, number: int, x: FlatGradient) -> None:
         self.forms[number] = []
         for about, flat in zip(self.layout.buckets, x.flats, strict=True):
             places, values = [], []
@@ -158,7 +162,9 @@ class Largest(Way):
             self.forms[number].append(form)
             flat[form[0].view(torch.int32).long()] = 0.0
 
-    def meet(self, deal: Deal, post: Post, into: Copy, kept: Mapping[int, Copy]) -> None:
+    def meet(
+        self, deal: NodeOwners, post: CountedCollectives, into: FlatGradient, kept: Mapping[int, FlatGradient]
+    ) -> None:
         for bucket, flat in enumerate(into.flats):
             count = sum(self.counts[n] for n in self.layout.buckets[bucket].members)
             forms = {n: mine[bucket] for n, mine in self.forms.items()}
@@ -175,35 +181,37 @@ class Largest(Way):
             flat.copy_(total)
 
 
-class LowRank(Way):
+class PowerSGDCompressor(Compressor):
     """PowerSGD (powersgd.py). On W processes a process sends, for each matrix, its partial sums of two thin ones and a
     chunk of their sums, (W - 1) / W of each; and what is no matrix in the same way."""
 
     feedback = True
 
-    def __init__(self, settings: CompressSettings, layout: Layout, group: Group) -> None:
+    def __init__(self, settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout, self.group = layout, group
         found = {n: shape_of(part, settings.rank) for n, part in enumerate(layout.parts)}
         self.shapes = {n: shape for n, shape in found.items() if shape is not None}
         self.rest = [n for n, shape in found.items() if shape is None]
         self.q = {n: first_q(n, m, rank, layout.parts[n].device) for n, (_, m, rank) in self.shapes.items()}
 
-    def begin(self, deal: Deal, ratio: float) -> None:
+    def begin(self, deal: NodeOwners, ratio: float) -> None:
         self.deal, self.fold = deal, self._fold(deal)
 
-    def _fold(self, deal: Deal) -> Fold[torch.Tensor]:
+    def _fold(self, deal: NodeOwners) -> Fold[torch.Tensor]:
         return Fold(deal.leaves, _add, deal.plan.spans[self.group.rank][0])
 
-    def take(self, number: int, x: Copy) -> None:
+    def take(self, number: int, x: FlatGradient) -> None:
         said = [self._matrix(x, n) @ self.q[n] for n in self.shapes] + [x.views[n] for n in self.rest]
         self.fold.push(self.deal.nodes[number], torch.cat([part.reshape(-1) for part in said]))
         for n in self.rest:  # nothing is left over of these
             x.views[n].zero_()
 
-    def meet(self, deal: Deal, post: Post, into: Copy, kept: Mapping[int, Copy]) -> None:
+    def meet(
+        self, deal: NodeOwners, post: CountedCollectives, into: FlatGradient, kept: Mapping[int, FlatGradient]
+    ) -> None:
         sizes = [(n, rank) for n, _, rank in self.shapes.values()]
         total = self._total(self.fold, sizes + [self.layout.parts[n].shape for n in self.rest], post)
-        p = dict(zip(self.shapes, map(orthogonal, total), strict=False))
+        p = dict(zip(self.shapes, map(orthogonalize, total), strict=False))
         for n, part in zip(self.rest, total[len(p) :], strict=True):
             into.views[n].copy_(part)
         if not p:
@@ -218,9 +226,11 @@ class LowRank(Way):
             p, self._total(fold, [(m, rank) for _, m, rank in self.shapes.values()], post), strict=True
         ):
             into.views[n].copy_((p[n] @ q_sum.T).view(into.views[n].shape))
-            self.q[n] = following(self.q[n], q_sum)
+            self.q[n] = next_q(self.q[n], q_sum)
 
-    def _total(self, fold: Fold[torch.Tensor], shapes: Sequence[Sequence[int]], post: Post) -> list[torch.Tensor]:
+    def _total(
+        self, fold: Fold[torch.Tensor], shapes: Sequence[Sequence[int]], post: CountedCollectives
+    ) -> list[torch.Tensor]:
         """The sum over all nodes, from what was folded of ours."""
         room = torch.empty(sum(map(prod, shapes)), device=self.group.device)
         total = post.add_up(self.deal.plan, [root for _, root in fold.held], room)
@@ -228,7 +238,7 @@ class LowRank(Way):
             part.view(tuple(shape)) for part, shape in zip(total.split(list(map(prod, shapes))), shapes, strict=True)
         ]
 
-    def _matrix(self, x: Copy, n: int) -> torch.Tensor:
+    def _matrix(self, x: FlatGradient, n: int) -> torch.Tensor:
         return x.views[n].reshape(self.shapes[n][:2])
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,12 +251,12 @@ class LowRank(Way):
                 self.q[n] = saved.to(q.device)
 
 
-def flatten(x: Copy) -> torch.Tensor:
+def flatten(x: FlatGradient) -> torch.Tensor:
     """A copy's content in the order of the parameters, which does not depend on how it is cut into buckets."""
     return torch.cat([view.reshape(-1) for view in x.views])
 
 
-def unflatten(row: torch.Tensor, into: Copy) -> Copy:
+def unflatten(row: torch.Tensor, into: FlatGradient) -> FlatGradient:
     for view, part in zip(into.views, row.split([view.numel() for view in into.views]), strict=True):
         view.copy_(part.view(view.shape))
     return into

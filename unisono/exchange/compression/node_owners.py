@@ -22,7 +22,7 @@ from functools import cached_property
 from unisono.plan.reduction_tree import Node, Plan, subtrees
 
 
-def nodes_of(leaves: int, count: int | None) -> tuple[Node, ...]:
+def tree_nodes(leaves: int, count: int | None) -> tuple[Node, ...]:
     """The nodes of one level of the tree, `count` of them (a power of two); None: its leaves."""
     if count is None or count == leaves:
         return tuple(Node(v, v + 1) for v in range(leaves))
@@ -33,7 +33,7 @@ def nodes_of(leaves: int, count: int | None) -> tuple[Node, ...]:
 
 
 @dataclass(frozen=True)
-class Deal:
+class NodeOwners:
     """For one placement: spans[r] is the span of leaves that process r computes."""
 
     leaves: int

@@ -38,7 +38,7 @@ def first_q(number: int, m: int, rank: int, device: torch.device) -> torch.Tenso
     return torch.randn(m, rank, generator=g).to(device)
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Its columns, made orthogonal one after the other, of length 1; a column that depends on the others becomes 0."""
     columns: list[torch.Tensor] = []
     for column in matrix.double().unbind(1):
@@ -52,7 +52,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, 1).to(matrix.dtype)
 
 
-def following(q: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def next_q(q: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """Where the next step begins, from where this one did and the sum that it found. Its size does not matter, so it
     stays near 1; a column in which nothing was found is not lost for good."""
     size = found.abs().max()

@@ -8,7 +8,7 @@ leaves are done; so all that is exchanged goes out then, and nothing of it while
     process 2   v7 (slow)                (7,8)
 
 train/balance/work_stealing.py says who takes what. So does a death: those who are left hold some partial sums of the
-step, and deal what is missing among them (`go_on`; train/recovery/step_recovery.py).
+step, and deal what is missing among them (`continue_after_death`; train/recovery/step_recovery.py).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from functools import reduce
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange import Spans, Weights
-from unisono.exchange.buckets import Copy
-from unisono.exchange.tree.tree_fold import Tree
-from unisono.plan.reduction_tree import Heap, Node, Scattered
+from unisono.exchange.buckets import FlatGradient
+from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.plan.reduction_tree import Node, NodeHeap, ScatteredPlan
 
 
-class Claimed(Tree):
+class DynamicTree(TreeExchange):
     """A tree that also knows steps without spans: `begin` with none of them."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         super().__init__(params, virtual_ranks, group)
         self._racing = self._goes_on = False
-        self._heap: Heap[Copy | None] = Heap(virtual_ranks, self._sum)
-        self._leaf: Copy | None = None
+        self._heap: NodeHeap[FlatGradient | None] = NodeHeap(virtual_ranks, self._sum)
+        self._leaf: FlatGradient | None = None
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         self._racing, self._goes_on = not spans, False
@@ -40,11 +40,13 @@ class Claimed(Tree):
             super().begin(spans, pieces, weights)
             return
         self.pieces, self._weights = pieces, weights
-        self._heap, self._mine = Heap(self.virtual_ranks, self._sum), [0.0] * self.virtual_ranks
+        self._heap, self._mine = NodeHeap(self.virtual_ranks, self._sum), [0.0] * self.virtual_ranks
         self._roots, self._broken = None, None
         self.ready.begin()
 
-    def go_on(self, held: Mapping[Node, Copy | None], used: Sequence[bool], empty: Sequence[int]) -> None:
+    def continue_after_death(
+        self, held: Mapping[Node, FlatGradient | None], used: Sequence[bool], empty: Sequence[int]
+    ) -> None:
         """After `begin` without spans: these partial sums are there already. They come from another exchange over the
         same parameters, which found these `used`; `empty` virtual ranks have nothing to do, and are ours."""
         self._goes_on = True
@@ -57,15 +59,15 @@ class Claimed(Tree):
         for leaf in empty:
             self._push(Node(leaf, leaf + 1), None)
 
-    def _push(self, node: Node, copy: Copy | None) -> None:
+    def _push(self, node: Node, copy: FlatGradient | None) -> None:
         self._mine[node.lo : node.hi] = [self.group.rank + 1.0] * (node.hi - node.lo)
         self._heap.push(node, copy)
 
-    def held(self) -> Mapping[Node, Copy | None]:
+    def held(self) -> Mapping[Node, FlatGradient | None]:
         if not self._racing:
             return super().held()
         copies = [copy for copy in self._heap.held.values() if copy is not None]
-        return {} if any(copy.spoilt for copy in copies) else dict(self._heap.held)
+        return {} if any(copy.is_modified for copy in copies) else dict(self._heap.held)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
         if not self._racing:
@@ -95,11 +97,11 @@ class Claimed(Tree):
         end = busy[place + 1] if place + 1 < len(busy) else self.virtual_ranks
         return range(leaf if place else 0, end)
 
-    def _sum(self, left: Copy | None, right: Copy | None) -> Copy | None:
+    def _sum(self, left: FlatGradient | None, right: FlatGradient | None) -> FlatGradient | None:
         """x + 0 = x, since no sum is ever -0."""
         if left is None or right is None:
             return right if left is None else left
-        left.absorb(right)
+        left.add_from(right)
         self.pool.give([right])
         return left
 
@@ -109,7 +111,9 @@ class Claimed(Tree):
             return
         told = torch.cat([torch.tensor(self._mine, dtype=torch.float64, device=self.group.device), self._weights()])
         owners, row = self.group.sum_(told).split(self.virtual_ranks)  # one writer each: exact
-        plan = Scattered(self.virtual_ranks, ((0, 0),) * self.group.size, tuple(int(n) - 1 for n in owners.tolist()))
+        plan = ScatteredPlan(
+            self.virtual_ranks, ((0, 0),) * self.group.size, tuple(int(n) - 1 for n in owners.tolist())
+        )
         self._roots = [self._heap.held[node] for node in plan.sends(self.group.rank)]
         made = [copy for copy in self._roots if copy is not None] or [self.pool.take()]
         self._result = made[0]

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from unisono.distributed.process_group import Group, Message, Work, like, local, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, Work, from_local_like, to_local, wait_for
 from unisono.errors import LoopError
 from unisono.exchange import Exchange, Spans, Weights
 from unisono.exchange.buckets import divide_
-from unisono.exchange.byte_counter import Post
+from unisono.exchange.byte_counter import CountedCollectives
 from unisono.plan.reduction_tree import Fold, Node, Plan
 
 Sum = torch.Tensor | None
@@ -52,7 +52,7 @@ class Layer(Protocol):
         """Hand gradients to `comm` from now on."""
 
 
-class Sent(NamedTuple):
+class PendingSend(NamedTuple):
     """A layer's gradients of one round, under way."""
 
     chunk: Any
@@ -69,7 +69,9 @@ class Chunk:
     FSDP2 hands over [processes, length], flat: of each parameter as many rows as torch.chunk gives, and padding.
     """
 
-    def __init__(self, layer: Layer, params: Sequence[torch.nn.Parameter], scatter: Scatter, size: int) -> None:
+    def __init__(
+        self, layer: Layer, params: Sequence[torch.nn.Parameter], scatter: ReduceScatterTree, size: int
+    ) -> None:
         self.layer, self.params, self.scatter, self.size = layer, params, scatter, size
         self.offsets: list[int] = []
         self.length = 0
@@ -105,20 +107,20 @@ class Chunk:
         """A chunk as gradients, one for each parameter."""
         found: list[torch.Tensor] = []
         for p, offset in zip(self.params, self.offsets, strict=True):
-            shard = local(p)
+            shard = to_local(p)
             mine = flat[offset : offset + shard.numel()].view(shard.shape).to(shard.device)
-            found.append(like(mine, p))
+            found.append(from_local_like(mine, p))
         return found
 
 
-class Drop(Chunk):
+class NoReduce(Chunk):
     """A layer that a pass is not for: its gradient is nobody's."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
         pass
 
 
-class Scatter(Exchange):
+class ReduceScatterTree(Exchange):
     """`group`: those that hold the same shards, each with a span of its own; `shard`: those that share one model."""
 
     promise = "exact"
@@ -130,9 +132,9 @@ class Scatter(Exchange):
         self,
         params: Sequence[torch.nn.Parameter],
         virtual_ranks: int,
-        group: Group,
+        group: ProcessGroup,
         *,
-        shard: Group,
+        shard: ProcessGroup,
         layers: Sequence[Layer],
     ) -> None:
         self.params, self.virtual_ranks, self.group, self.shard = params, virtual_ranks, group, shard
@@ -144,10 +146,10 @@ class Scatter(Exchange):
             if any(id(p) in ours for p in trained):
                 self.chunks.append(Chunk(layer, trained, self, shard.size))
             else:
-                self.dropped.append(Drop(layer, trained, self, shard.size))
+                self.dropped.append(NoReduce(layer, trained, self, shard.size))
         of_layers = [p for chunk in (*self.chunks, *self.dropped) for p in chunk.params]
         self._others = [p for p in of_layers if id(p) not in ours]  # that train, but not by this exchange
-        self._sent: Sent | None = None
+        self._sent: PendingSend | None = None
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """A step begins: we and those who share our model compute the span of our place in the group."""
@@ -155,7 +157,7 @@ class Scatter(Exchange):
         self.span = self.plan.spans[self.group.rank]
         self.pieces = pieces
         self.places = [(v, n) for v in range(*self.span) for n in range(pieces[v])]
-        self.round, self._bytes, self.post = -1, 0, Post(self.group)
+        self.round, self._bytes, self.post = -1, 0, CountedCollectives(self.group)
         for chunk in self.chunks:
             chunk.fold, chunk.leaf, chunk.rounds = Fold(self.virtual_ranks, _add, self.span[0]), None, 0
             chunk.layer.used[:] = [False] * len(chunk.layer.used)
@@ -200,7 +202,7 @@ class Scatter(Exchange):
         receives = [Message(ours[turn], turn) for turn in range(present) if turn != rank]
         note = chunk.layer.notes.write(chunk.layer.reduced)
         works = self.shard.send_and_receive(sends, receives, tag=chunk.layer.reduced)
-        self._sent = Sent(chunk, ours, gradient, note, works)
+        self._sent = PendingSend(chunk, ours, gradient, note, works)
 
     def _settle(self) -> None:
         """What is under way arrives, and is folded."""

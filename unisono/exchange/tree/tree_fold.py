@@ -25,40 +25,51 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange import Spans, Weights
-from unisono.exchange.buckets import Copy, Layout, Loose, Pool, Readiness, divide_
-from unisono.exchange.tree.tree_transport import Wire
-from unisono.exchange.wrapper import Bucketed
+from unisono.exchange.buckets import (
+    BucketLayout,
+    BucketReadiness,
+    FlatGradient,
+    FlatGradientPool,
+    LooseGradient,
+    divide_,
+)
+from unisono.exchange.tree.tree_transport import TreeTransport
+from unisono.exchange.wrapper import BucketedExchange
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
 
 
-class Tree(Bucketed):
+class TreeExchange(BucketedExchange):
     promise = "exact"
     reason = "one fixed tree adds the gradients of the virtual ranks, wherever they were computed"
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: Group) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         self.params = params
         self.virtual_ranks = virtual_ranks
         self.group = group
         self.layout = self._lay_out()
-        self.pool = Pool(self.layout, shared=bool(group.neighbours))
-        self.ready = Readiness(self.layout, self._launch, self._merge)
+        self.pool = FlatGradientPool(self.layout, shared=bool(group.neighbours))
+        self.ready = BucketReadiness(self.layout, self._launch, self._merge)
         self.wire: Any = None  # how partial sums meet; None: nobody else has any
         self._fold: Fold[Part] = Fold(virtual_ranks, _where)
-        self._current: tuple[Node, Copy | Loose] | None = None  # the leaf that backward is filling
+        self._current: tuple[Node, FlatGradient | LooseGradient] | None = None  # the leaf that backward is filling
         self._to_come = 0  # micro-batches that are still to come for it
-        self._merges: list[tuple[Copy | Loose, Loose]] = []  # what is to be added once it is complete
+        self._merges: list[
+            tuple[FlatGradient | LooseGradient, LooseGradient]
+        ] = []  # what is to be added once it is complete
         self._merged: list[bool] = []  # for which parameters that is done
-        self._roots: list[Copy | None] | None = None  # the partial sums of this process, in order; None: all zeros
-        self._result: Copy | None = None
+        self._roots: list[FlatGradient | None] | None = (
+            None  # the partial sums of this process, in order; None: all zeros
+        )
+        self._result: FlatGradient | None = None
         self._broken: Exception | None = None  # what a message that left from inside backward met with
 
-    def _lay_out(self) -> Layout:
-        return Layout(self.params, self.group.size)
+    def _lay_out(self) -> BucketLayout:
+        return BucketLayout(self.params, self.group.size)
 
     def _build_wire(self, plan: Plan) -> Any:
-        return Wire(plan, self.layout, self.group)
+        return TreeTransport(plan, self.layout, self.group)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """A step begins: this process holds spans[rank]; virtual rank v of it has pieces[v] micro-batches (maybe 0)."""
@@ -127,7 +138,7 @@ class Tree(Bucketed):
             whole = all(found)
         else:
             whole = bool(self.wire.finish())
-        self._result.hand_over(self.params)
+        self._result.detach_gradient(self.params)
         return whole
 
     def commit(self) -> None:
@@ -160,7 +171,7 @@ class Tree(Bucketed):
         after = self._current[0].hi
         return next((v for v in range(after, self.span[1]) if self.pieces[v]), self.span[1])
 
-    def _open(self, virtual_rank: int) -> tuple[Node, Copy | Loose]:
+    def _open(self, virtual_rank: int) -> tuple[Node, FlatGradient | LooseGradient]:
         """Where the leaf of `virtual_rank` is gathered. The second of a pair, if it is one micro-batch (and no
         layer adds to it twice), goes straight into the first: (first) + g is the very addition the tree makes there."""
         leaf = Node(virtual_rank, virtual_rank + 1)
@@ -170,15 +181,15 @@ class Tree(Bucketed):
             if pair is not None and node.hi - node.lo == 1 and value is not None:
                 self._fold.held.pop()
                 return pair, value
-        return leaf, self.pool.take() if virtual_rank in self._travel else Loose(self.layout)
+        return leaf, self.pool.take() if virtual_rank in self._travel else LooseGradient(self.layout)
 
-    def _plan(self, leaf: tuple[Node, Copy | Loose] | None, *, last: bool) -> None:
+    def _plan(self, leaf: tuple[Node, FlatGradient | LooseGradient] | None, *, last: bool) -> None:
         """What is to be added once `leaf` is complete; with `last` also the partial sums that this leaves."""
         self._merges, self._merged = [], [False] * len(self.params)
 
         def note(left: Part, right: Part) -> Part:
             if left is not None and right is not None:
-                assert isinstance(right, Loose), "it was to travel"
+                assert isinstance(right, LooseGradient), "it was to travel"
                 self._merges.append((left, right))
             return _where(left, right)
 
@@ -192,7 +203,7 @@ class Tree(Bucketed):
         self._roots = []
         becoming = leaf and (self._merges[-1][0] if self._merges else leaf[1])
         for _, value in end.held:
-            assert not isinstance(value, Loose), "it was not to travel"
+            assert not isinstance(value, LooseGradient), "it was not to travel"
             self._roots.append(value)
             if value is not None and value is not becoming:
                 value.complete()
@@ -223,14 +234,14 @@ class Tree(Bucketed):
                 raise
             self._broken = error  # backward goes on: what it makes here is still good
 
-    def held(self) -> Mapping[Node, Copy | None]:
+    def held(self) -> Mapping[Node, FlatGradient | None]:
         """Once all is launched. Nobody may still be adding up."""
-        if self._roots is None or any(root is not None and root.spoilt for root in self._roots):
+        if self._roots is None or any(root is not None and root.is_modified for root in self._roots):
             return {}
         return dict(zip(self._plan_of_step.sends(self._rank), self._roots, strict=True))
 
 
-Part = Copy | Loose | None
+Part = FlatGradient | LooseGradient | None
 """A sum of gradients of this process; None: nobody's, zeros."""
 
 

@@ -24,20 +24,20 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.distributed.process_group import Group, Message, Work, wait_for
-from unisono.distributed.shared_memory import Name, look
+from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
+from unisono.distributed.shared_memory import SharedName, probe_shared_memory
 from unisono.exchange import Weights
-from unisono.exchange.buckets import Copy, Layout, blocks, finite
+from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, finite
 from unisono.plan.reduction_tree import Plan
 
 IN_FLIGHT = 2
 """Buckets whose partial sums are on their way at the same time: one is added up while the other travels."""
 
-ZEROS = Name(-1, -1)
+ZEROS = SharedName(-1, -1)
 """What a process calls a partial sum of nothing."""
 
 
-class _Sent(NamedTuple):
+class _PendingSend(NamedTuple):
     """A bucket whose partial sums are under way."""
 
     number: int
@@ -46,10 +46,10 @@ class _Sent(NamedTuple):
     works: list[Work]
 
 
-class Wire:
+class TreeTransport:
     """The messages of every bucket for one placement, and the sums over what they bring."""
 
-    def __init__(self, plan: Plan, layout: Layout, group: Group) -> None:
+    def __init__(self, plan: Plan, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout, self.group, self.rank = layout, group, group.rank
         self.neighbours = group.neighbours
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
@@ -79,20 +79,20 @@ class Wire:
         """`divisor`: what to divide by, if that is known already."""
         self.weights = weights
         self.divisor = divisor
-        self.sent: list[_Sent] = []
+        self.sent: list[_PendingSend] = []
         self.settled = 0  # buckets whose sum is made
         self.finite: list[torch.Tensor] = []  # has a block of what we made a finite sum?
         self.results: list[torch.Tensor] = []  # our chunk of every bucket
         self.works: list[Work] = []
 
-    def send(self, bucket: int, roots: Sequence[Copy | None], result: Copy) -> None:
+    def send(self, bucket: int, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
         """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us.
 
         `result` is where their sum is gathered: our first partial sum, of which others have their chunk before they
         send us what belongs there.
         """
         if bucket >= IN_FLIGHT:
-            self._settle()
+            self._wait_for_sums()
         if bucket == 0:
             self.own = [copy.mark for copy in (result, *roots) if copy is not None]
         about, size = self.layout.buckets[bucket], self.plan.size
@@ -125,17 +125,17 @@ class Wire:
         sends += [Message(self.ready if bucket else self.names[self.rank], other) for other in self.neighbours]
         receives += [Message(self.ready if bucket else self.names[other], other) for other in self.neighbours]
         chunks = result.flats[bucket].data.view(size, -1)
-        self.sent.append(_Sent(bucket, parts, chunks, self.group.send_and_receive(sends, receives)))
+        self.sent.append(_PendingSend(bucket, parts, chunks, self.group.send_and_receive(sends, receives)))
 
     def finish(self) -> bool:
         """The sums are where `send` was told to put them; is all that we made of them finite?"""
         while self.settled < len(self.sent):
-            self._settle()
+            self._wait_for_sums()
         wait_for(self.works)
         self.sent, self.works = [], []  # gloo's hold its connections: a forked loader worker would close them, and hang
         return bool(torch.stack(self.finite).all()) or all(map(finite, self.results))
 
-    def _settle(self) -> None:
+    def _wait_for_sums(self) -> None:
         """Of the oldest bucket under way: wait for its partial sums, add them up, hand everybody our chunk of it."""
         bucket, parts, chunks, works = self.sent[self.settled]
         self.settled += 1
@@ -148,7 +148,7 @@ class Wire:
                 mark.fill_(1)
         outs = [chunks[self.rank], *(memory.pop(0) for memory in near.values())]
         whole = [near[h].pop(0) if part is None else part for part, h in zip(parts, self.holders, strict=True)]
-        self._add_up(whole, self.divisor, outs)
+        self._reduce_in_order(whole, self.divisor, outs)
         sends = [Message(chunks[self.rank], other) for other in self.far]
         receives = [Message(chunks[other], other) for other in self.far]
         sends += [Message(self.ready, other) for other in self.neighbours]
@@ -158,20 +158,20 @@ class Wire:
     def _look(self, rank: int, bucket: int) -> list[torch.Tensor]:
         """Our chunk of a bucket as a neighbour holds it: where the sum goes, then of each of its partial sums."""
         about, found = self.layout.buckets[bucket], []
-        for name in map(Name._make, self.names[rank].tolist()):
+        for name in map(SharedName._make, self.names[rank].tolist()):
             if name == ZEROS:
                 found.append(torch.zeros(about.size // self.plan.size, dtype=about.dtype))
                 continue
             key = rank, name.number
             if key not in self.seen:
-                memory = look(self.neighbours[rank], name, self.layout.bytes_shared)
+                memory = probe_shared_memory(self.neighbours[rank], name, self.layout.bytes_shared)
                 self.seen[key], self.marks[key] = self.layout.cut(memory), self.layout.mark_of(memory)
             if bucket == 0:
                 self.marks[key].fill_(1)
             found.append(self.seen[key][bucket].view(self.plan.size, -1)[self.rank])
         return found
 
-    def _add_up(self, parts: list[torch.Tensor], divisor: torch.Tensor, outs: list[torch.Tensor]) -> None:
+    def _reduce_in_order(self, parts: list[torch.Tensor], divisor: torch.Tensor, outs: list[torch.Tensor]) -> None:
         """The plan's total over the divisor, to all of `outs`, ours first. A block at a time, while that is in the
         cache. The parts are ours to write: nobody else reads this chunk of them."""
         self.results.append(outs[0])
@@ -188,7 +188,7 @@ class Wire:
                 other.copy_(result)
 
 
-def _name(copy: Copy | None) -> Name:
+def _name(copy: FlatGradient | None) -> SharedName:
     """What neighbours open it by."""
     if copy is None:
         return ZEROS

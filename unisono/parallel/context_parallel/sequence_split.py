@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.plan.batch_order import deal
+from unisono.plan.batch_order import cut_batch
 
 
-class Cut(NamedTuple):
+class SequenceCut(NamedTuple):
     """How the sequences of one micro-batch are divided: their length, and how many positions each process has."""
 
     length: int
@@ -22,7 +22,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequence:
+class SequenceDims:
     """What lies along the sequence, for `run.place(..., sequence=...)`. The setting parallel.context divides it.
 
     batch      {part: dim}, a part by its place in a batch, or its name. None: every tensor of two or more dims whose
@@ -41,19 +41,19 @@ class Sequence:
             if name not in known:
                 near = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
                 raise LoopError(
-                    f"unisono.Sequence was given positions={{{name!r}: {dim}}}.",
+                    f"unisono.SequenceDims was given positions={{{name!r}: {dim}}}.",
                     f"{type(model).__name__} has {len(known)} parameters and buffers, none of this name.",
                     f"positions={{{(near or [*dict(model.named_buffers()), *known])[0]!r}: {dim}}}, say.",
                 )
             if not -known[name].dim() <= dim < known[name].dim():
                 raise LoopError(
-                    f"unisono.Sequence was given positions={{{name!r}: {dim}}}.",
+                    f"unisono.SequenceDims was given positions={{{name!r}: {dim}}}.",
                     f"It has shape {tuple(known[name].shape)}.",
                     "name the dim that has a row for each position: 0, mostly.",
                 )
 
 
-def divide(batch: Any, dims: Mapping[int | str, int] | None, group: Group) -> tuple[Cut, Any]:
+def divide(batch: Any, dims: Mapping[int | str, int] | None, group: ProcessGroup) -> tuple[SequenceCut, Any]:
     """How a batch is divided, and this process's slice of it. Slices are in order, and as even as it goes: of 7
     positions 3 and 4; of a single one, some process has none."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
@@ -65,10 +65,10 @@ def divide(batch: Any, dims: Mapping[int | str, int] | None, group: Group) -> tu
             f"Their lengths are {' and '.join(map(str, sorted(lengths)))}."
             if lengths
             else f"In it is no tensor of two or more dims: {type(batch).__name__}.",
-            'say which parts of a batch lie along one sequence: unisono.Sequence(batch={"tokens": 1, "targets": 1}).',
+            'say which dims of a batch are the sequence: unisono.SequenceDims(batch={"tokens": 1, "targets": 1}).',
         )
-    cut = Cut(
-        length := lengths.pop(), tuple(b - a for a, b in (deal(length, group.size, r) for r in range(group.size)))
+    cut = SequenceCut(
+        length := lengths.pop(), tuple(b - a for a, b in (cut_batch(length, group.size, r) for r in range(group.size)))
     )
     ours = {id(t): dim for t, dim in along}
     return cut, tree_map_only(
@@ -76,7 +76,7 @@ def divide(batch: Any, dims: Mapping[int | str, int] | None, group: Group) -> tu
     )
 
 
-def slice_of(tensor: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
+def slice_of(tensor: Tensor, dim: int, cut: SequenceCut, rank: int) -> Tensor:
     """Its rows of this process."""
     return tensor.narrow(dim, sum(cut.lengths[:rank]), cut.lengths[rank])
 
@@ -96,7 +96,7 @@ def _named(batch: Any, dims: Mapping[int | str, int]) -> list[tuple[Tensor, int]
             f"{name!r}: {tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__}" for name, t in parts.items()
         ]
         raise LoopError(
-            f"A micro-batch was to be divided by unisono.Sequence(batch={{{', '.join(wrong)}}}).",
+            f"A micro-batch was to be divided by unisono.SequenceDims(batch={{{', '.join(wrong)}}}).",
             f"It has {', '.join(shapes)}.",
             "name its parts as they are, each with the dim of the sequence.",
         )
@@ -107,7 +107,7 @@ def _has(tensor: Any, dim: int) -> bool:
     return isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim()
 
 
-class Rows:
+class PositionRows:
     """A model's table of positions. While the module that has these hooks goes forward, the table's rows are our own.
 
     A table changes when the model is called, and when the part that holds it is: with recomputation that may happen
@@ -115,12 +115,12 @@ class Rows:
     """
 
     def __init__(
-        self, path: str, key: str, dim: int, rank: int, now: Callable[[], Cut | None], held: list[Any]
+        self, path: str, key: str, dim: int, rank: int, now: Callable[[], SequenceCut | None], held: list[Any]
     ) -> None:
         self.path, self.key, self.dim, self.rank, self.now = path, key, dim, rank, now
         self.held: list[tuple[dict[str, Any], Any]] = held  # what was there, from the outermost call to the innermost
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PositionRows:
         return self
 
     def enter(self, module: nn.Module, _: Any) -> None:
@@ -137,12 +137,14 @@ class Rows:
         table[self.key] = whole
 
 
-def lay_along(model: nn.Module, positions: Mapping[str, int], rank: int, now: Callable[[], Cut | None]) -> None:
+def slice_along(
+    model: nn.Module, positions: Mapping[str, int], rank: int, now: Callable[[], SequenceCut | None]
+) -> None:
     """From now on the model finds its own rows of its positions, whenever it goes forward and `now()` says how."""
     for name, dim in positions.items():
         path, _, key = name.rpartition(".")
         held: list[Any] = []
         for module, below in {model: path, model.get_submodule(path): ""}.items():
-            rows = Rows(below, key, dim, rank, now, held)
+            rows = PositionRows(below, key, dim, rank, now, held)
             module.register_forward_pre_hook(rows.enter)
             module.register_forward_hook(rows.leave, prepend=True, always_call=True)  # before a shard is let go of

@@ -29,33 +29,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.distributed.process_group import Group, peers
+from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
 from unisono.errors import LoopError
-from unisono.parallel.context_parallel.sequence_split import Cut, Sequence, divide, lay_along
+from unisono.parallel.context_parallel.sequence_split import SequenceCut, SequenceDims, divide, slice_along
 
 torchs_attention = F.scaled_dot_product_attention
 torchs_multi_head = F.multi_head_attention_forward
 
 
-class Trade(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Of each tensor [..., heads, positions, width]: from our positions of all heads to all positions of our heads
     (`to_heads`), or back. `lengths` says how many positions each process has."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, lengths: list[int], to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, group: ProcessGroup, lengths: list[int], to_heads: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.back = group, lengths, not to_heads
         everybody, here, kinds = range(group.size), lengths[group.rank], len(tensors)
         cuts = [t.chunk(group.size, -3) if to_heads else t.split(lengths, -2) for t in tensors]
         ours = [cut[peer].reshape(-1) for peer in everybody for cut in cuts]  # all for process 0, then all for 1, ...
         shapes = [_long(cut[0], lengths[peer] if to_heads else here) for peer in everybody for cut in cuts]
         sent, coming = list(map(len, ours)), list(map(math.prod, shapes))
-        flat = group.trade(torch.cat(ours), _sums(sent, kinds), _sums(coming, kinds))
+        flat = group.all_to_all(torch.cat(ours), _sums(sent, kinds), _sums(coming, kinds))
         theirs = [part.view(shape) for part, shape in zip(flat.split(coming), shapes, strict=True)]
         return tuple(torch.cat(theirs[kind::kinds], -2 if to_heads else -3) for kind in range(kinds))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, *Trade.apply(*ctx.back, *gradients)
+        return None, None, None, *AllToAll.apply(*ctx.back, *gradients)
 
 
 def _long(part: Tensor, length: int) -> tuple[int, ...]:
@@ -68,33 +70,33 @@ def _sums(sizes: list[int], kinds: int) -> list[int]:
     return [sum(sizes[first : first + kinds]) for first in range(0, len(sizes), kinds)]
 
 
-class Context:
+class ContextParallel:
     """The sequences of a run: how they are divided among the processes of the axis, and where these meet.
 
     now  how the micro-batch that is being computed is divided; None: whatever is computed is computed whole
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self.now: Cut | None = None
-        self._batch: Sequence | None = None  # what divides a batch
+        self.now: SequenceCut | None = None
+        self._batch: SequenceDims | None = None  # what divides a batch
         self._went = self._met = False  # since `now` is: was a model called, has it attended?
         self._fast = True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         return self  # a copy of a model is of the same run
 
-    def add(self, model: nn.Module, sequence: Sequence | None) -> None:
+    def add(self, model: nn.Module, sequence: SequenceDims | None) -> None:
         """A model was placed, with what of it lies along the sequence. Raises LoopError if that cannot be."""
         if sequence is not None:
             sequence.check(model)
         if self.group.size == 1:
             return
         sequence = self._known(model, sequence)
-        lay_along(model, sequence.positions, self.group.rank, lambda: self.now)
+        slice_along(model, sequence.positions, self.group.rank, lambda: self.now)
         model.register_forward_pre_hook(self._note)
 
-    def _known(self, model: nn.Module, sequence: Sequence | None) -> Sequence:
+    def _known(self, model: nn.Module, sequence: SequenceDims | None) -> SequenceDims:
         asked = f"run.place was given a {type(model).__name__}, with parallel.context = {self.group.size}."
         norms = [name for name, part in model.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if norms:
@@ -118,8 +120,8 @@ class Context:
                 asked,
                 "Nobody has said what of it goes with positions (a table of angles, an embedding of them). Its buffers "
                 f"are: {', '.join(buffers[:6]) or 'none'}.",
-                'run.place(..., sequence=unisono.Sequence(positions={"cos": 0})) with their names and dims, or '
-                "unisono.Sequence() if nothing does.",
+                'run.place(..., sequence=unisono.SequenceDims(positions={"cos": 0})) with their names and dims, or '
+                "unisono.SequenceDims() if nothing does.",
             )
         if self._batch is not None and self._batch.batch != sequence.batch:
             raise LoopError(
@@ -194,10 +196,10 @@ class Context:
         self._check(query, key)
         mask = None if attn_mask is None else self._whole_mask(attn_mask, query)
         ours = [_as_computed(t) for t in (query, self._enough_heads(key), self._enough_heads(value))]
-        with peers("An attention in slices"):
-            q, k, v = Trade.apply(group, lengths, True, *ours)
+        with wrap_peer_errors("An attention in slices"):
+            q, k, v = AllToAll.apply(group, lengths, True, *ours)
             seen = torchs_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            (out,) = Trade.apply(group, lengths, False, seen)
+            (out,) = AllToAll.apply(group, lengths, False, seen)
         return out
 
     def _check(self, query: Tensor, key: Tensor) -> None:
@@ -236,7 +238,7 @@ class Context:
                 f"An attention was given a mask of {rows} x {columns} positions, to be computed in slices.",
                 f"The sequences of this micro-batch have {length} positions, of which {here} are here.",
                 "make the mask for all positions of a sequence, or say is_causal=True; what it is made of must not be "
-                'divided: unisono.Sequence(batch={"tokens": 1}) names what is.',
+                'divided: unisono.SequenceDims(batch={"tokens": 1}) names what is.',
             )
         if mask.dim() > 2 and mask.shape[-3] == query.shape[-3]:
             mask = mask.chunk(size, -3)[self.group.rank]
@@ -247,7 +249,7 @@ class Context:
         flat, lengths = mask.reshape(-1).contiguous(), self.now.lengths if self.now else ()
         shape = mask.shape[:-1]
         sizes = [math.prod(shape) * length for length in lengths]
-        theirs = self.group.trade(flat.repeat(self.group.size), [len(flat)] * self.group.size, sizes)
+        theirs = self.group.all_to_all(flat.repeat(self.group.size), [len(flat)] * self.group.size, sizes)
         return torch.cat([part.view(*shape, -1) for part in theirs.split(sizes)], -1)
 
 

@@ -23,12 +23,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from unisono.distributed.process_group import Group, like, local
+from unisono.distributed.process_group import ProcessGroup, from_local_like, to_local
 from unisono.errors import LoopError
-from unisono.parallel.fsdp.gather_order import Gather, Noted, Notes
-from unisono.parallel.fsdp.sharded_rng import draw_whole
+from unisono.parallel.fsdp.gather_order import AllGather, CheckedAllGather, GatherOrder
+from unisono.parallel.fsdp.sharded_rng import draw_as_whole
 from unisono.parallel.layers import layers_of, outermost, untied
-from unisono.parallel.memory_format import apply_rows
+from unisono.parallel.memory_format import keep_memory_format
 from unisono.parallel.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Layer:
+class ShardedLayer:
     """What is gathered at once.
 
     called  in messages
@@ -54,7 +54,7 @@ class Layer:
     shapes: list[torch.Size]
     place: tuple[int, int]
     params: list[nn.Parameter] = field(default_factory=list)
-    notes: Notes | None = None
+    notes: GatherOrder | None = None
     reduced: int = 0
     reordered: list[nn.Parameter] = field(default_factory=list)
     """Those whose whole is not stored row by row on one process."""
@@ -113,7 +113,11 @@ class Layer:
         """Whole parameters have gradients: every shard that is wanted (by id) gets its part."""
         for whole, shard in zip(self.current(), self.params, strict=True):
             if id(shard) in wanted:
-                shard.grad = None if whole.grad is None else like(self._part(local(whole.grad), local(shard)), shard)
+                shard.grad = (
+                    None
+                    if whole.grad is None
+                    else from_local_like(self._part(to_local(whole.grad), to_local(shard)), shard)
+                )
 
     def _part(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """This process's part of a whole tensor. Shares its memory, if it is on the same device."""
@@ -125,16 +129,16 @@ class Layer:
         """Let go of whole parameters, if there are any."""
         self._fsdp.reshard()
 
-    def listen(self, notes: Notes) -> None:
+    def listen(self, notes: GatherOrder) -> None:
         """From now on, whoever gathers it tells the others so, and is told what they do."""
         self.notes, self.reduced = notes, notes.number(f"done with {self.within} in backward")
-        self._fsdp.set_custom_all_gather(Noted(self, notes))  # type: ignore[arg-type]  # it keeps that protocol
+        self._fsdp.set_custom_all_gather(CheckedAllGather(self, notes))  # type: ignore[arg-type]  # it keeps that protocol
 
-    def gather_by(self, group: Group) -> None:
+    def gather_by(self, group: ProcessGroup) -> None:
         """From now on it is gathered over this group, whichever torch's own is then."""
-        self._fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # it keeps that protocol
+        self._fsdp.set_custom_all_gather(AllGather(group))  # type: ignore[arg-type]  # it keeps that protocol
 
-    def become(self, group: Group) -> None:
+    def become(self, group: ProcessGroup) -> None:
         """Those who share it have a new group."""
         if self.notes is not None:
             self.notes.forget()
@@ -158,7 +162,9 @@ def _note(used: list[bool], i: int, _: torch.Tensor) -> None:
     used[i] = True
 
 
-def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device) -> list[Layer]:
+def apply_shard(
+    model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device
+) -> list[ShardedLayer]:
     """Divide a model's parameters among the processes of the mesh. Every one of them has the same content before.
 
     Raises LoopError for a parameter that cannot be divided.
@@ -180,8 +186,8 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
             "--set parallel.gather=step, or leave it out of the model.",
         )
     if parallel.tensor == 1:
-        draw_whole()
-    ordered = apply_rows(model)
+        draw_as_whole()
+    ordered = keep_memory_format(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.gather == "layer",
@@ -198,10 +204,10 @@ def apply_shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, 
         names = own_parameters(module, [other for other in modules if other is not module])
         if names:
             _refuse_mixed(module, names, mesh.size())
-            shapes = [local(module.get_parameter(name).detach()).shape for name in names]
+            shapes = [to_local(module.get_parameter(name).detach()).shape for name in names]
             fully_shard(module, **options)
             called = f"The {type(module).__mro__[2].__name__} {known[module]}".strip()  # FSDP2 has made a class of it
-            layers.append(Layer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
+            layers.append(ShardedLayer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
         layer.prepare(by_layer=parallel.gather == "layer")
     for layer in layers:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
-from unisono.distributed.process_group import Group, Message, Work, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
 from unisono.errors import LoopError
 
 if TYPE_CHECKING:
-    from unisono.parallel.fsdp.fsdp import Layer
+    from unisono.parallel.fsdp.fsdp import ShardedLayer
 
 END = 0
 """The note that nothing more comes in this step, or evaluation."""
@@ -33,7 +33,7 @@ NOTE = 1
 """Under which tag notes travel; that of a layer's part is the number of what is done with it, which is larger."""
 
 
-class Note(NamedTuple):
+class GatherRecord(NamedTuple):
     """One under way: ours, and room [processes] for everybody's."""
 
     ours: int
@@ -41,17 +41,17 @@ class Note(NamedTuple):
     works: Sequence[Work]
 
 
-class Notes:
+class GatherOrder:
     """Of the processes that share a model's parameters.
 
     at_once  is every note looked at when it comes, or all of a step's at its end?
     """
 
-    def __init__(self, group: Group, *, at_once: bool | None = None) -> None:
+    def __init__(self, group: ProcessGroup, *, at_once: bool | None = None) -> None:
         self.group = group
         self.at_once = group.device.type == "cpu" if at_once is None else at_once
         self._names = {END: "to be done with the micro-batch"}
-        self._end: Note | None = None
+        self._end: GatherRecord | None = None
         self._written: list[int] = []
 
     def number(self, name: str) -> int:
@@ -60,17 +60,17 @@ class Notes:
         self._names[number] = name
         return number
 
-    def write(self, number: int) -> Note:
+    def write(self, number: int) -> GatherRecord:
         """Tell the others what this process is about to do; `read` tells whether they are."""
         if not self.at_once:
             self._written.append(number)
-            return Note(number, torch.empty(0), [])
+            return GatherRecord(number, torch.empty(0), [])
         if self._end is not None:
             end, self._end = self._end, None
             self.read(end)
         return self._send(number)
 
-    def read(self, note: Note) -> None:
+    def read(self, note: GatherRecord) -> None:
         """Raises LoopError if somebody is about to do something else."""
         wait_for(note.works)
         for rank, number in enumerate(note.theirs.tolist()):
@@ -87,19 +87,19 @@ class Notes:
             self._end = self.write(END)
             return
         written, self._written = self._written, []
-        for at, numbers in enumerate(zip(*_even(self.group.gather(written)), strict=True)):
+        for at, numbers in enumerate(zip(*_even(self.group.all_gather_object(written)), strict=True)):
             for rank, number in enumerate(numbers):
                 ours = written[at] if at < len(written) else END
                 if number != ours:
                     self._refuse(rank, ours, number)
 
-    def _send(self, number: int) -> Note:
+    def _send(self, number: int) -> GatherRecord:
         ours = torch.tensor([number])
         theirs = ours.repeat(self.group.size)
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         sends = [Message(ours, rank) for rank in others]
         receives = [Message(theirs[rank : rank + 1], rank) for rank in others]
-        return Note(number, theirs, self.group.send_and_receive(sends, receives, tag=NOTE))
+        return GatherRecord(number, theirs, self.group.send_and_receive(sends, receives, tag=NOTE))
 
     def _refuse(self, rank: int, ours: int, number: int) -> NoReturn:
         raise LoopError(
@@ -111,14 +111,14 @@ class Notes:
         )
 
 
-class Gather:
+class AllGather:
     """Stands where FSDP2 would gather a layer: everybody's part goes to everybody.
 
     It keeps the protocol AllGather of torch.distributed.fsdp: `output_tensor` is flat, a part of each process, in the
     order of ranks. Where somebody has died, zeros are gathered until the step is made again.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -142,10 +142,10 @@ class Gather:
         return []
 
 
-class Noted(Gather):
+class CheckedAllGather(AllGather):
     """The same behind a note, for who gathers layers one by one."""
 
-    def __init__(self, layer: Layer, notes: Notes) -> None:
+    def __init__(self, layer: ShardedLayer, notes: GatherOrder) -> None:
         super().__init__(notes.group)
         self.notes, self.number = notes, notes.number(f"to gather {layer.within}")
 

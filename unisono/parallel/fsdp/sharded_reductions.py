@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ REDUCTIONS = [
 """Operations that are computed over whole tensors. `var` and `std` DTensor computes over whole tensors by itself."""
 
 
-def reduce_whole(shard: Group) -> Callable[[], None]:
+def reduce_whole(shard: ProcessGroup) -> Callable[[], None]:
     """From now on, compute reductions of DTensors that are divided by rows among the processes of `shard` over whole
     tensors. They must all compute them together. Returns what ends this."""
     from torch.distributed.tensor import DTensor  # half a second
@@ -85,7 +85,7 @@ def by_rows(tensor: Any) -> bool:
     return tensor.device_mesh.mesh_dim_names == ("shard",) and bool(tensor.placements[0].is_shard(0))
 
 
-def whole_of(tensor: Any, shard: Group) -> torch.Tensor:
+def whole_of(tensor: Any, shard: ProcessGroup) -> torch.Tensor:
     """Gather a DTensor. All processes of `shard` must call this together."""
     mine: torch.Tensor = tensor._local_tensor.detach()
     if not by_rows(tensor) or shard.size == 1:

@@ -30,7 +30,7 @@ OF_VALUES = {_aten.bernoulli.default, _aten.native_dropout.default}
 """Operators whose result depends on what is in the tensor."""
 
 
-def draw_whole() -> None:
+def draw_as_whole() -> None:
     """From now on these operators draw for a DTensor what they would draw for a whole tensor. Tensors that are divided
     by parallel.tensor, whose activations are DTensors as well, keep torch's way: do not call it then."""
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers

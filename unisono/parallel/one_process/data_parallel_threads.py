@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.layers import Around
+from unisono.parallel.layers import ForwardWrapper
 
 
-def apply_threads(model: nn.Module, devices: Sequence[torch.device]) -> None:
+def apply_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> None:
     """From now on the model's forward runs on all of these devices; it lies on the first one."""
     model.to(devices[0])
-    model.forward = Threaded(model, devices)
+    model.forward = ThreadedForward(model, devices)
 
 
-class Threaded(Around):
+class ThreadedForward(ForwardWrapper):
     """A forward that calls the model's own on copies of the model. It is no wrapper around the model, so that the names
     of parameters do not begin with `module.`, as those of DataParallel do."""
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(model)
-        self.parallel = Parallel(model, list(devices))
+        self.parallel = ThreadParallel(model, list(devices))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.parallel(*args, **kwargs)
 
 
-class Parallel(nn.DataParallel):
+class ThreadParallel(nn.DataParallel):
     """DataParallel over a model that has another forward than its class."""
 
     def replicate(self, module: nn.Module, device_ids: Sequence[int | torch.device]) -> list[nn.Module]:

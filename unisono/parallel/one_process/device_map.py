@@ -21,10 +21,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import Around, outermost
+from unisono.parallel.layers import ForwardWrapper, outermost
 
 
-def apply_split(model: nn.Module, devices: Sequence[torch.device], home: torch.device, classes: Sequence[str]) -> None:
+def apply_device_map(
+    model: nn.Module, devices: Sequence[torch.device], home: torch.device, classes: Sequence[str]
+) -> None:
     """Deal a model over `devices`; its inputs and outputs are on `home`.
 
     Raises LoopError if it has fewer parts than there are devices.
@@ -36,8 +38,8 @@ def apply_split(model: nn.Module, devices: Sequence[torch.device], home: torch.d
             f"It has {len(groups)} parts that share no parameter, and each lies on one device as a whole.",
             f"--set parallel.split={max(len(groups), 1)}, or name smaller layers: --set 'parallel.layers=[\"...\"]'.",
         )
-    where = Where(home)
-    for group, number in zip(groups, deal([size_of(group) for group in groups], len(devices)), strict=True):
+    where = DeviceOf(home)
+    for group, number in zip(groups, assign_layers([size_of(group) for group in groups], len(devices)), strict=True):
         for part in group:
             part.to(devices[number])
             part.register_forward_pre_hook(partial(move, where, devices[number]), prepend=True, with_kwargs=True)
@@ -49,7 +51,7 @@ def apply_split(model: nn.Module, devices: Sequence[torch.device], home: torch.d
                 p.data = p.data if p in held else p.data.to(home)
             for key, buffer in owner._buffers.items():
                 owner._buffers[key] = None if buffer is None else buffer.to(home)
-    model.forward = Returning(model, where, len(devices))
+    model.forward = ReturnToFirst(model, where, len(devices))
 
 
 def parts_of(module: nn.Module, layers: Collection[nn.Module]) -> Iterator[nn.Module]:
@@ -79,7 +81,7 @@ def size_of(group: Sequence[nn.Module]) -> int:
     return sum(t.nbytes for t in {t for part in group for t in [*part.parameters(), *part.buffers()]})
 
 
-def deal(sizes: Sequence[int], count: int) -> list[int]:
+def assign_layers(sizes: Sequence[int], count: int) -> list[int]:
     """For each of these, in order, one of `count` devices, so that the largest share is as small as it can be. None of
     them is left without."""
     ends = [0, *accumulate(sizes)]
@@ -100,7 +102,7 @@ def deal(sizes: Sequence[int], count: int) -> list[int]:
     return found[::-1]
 
 
-class Where:
+class DeviceOf:
     """Where the computation has got to, and with it the random numbers."""
 
     def __init__(self, home: torch.device) -> None:
@@ -114,16 +116,16 @@ class Where:
         self.at = device
 
 
-def move(where: Where, device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
+def move(where: DeviceOf, device: torch.device, _: nn.Module, args: Any, kwargs: Any) -> Any:
     """A hook: a part's inputs come to where it lies."""
     where.go(device)
     return tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), (args, kwargs))
 
 
-class Returning(Around):
+class ReturnToFirst(ForwardWrapper):
     """The forward of a model that is dealt over several devices."""
 
-    def __init__(self, model: nn.Module, where: Where, count: int) -> None:
+    def __init__(self, model: nn.Module, where: DeviceOf, count: int) -> None:
         super().__init__(model)
         self.where, self.count = where, count
 

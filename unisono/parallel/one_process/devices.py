@@ -11,7 +11,7 @@ from unisono.config import plural
 from unisono.errors import Problem
 
 if TYPE_CHECKING:
-    from unisono.config import Line, ParallelSettings
+    from unisono.config import CommandLine, ParallelSettings
 
 
 def devices_of(parallel: ParallelSettings, home: torch.device) -> list[torch.device]:
@@ -29,7 +29,7 @@ def _as_tensors_say(device: torch.device) -> torch.device:
     return found
 
 
-def problems_of_machine(parallel: ParallelSettings, processes: int, line: Line) -> list[Problem]:
+def device_problems(parallel: ParallelSettings, processes: int, line: CommandLine) -> list[Problem]:
     """What this machine lacks for these settings, for a run of so many processes."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if kind is not None else 0
@@ -47,7 +47,7 @@ def problems_of_machine(parallel: ParallelSettings, processes: int, line: Line) 
 
 
 def _problems_of(
-    parallel: ParallelSettings, way: str, asked: int, here: tuple[str, int], processes: int, line: Line
+    parallel: ParallelSettings, way: str, asked: int, here: tuple[str, int], processes: int, line: CommandLine
 ) -> list[Problem]:
     """What is wrong with one way of using several devices. `here`: the kind of device, and how many accelerators."""
     kind, count = here

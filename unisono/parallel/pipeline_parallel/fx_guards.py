@@ -39,7 +39,7 @@ OTHERS = ("torch.nn.modules.module", "unisono.parallel", "unisono.train")
 NEVER_NONE = ("shape", "device", "dtype", "ndim")
 
 
-class Asked:
+class TraceGuards:
     """What was asked while a forward was followed.
 
     why    it cannot be followed; None: it can
@@ -50,7 +50,7 @@ class Asked:
     def __init__(self) -> None:
         self.why: str | None = None
         self.nones = False
-        self.loose: dict[int, LooseAttribute] = {}
+        self.loose: dict[int, DeferredAttribute] = {}
 
     def note(self, what: str, asker: FrameType | None) -> None:
         """Somebody asks; what matters is whether the model does."""
@@ -65,7 +65,7 @@ class Asked:
         def look(frame: FrameType, event: str, _: Any) -> None:
             name = _name(frame)
             if event == "call" and (name == TREES or not _through(name)) and is_models(frame):
-                types, nones = questions(frame.f_code)
+                types, nones = guards_of(frame.f_code)
                 self.nones |= nones
                 if types:
                     self.why = self.why or f"{frame.f_code.co_name} asks for the type of something"
@@ -77,7 +77,7 @@ class Asked:
             sys.setprofile(before)
 
 
-class StandIn(fx.Proxy):
+class GuardedProxy(fx.Proxy):
     """A Proxy that notices what is asked of it; its tracer has `asked`."""
 
     @property  # type: ignore[misc]
@@ -85,11 +85,11 @@ class StandIn(fx.Proxy):
         self.tracer.asked.note("class", sys._getframe(1))  # type: ignore[attr-defined]
         return type(self)
 
-    def __getattr__(self, name: str) -> LooseAttribute:
+    def __getattr__(self, name: str) -> DeferredAttribute:
         asker = sys._getframe(1)
         if dis.opname[asker.f_code.co_code[asker.f_lasti]].startswith(("CALL", "PRECALL")):
             self.tracer.asked.note("attributes", asker)  # type: ignore[attr-defined]
-        return LooseAttribute(self, name)
+        return DeferredAttribute(self, name)
 
     def __hash__(self) -> int:
         self.tracer.asked.note("hash", sys._getframe(1))  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ class StandIn(fx.Proxy):
 def _in_place(name: str) -> Any:
     """`x += y` as it is: torch.fx would make a sum of it, and whoever else has x would have the old one."""
 
-    def impl(self: StandIn, other: Any) -> fx.Proxy:
+    def impl(self: GuardedProxy, other: Any) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
 
     return impl
@@ -107,10 +107,10 @@ def _in_place(name: str) -> Any:
 
 WRITES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 for _name_of in WRITES:
-    setattr(StandIn, f"__{_name_of}__", _in_place(_name_of))
+    setattr(GuardedProxy, f"__{_name_of}__", _in_place(_name_of))
 
 
-class LooseAttribute(fx.proxy.Attribute, StandIn):
+class DeferredAttribute(fx.proxy.Attribute, GuardedProxy):
     """An attribute that was looked up; that is computed when it is used, or called."""
 
     def __init__(self, root: fx.Proxy, name: str) -> None:
@@ -127,7 +127,7 @@ class LooseAttribute(fx.proxy.Attribute, StandIn):
         self.tracer.asked.loose.pop(id(self), None)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)
 
-    __hash__ = StandIn.__hash__
+    __hash__ = GuardedProxy.__hash__
 
 
 def is_models(frame: FrameType | None) -> bool:
@@ -148,7 +148,7 @@ def _name(frame: FrameType) -> str:
 
 
 @lru_cache(maxsize=4096)
-def questions(code: CodeType) -> tuple[bool, bool]:
+def guards_of(code: CodeType) -> tuple[bool, bool]:
     """Does this code ask for a type, and does it ask whether something is None?"""
     types = nones = False
     for instruction in dis.get_instructions(code):

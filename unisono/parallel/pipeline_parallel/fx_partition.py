@@ -34,8 +34,16 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import LoopError
-from unisono.parallel.pipeline_parallel.fx_guards import WRITES, Asked, StandIn
-from unisono.parallel.pipeline_parallel.partition import Call, Cut, Link, Tensors, called_alone, cost_of, opened
+from unisono.parallel.pipeline_parallel.fx_guards import WRITES, GuardedProxy, TraceGuards
+from unisono.parallel.pipeline_parallel.partition import (
+    Partition,
+    PartitionLink,
+    StageInput,
+    Tensors,
+    called_alone,
+    cost_of,
+    unwrapped,
+)
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
 """torch's functions that make a tensor of nothing but numbers: fx does not notice by itself when these follow from an
@@ -43,7 +51,7 @@ input."""
 
 
 @dataclass
-class Piece:
+class FxPiece:
     """What one stage computes: these nodes, in order. `receives` come from the stage before it, `sends` go on."""
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -51,31 +59,31 @@ class Piece:
     sends: list[fx.Node] = field(default_factory=list)
 
 
-class CannotFollow(Exception):
+class CannotTrace(Exception):
     """A forward that torch.fx does not get through without data."""
 
 
-class Chain(Cut):
+class FxPartition(Partition):
     """A model's forward, followed. Raises CannotFollow."""
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
         self.signature = inspect.signature(model.forward)
         if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in self.signature.parameters.values()):
-            raise CannotFollow("its forward takes any number of arguments")
+            raise CannotTrace("its forward takes any number of arguments")
         self.defaults = {
             name: p.default for name, p in self.signature.parameters.items() if p.default is not inspect.Parameter.empty
         }
         self._read: list[tuple[nn.Module, str, Any]] = []  # attributes that the forward has read
-        self.asked = Asked()
+        self.asked = TraceGuards()
         self.graph = self._follow(model)
         self._deep: set[fx.Node] = set()
         self._calls: list[fx.Node] = []  # of the links
         self.links = self._links(model)
-        self.cut: list[Piece] = []
+        self.cut: list[FxPiece] = []
 
     def _follow(self, model: nn.Module) -> fx.Graph:
-        within = list(opened(model))
+        within = list(unwrapped(model))
         before = _dice()
 
         def follow() -> fx.Graph:
@@ -88,16 +96,16 @@ class Chain(Cut):
             with _otherwise(model), torch.set_grad_enabled(not torch.is_grad_enabled()):
                 other = follow()
         except Exception as error:
-            raise CannotFollow((str(error) or type(error).__name__).splitlines()[0]) from error
+            raise CannotTrace((str(error) or type(error).__name__).splitlines()[0]) from error
         if self.asked.nones and self.asked.loose:
             names = ", ".join(sorted({attribute.attr for attribute in self.asked.loose.values()}))
-            raise CannotFollow(f"it asks whether something is None, and looks at {names}")
+            raise CannotTrace(f"it asks whether something is None, and looks at {names}")
         if self.asked.why:
-            raise CannotFollow(self.asked.why)
+            raise CannotTrace(self.asked.why)
         if before != _dice():
-            raise CannotFollow("it draws random numbers between its modules")
+            raise CannotTrace("it draws random numbers between its modules")
         if str(graph) != str(other):
-            raise CannotFollow("it computes something else in eval mode, or without gradients")
+            raise CannotTrace("it computes something else in eval mode, or without gradients")
         self._read = [(part, name, _settled(vars(part)[name])) for part, name in read]
         return graph
 
@@ -112,8 +120,8 @@ class Chain(Cut):
                     "--set parallel.pipeline=1.",
                 )
 
-    def _links(self, model: nn.Module) -> list[Link]:
-        links: list[Link] = []
+    def _links(self, model: nn.Module) -> list[PartitionLink]:
+        links: list[PartitionLink] = []
         loose: list[nn.Parameter] = []  # that were used by no module, before the first one was called
         seen: set[nn.Module] = set()
         for node in self.graph.nodes:
@@ -123,7 +131,7 @@ class Chain(Cut):
                 params = list(module.parameters())
                 cost = 0 if module in seen else cost_of(module)
                 seen.add(module)
-                links.append(Link(str(node.target), loose + params, cost))
+                links.append(PartitionLink(str(node.target), loose + params, cost))
                 self._calls.append(node)
                 loose = []
             elif isinstance(parameter, nn.Parameter):
@@ -132,7 +140,7 @@ class Chain(Cut):
                 before in self._deep for before in node.all_input_nodes
             ):
                 if _writes(node):
-                    raise CannotFollow(f"{node.name} changes in place what follows from its inputs")
+                    raise CannotTrace(f"{node.name} changes in place what follows from its inputs")
                 continue
             self._deep.add(node)
         return links
@@ -143,11 +151,11 @@ class Chain(Cut):
         last = {node: max([place[user] for user in node.users], default=-1) for node in self._deep}
         return [0, *(sum(place[node] < start <= last[node] for node in self._deep) for start in starts[1:])]
 
-    def pieces(self, begins: Sequence[int]) -> list[Piece]:
+    def pieces(self, begins: Sequence[int]) -> list[FxPiece]:
         """What each stage computes, if the stages begin with these links."""
         starts = {self._calls[first]: stage for stage, first in enumerate(begins)}
         home: dict[fx.Node, int] = {}
-        pieces, now = [Piece() for _ in begins], 0
+        pieces, now = [FxPiece() for _ in begins], 0
         for node in self.graph.nodes:
             now = starts.get(node, now)
             if node in self._deep:
@@ -181,7 +189,7 @@ class Chain(Cut):
         return common, [[node for node in piece.nodes if node in self._deep] for piece in pieces]
 
     def settle(self, model: nn.Module, begins: Sequence[int], ours: Collection[int], kept: Collection[int]) -> None:
-        """Modules that other stages call leave an `Absent` behind."""
+        """Modules that other stages call leave an `AbsentModule` behind."""
         self.cut = self.pieces(begins)
         stretches = self.stretches(begins)
         others = [stage for stage in range(len(begins)) if stage not in ours]
@@ -196,13 +204,13 @@ class Chain(Cut):
         for prefix, parent in list(model.named_modules(remove_duplicate=False)):
             for name, part in list(parent._modules.items()):
                 if part in gone:
-                    parent._modules[name] = Absent(f"{prefix}.{name}".lstrip("."), gone[part])
+                    parent._modules[name] = AbsentModule(f"{prefix}.{name}".lstrip("."), gone[part])
         for part in model.modules():
             for name, p in part._parameters.items():
                 if p is not None and id(p) not in kept:
                     part._parameters[name] = None
 
-    def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
+    def compute(self, model: nn.Module, stage: int, call: StageInput, received: Tensors) -> tuple[Any, Tensors]:
         call.begin()
         self._check_read()
         inputs = self.bind(call.args, call.kwargs)
@@ -234,7 +242,7 @@ class Chain(Cut):
 
 def compute(
     model: nn.Module,
-    piece: Piece,
+    piece: FxPiece,
     inputs: dict[str, Any],
     received: Sequence[Any],
     none: Callable[[str], LoopError] | None = None,
@@ -296,7 +304,7 @@ def _attribute(model: nn.Module, path: str) -> Any:
     return getattr(found, name)
 
 
-class Absent(nn.Module):
+class AbsentModule(nn.Module):
     """A module that another stage has."""
 
     def __init__(self, name: str, stage: int) -> None:
@@ -315,13 +323,13 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Collection[nn.Module], asked: Asked) -> None:
+    def __init__(self, opened: Collection[nn.Module], asked: TraceGuards) -> None:
         super().__init__()
         self.opened, self.asked = opened, asked
         self.modes = _modes()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return StandIn(node, self)
+        return GuardedProxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:  # fx would leave it out without a word

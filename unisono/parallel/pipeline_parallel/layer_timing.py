@@ -25,8 +25,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from unisono.parallel.pipeline_parallel.fx_partition import Chain
-from unisono.parallel.pipeline_parallel.partition import Link
+from unisono.parallel.pipeline_parallel.fx_partition import FxPartition
+from unisono.parallel.pipeline_parallel.partition import PartitionLink
 
 WARM_UPS = 2
 """Turns that do not count: memory is fetched in them, kernels are chosen, layers are compiled."""
@@ -42,7 +42,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass
-class Stretch:
+class TimedStretch:
     """A link, and what the forward computes between it and the next one.
 
     arrives  values of earlier stretches that it uses
@@ -74,7 +74,7 @@ def clock_of(device: torch.device, *, together: bool) -> Clock:
 
 
 def seconds_of_links(
-    model: nn.Module, chain: Chain, inputs: Inputs, clock: Clock, autocast: AbstractContextManager[Any]
+    model: nn.Module, chain: FxPartition, inputs: Inputs, clock: Clock, autocast: AbstractContextManager[Any]
 ) -> list[float]:
     """How long each link of the chain takes, forward and backward.
 
@@ -85,7 +85,7 @@ def seconds_of_links(
     Draws random numbers, and buffers may change: to keep them is the caller's.
     """
     common, stretches = _stretches(chain)
-    walk = _Walk(model, garbage_collect_values=False, graph=chain.graph)
+    walk = _TimedInterpreter(model, garbage_collect_values=False, graph=chain.graph)
     with torch.enable_grad():
         turns = [list(walk.turn(common, stretches, inputs, clock, autocast)) for _ in range(WARM_UPS + TURNS)]
     return [median(times) for times in zip(*turns[WARM_UPS:], strict=True)]
@@ -93,7 +93,7 @@ def seconds_of_links(
 
 def seconds_of_modules(
     model: nn.Module,
-    links: Sequence[Link],
+    links: Sequence[PartitionLink],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     clock: Clock,
@@ -147,13 +147,13 @@ def _alone(
     return ended - began + _backward(made, wanted, clock)
 
 
-class _Walk(fx.Interpreter):
+class _TimedInterpreter(fx.Interpreter):
     """Goes through a chain from node to node: https://docs.pytorch.org/docs/stable/fx.html#the-interpreter-pattern."""
 
     def turn(
         self,
         common: Sequence[fx.Node],
-        stretches: Sequence[Stretch],
+        stretches: Sequence[TimedStretch],
         inputs: Inputs,
         clock: Clock,
         autocast: AbstractContextManager[Any],
@@ -181,7 +181,7 @@ class _Walk(fx.Interpreter):
                 if node in stretch.leaves:
                     known[node] = tree_map_only(torch.Tensor, _cut_off, value)
 
-    def _backward(self, stretch: Stretch, kept: dict[fx.Node, Any], clock: Clock) -> float:
+    def _backward(self, stretch: TimedStretch, kept: dict[fx.Node, Any], clock: Clock) -> float:
         made = _in_graphs(self.env[node] for node in stretch.leaves)
         return _backward(made, [*_in_graphs(kept.values()), *stretch.params], clock)
 
@@ -196,7 +196,7 @@ def _backward(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], cloc
     return clock() - began
 
 
-def _stretches(chain: Chain) -> tuple[list[fx.Node], list[Stretch]]:
+def _stretches(chain: FxPartition) -> tuple[list[fx.Node], list[TimedStretch]]:
     """What every stage computes for itself, and what comes with each link."""
     common, rows = chain.by_link()
     found = []
@@ -206,7 +206,7 @@ def _stretches(chain: Chain) -> tuple[list[fx.Node], list[Stretch]]:
         arrives = [node for node in used if node not in own and node not in common]
         leaves = [node for node in nodes if any(user not in own for user in node.users)]
         trained = list(dict.fromkeys(p for p in link.params if p.requires_grad))
-        found.append(Stretch(nodes, arrives, leaves, trained))
+        found.append(TimedStretch(nodes, arrives, leaves, trained))
     return common, found
 
 

@@ -16,14 +16,14 @@ PLAIN = (type(None), bool, int, float, str)
 """What a module may return beside tensors."""
 
 
-class About(NamedTuple):
+class MessageHeader(NamedTuple):
     """Of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-class Gave(NamedTuple):
+class StageMessage(NamedTuple):
     """What one call of a link gave: its number, the structure, and of each leaf what it is like, or, if it is a plain
     thing, that."""
 
@@ -32,20 +32,20 @@ class Gave(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-class Told(NamedTuple):
+class ReceivedMetadata(NamedTuple):
     """What a stage is told of those before it: what was called, and the link that comes next."""
 
     to: int
-    gave: tuple[Gave, ...]
+    gave: tuple[StageMessage, ...]
 
 
-def gave(number: int, name: str, output: Any) -> Gave:
+def gave(number: int, name: str, output: Any) -> StageMessage:
     """What a call gave, in words that can travel."""
     leaves, spec = tree_flatten(output)
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            found.append(About(tuple(leaf.shape), str(leaf.dtype)[6:]))
+            found.append(MessageHeader(tuple(leaf.shape), str(leaf.dtype)[6:]))
         elif isinstance(leaf, PLAIN):
             found.append(leaf)
         else:
@@ -54,28 +54,31 @@ def gave(number: int, name: str, output: Any) -> Gave:
                 f"It returned a {type(leaf).__name__}: only tensors and plain values can be told to later stages.",
                 "let it return tensors (Hugging Face: model.config.use_cache = False), or --set parallel.pipeline=1",
             )
-    return Gave(number, treespec_dumps(spec), tuple(found))
+    return StageMessage(number, treespec_dumps(spec), tuple(found))
 
 
-def encoded(told: Told) -> torch.Tensor:
+def encoded(told: ReceivedMetadata) -> torch.Tensor:
     """As bytes."""
     rows = [
-        (g.link, g.spec, [leaf if isinstance(leaf, About) else {"is": leaf} for leaf in g.leaves]) for g in told.gave
+        (g.link, g.spec, [leaf if isinstance(leaf, MessageHeader) else {"is": leaf} for leaf in g.leaves])
+        for g in told.gave
     ]
     text = json.dumps((told.to, rows), separators=(",", ":")).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def decoded(tensor: torch.Tensor) -> Told:
+def decoded(tensor: torch.Tensor) -> ReceivedMetadata:
     """What these bytes say."""
     return _decoded(tensor.cpu().numpy().tobytes())
 
 
 @lru_cache(maxsize=256)  # it is the same for all micro-batches of a kind
-def _decoded(text: bytes) -> Told:
+def _decoded(text: bytes) -> ReceivedMetadata:
     to, rows = json.loads(text)
-    return Told(to, tuple(Gave(link, spec, tuple(map(_leaf, leaves))) for link, spec, leaves in rows))
+    return ReceivedMetadata(
+        to, tuple(StageMessage(link, spec, tuple(map(_leaf, leaves))) for link, spec, leaves in rows)
+    )
 
 
 def _leaf(told: Any) -> Any:
-    return told["is"] if isinstance(told, Mapping) else About(tuple(told[0]), told[1])
+    return told["is"] if isinstance(told, Mapping) else MessageHeader(tuple(told[0]), told[1])

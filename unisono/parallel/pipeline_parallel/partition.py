@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from unisono.errors import LoopError
-from unisono.parallel.pipeline_parallel.stage_balance import Row, balance
+from unisono.parallel.pipeline_parallel.stage_balance import BalancedRow, balanced_partition
 
 ALIKE = 0.05
 """Stages whose times differ by no more than this share are alike: so far do the clocks of busy machines stray."""
@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass
-class Link:
+class PartitionLink:
     """A module that is called, with the parameters that come into use with it, and what it costs: a number of
     parameters, or nanoseconds."""
 
@@ -35,7 +35,7 @@ class Link:
     cost: int = 0
 
 
-class Call(NamedTuple):
+class StageInput(NamedTuple):
     """A call of the model that is cut.
 
     forward  the model's own
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     begin: Callable[[], None]
 
 
-class Cut(ABC):
+class Partition(ABC):
     """A model as a row of links; a stage begins with one of them.
 
     name   of the model's class
@@ -58,7 +58,7 @@ class Cut(ABC):
     """
 
     name: str
-    links: list[Link]
+    links: list[PartitionLink]
     timed = False
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Cut(ABC):
         """
 
     @abstractmethod
-    def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
+    def compute(self, model: nn.Module, stage: int, call: StageInput, received: Tensors) -> tuple[Any, Tensors]:
         """One stage's part of the model's forward: its output, if this is the last stage, and what goes to the next.
 
         received  what the stage before it has sent
@@ -87,7 +87,7 @@ class Cut(ABC):
                 found[key].append(stage)
         return {key: stages or [0] for key, stages in found.items()}
 
-    def stretches(self, begins: Sequence[int]) -> list[list[Link]]:
+    def stretches(self, begins: Sequence[int]) -> list[list[PartitionLink]]:
         """The links of each stage."""
         return [self.links[first:end] for first, end in zip(begins, [*begins[1:], len(self.links)], strict=True)]
 
@@ -128,8 +128,8 @@ class Cut(ABC):
 
     def _balanced(self, stages: int) -> list[int]:
         trains = [any(p.requires_grad for p in link.params) for link in self.links]
-        row = Row([link.cost for link in self.links], trains, self._widths())
-        return balance(row, stages, ALIKE if self.timed else 0.0)
+        row = BalancedRow([link.cost for link in self.links], trains, self._widths())
+        return balanced_partition(row, stages, ALIKE if self.timed else 0.0)
 
     def price(self, seconds: Sequence[float]) -> None:
         """From now on each link costs so much time."""
@@ -149,7 +149,7 @@ def cost_of(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if id(p) not in looked_up)
 
 
-def opened(module: nn.Module, *, link: bool = False) -> Iterator[nn.Module]:
+def unwrapped(module: nn.Module, *, link: bool = False) -> Iterator[nn.Module]:
     """This module, and those of its parts which merely contain rows; `link`: it is one of several alike in a row."""
     container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     if link and not container:
@@ -159,7 +159,7 @@ def opened(module: nn.Module, *, link: bool = False) -> Iterator[nn.Module]:
     for part in module.children():
         row = isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict)
         if row or any(isinstance(inner, nn.Sequential | nn.ModuleList) and len(inner) > 1 for inner in part.modules()):
-            yield from opened(part, link=container and count[type(part)] > 1)
+            yield from unwrapped(part, link=container and count[type(part)] > 1)
 
 
 def called_alone(name: str, stage: int) -> LoopError:

@@ -32,13 +32,28 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten, treespec_loads
 
 from unisono.errors import LoopError
-from unisono.parallel.layers import Around
-from unisono.parallel.pipeline_parallel.metadata import About, Gave, Told, decoded, encoded, gave
-from unisono.parallel.pipeline_parallel.partition import Call, Cut, Link, Tensors, called_alone, cost_of, opened
-from unisono.parallel.pipeline_parallel.shadow_tensor import Shadow, shadow_like
+from unisono.parallel.layers import ForwardWrapper
+from unisono.parallel.pipeline_parallel.metadata import (
+    MessageHeader,
+    ReceivedMetadata,
+    StageMessage,
+    decoded,
+    encoded,
+    gave,
+)
+from unisono.parallel.pipeline_parallel.partition import (
+    Partition,
+    PartitionLink,
+    StageInput,
+    Tensors,
+    called_alone,
+    cost_of,
+    unwrapped,
+)
+from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor, shadow_like
 
 
-class Left(BaseException):
+class StageDone(BaseException):
     """The stage has done its part. Not an Exception: no code of the model's is to catch it."""
 
     def __init__(self, link: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,7 +61,7 @@ class Left(BaseException):
         self.link, self.arguments = link, (args, kwargs)
 
 
-class Replay(Cut):
+class ShadowPartition(Partition):
     """A model's forward, which every stage runs for itself.
 
     now  the turn of a stage that is under way
@@ -55,18 +70,18 @@ class Replay(Cut):
     def __init__(self, model: nn.Module, why: str) -> None:
         """`why`: could the forward not be followed?"""
         self.name, self.why = type(model).__name__, why
-        self.now: Act | None = None
-        self.links: list[Link] = as_called(model, list(links_of(model)))
+        self.now: StageCall | None = None
+        self.links: list[PartitionLink] = as_called(model, list(links_of(model)))
         self.stages: list[int] = []  # of the links
         self.ours: Collection[int] = ()
         self.device = next(model.parameters()).device
-        self._veils: dict[int, list[tuple[str, str, Shadow]]] = {}
+        self._veils: dict[int, list[tuple[str, str, ShadowTensor]]] = {}
         self._crossings: dict[Any, list[int]] = {}
         rows = (model.get_submodule(link.name.rpartition(".")[0]) for link in self.links)
         in_row = [isinstance(row, nn.ModuleList | nn.Sequential) for row in rows]
         self._enters = in_row.index(True) if True in in_row else 0  # the number of the first link that is in a row
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replay:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShadowPartition:
         return self  # an average of the weights is cut alike, and takes its turns when the model has none
 
     def _widths(self) -> list[int]:
@@ -82,7 +97,7 @@ class Replay(Cut):
         self.stages = [stage for stage, links in enumerate(stretches) for _ in links]
         for number, link in enumerate(self.links):
             part = model.get_submodule(link.name)
-            part.forward = Called(part, self, number)
+            part.forward = PartitionedModule(part, self, number)
             if self.stages[number] not in ours:
                 for inner in part.modules():
                     for key, buffer in inner._buffers.items():
@@ -103,8 +118,8 @@ class Replay(Cut):
                 for stage in acts.difference(users[id(p)]):
                     self._veils[stage].append((prefix, key, shadow))
 
-    def _shadow_of(self, tensor: torch.Tensor, name: str, stage: int) -> Shadow:
-        return Shadow.of(tensor.detach(), self, f"{name} of stage {stage}")
+    def _shadow_of(self, tensor: torch.Tensor, name: str, stage: int) -> ShadowTensor:
+        return ShadowTensor.of(tensor.detach(), self, f"{name} of stage {stage}")
 
     @contextmanager
     def _veiled(self, model: nn.Module, stage: int) -> Iterator[None]:
@@ -120,14 +135,14 @@ class Replay(Cut):
 
     # -- a turn
 
-    def compute(self, model: nn.Module, stage: int, call: Call, received: Tensors) -> tuple[Any, Tensors]:
+    def compute(self, model: nn.Module, stage: int, call: StageInput, received: Tensors) -> tuple[Any, Tensors]:
         told = decoded(received[-1]) if received else None
-        act = Act(self, stage, told, received[:-1], call.begin)
+        act = StageCall(self, stage, told, received[:-1], call.begin)
         again = call._replace(**tree_map(_itself, {"args": call.args, "kwargs": call.kwargs}))  # a dict may be emptied
         try:
             output = self._run(model, act, call)
-        except Left as left:
-            sent = encoded(Told(left.link, tuple(act.gave))).to(self.device)
+        except StageDone as left:
+            sent = encoded(ReceivedMetadata(left.link, tuple(act.gave))).to(self.device)
             return None, [*self._crossing(model, act, again, left), sent]
         if stage < self.stages[-1] or not act.begun:
             names = ", ".join(link.name for link, of in zip(self.links, self.stages, strict=True) if of > stage)
@@ -138,7 +153,7 @@ class Replay(Cut):
             )
         return _with(act.real, output), []
 
-    def _run(self, model: nn.Module, act: Act, call: Call) -> Any:
+    def _run(self, model: nn.Module, act: StageCall, call: StageInput) -> Any:
         before, self.now = self.now, act
         try:
             with self._veiled(model, act.stage):
@@ -146,27 +161,27 @@ class Replay(Cut):
         finally:
             self.now = before
 
-    def _crossing(self, model: nn.Module, act: Act, call: Call, left: Left) -> list[torch.Tensor]:
+    def _crossing(self, model: nn.Module, act: StageCall, call: StageInput, left: StageDone) -> list[torch.Tensor]:
         """Of what the next stage's first module was called with, that which the next stage cannot compute."""
         if self.stages[left.link] != act.stage + 1:
             raise self.disorder(f"After stage {act.stage} it called {self.links[left.link].name}.")
-        leaves = [act.real(leaf) if isinstance(leaf, Shadow) else leaf for leaf in leaves_of(left.arguments)]
+        leaves = [act.real(leaf) if isinstance(leaf, ShadowTensor) else leaf for leaf in leaves_of(left.arguments)]
         kinds = [_kind(leaf) for leaf in (*leaves, *tree_leaves((call.args, call.kwargs)))]
         key = (act.stage, model.training, *kinds)
         if key not in self._crossings:
             self._crossings[key] = self._rehearse(model, act, call, left)
         crossing = [leaves[i] for i in self._crossings[key]]
         for leaf in crossing:
-            if isinstance(leaf, Shadow):
+            if isinstance(leaf, ShadowTensor):
                 raise self._not_sent(leaf, act.stage)
         return crossing
 
-    def _rehearse(self, model: nn.Module, act: Act, call: Call, left: Left) -> list[int]:
-        rehearsal = Act(self, act.stage + 1, Told(left.link, tuple(act.gave)), None, call.begin)
+    def _rehearse(self, model: nn.Module, act: StageCall, call: StageInput, left: StageDone) -> list[int]:
+        rehearsal = StageCall(self, act.stage + 1, ReceivedMetadata(left.link, tuple(act.gave)), None, call.begin)
         with unseen(self.device):
             try:
                 self._run(model, rehearsal, call)
-            except Left as there:
+            except StageDone as there:
                 return [i for i, _ in unique_shadows(leaves_of(there.arguments))]
         raise self.disorder("A second time it did not call what it had called the first time.")
 
@@ -181,17 +196,17 @@ class Replay(Cut):
 
     # -- what shadows ask
 
-    def real(self, shadow: Shadow) -> torch.Tensor:
+    def real(self, shadow: ShadowTensor) -> torch.Tensor:
         return shadow if self.now is None else self.now.real(shadow)
 
-    def refusal(self, shadow: Shadow) -> LoopError | None:
+    def refusal(self, shadow: ShadowTensor) -> LoopError | None:
         act = self.now
         if act is None:
             name, _, stage = shadow.maker.rpartition(" of stage ")
             return called_alone(name, int(stage))
         return self._not_sent(shadow, act.stage) if act.begun else None
 
-    def _not_sent(self, shadow: Shadow, stage: int) -> LoopError:
+    def _not_sent(self, shadow: ShadowTensor, stage: int) -> LoopError:
         return LoopError(
             f"Stage {stage} of a pipeline was to compute with what comes from {shadow.maker}.",
             f"Of what other stages have, it is sent what its first module is called with, "
@@ -201,7 +216,7 @@ class Replay(Cut):
         )
 
 
-class Act:
+class StageCall:
     """A stage's turn with one micro-batch.
 
     told      of the stages before it; None: there are none
@@ -211,20 +226,22 @@ class Act:
 
     def __init__(
         self,
-        replay: Replay,
+        replay: ShadowPartition,
         stage: int,
-        told: Told | None,
+        told: ReceivedMetadata | None,
         received: Sequence[torch.Tensor] | None,
         begin: Callable[[], None],
     ) -> None:
         self.replay, self.stage, self.told, self.received = replay, stage, told, received
-        self.gave: list[Gave] = []
+        self.gave: list[StageMessage] = []
         self.begun, self._inside, self._begin = told is None, False, begin
-        self._arrived: dict[int, tuple[Shadow, torch.Tensor]] = {}  # by the shadow's id; it is kept, so that it is one
+        self._arrived: dict[
+            int, tuple[ShadowTensor, torch.Tensor]
+        ] = {}  # by the shadow's id; it is kept, so that it is one
         if self.begun:
             begin()
 
-    def real(self, shadow: Shadow) -> torch.Tensor:
+    def real(self, shadow: ShadowTensor) -> torch.Tensor:
         return self._arrived.get(id(shadow), (shadow, shadow))[1]
 
     def call(self, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +254,7 @@ class Act:
                 return self._shadows(number)
             self._arrive(number, args, kwargs)
         if stage > self.stage:
-            raise Left(number, args, kwargs)
+            raise StageDone(number, args, kwargs)
         if stage < self.stage:
             raise self.replay.disorder(f"In stage {self.stage} it called {name} of stage {stage}.")
         args, kwargs = _with(self.real, (args, kwargs), is_leaf=_is_leaf)
@@ -259,7 +276,7 @@ class Act:
         maker = f"{self.replay.links[number].name} of stage {self.replay.stages[number]}"
 
         def leaf(about: Any) -> Any:
-            if not isinstance(about, About):
+            if not isinstance(about, MessageHeader):
                 return about
             meta = torch.empty(about.shape, dtype=getattr(torch, about.dtype), device="meta")
             return shadow_like(meta, self.replay.device, self.replay, maker)
@@ -275,7 +292,7 @@ class Act:
                 f"Stage {self.stage} came to {name}, and the one before it to {self.replay.links[self.told.to].name}."
             )
         if self.received is None:
-            raise Left(number, args, kwargs)
+            raise StageDone(number, args, kwargs)
         shadows = [shadow for _, shadow in unique_shadows(leaves_of((args, kwargs)))]
         shapes = [tuple(t.shape) for t in self.received]
         if [tuple(shadow.shape) for shadow in shadows] != shapes:
@@ -285,10 +302,10 @@ class Act:
         self._begin()
 
 
-class Called(Around):
+class PartitionedModule(ForwardWrapper):
     """The forward of a link: it computes where it belongs to the stage whose turn it is."""
 
-    def __init__(self, module: nn.Module, replay: Replay, number: int) -> None:
+    def __init__(self, module: nn.Module, replay: ShadowPartition, number: int) -> None:
         super().__init__(module)
         self.replay, self.number = replay, number
 
@@ -304,17 +321,17 @@ class Called(Around):
 # -- the row of links
 
 
-def links_of(model: nn.Module) -> Iterator[Link]:
+def links_of(model: nn.Module) -> Iterator[PartitionLink]:
     """The modules with parameters that a forward may call, in the order in which the model has them."""
-    inside = {id(part) for part in opened(model)}
+    inside = {id(part) for part in unwrapped(model)}
     for name, part in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
         params = list(part.parameters())
         if id(part) not in inside and id(parent) in inside and params:
-            yield Link(name, params, cost_of(part))
+            yield PartitionLink(name, params, cost_of(part))
 
 
-def as_called(model: nn.Module, links: list[Link]) -> list[Link]:
+def as_called(model: nn.Module, links: list[PartitionLink]) -> list[PartitionLink]:
     """In the order in which they are called, if the model says what it can be tried with: a model of Hugging Face has
     `dummy_inputs`, a few words. (OPT has its last norm before its layers.)"""
     inputs = getattr(model, "dummy_inputs", None)
@@ -363,11 +380,13 @@ def _is_leaf(thing: Any) -> bool:
     return not isinstance(thing, tuple | list | dict)
 
 
-def _with(real: Callable[[Shadow], torch.Tensor], things: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def _with(
+    real: Callable[[ShadowTensor], torch.Tensor], things: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """These things, with what has arrived for shadows. (Without any, they are the same objects.)"""
-    if not any(isinstance(leaf, Shadow) for leaf in tree_leaves(things, is_leaf=is_leaf)):
+    if not any(isinstance(leaf, ShadowTensor) for leaf in tree_leaves(things, is_leaf=is_leaf)):
         return things
-    return tree_map_only(Shadow, real, things, is_leaf=is_leaf)
+    return tree_map_only(ShadowTensor, real, things, is_leaf=is_leaf)
 
 
 def leaves_of(arguments: Any) -> list[Any]:
@@ -375,9 +394,9 @@ def leaves_of(arguments: Any) -> list[Any]:
     return tree_leaves(arguments, is_leaf=_is_leaf)
 
 
-def unique_shadows(leaves: Sequence[Any]) -> list[tuple[int, Shadow]]:
+def unique_shadows(leaves: Sequence[Any]) -> list[tuple[int, ShadowTensor]]:
     """The shadows among these, each once, with their places."""
-    found = {id(leaf): (i, leaf) for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Shadow)}
+    found = {id(leaf): (i, leaf) for i, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, ShadowTensor)}
     return sorted(found.values(), key=lambda pair: pair[0])
 
 

@@ -21,28 +21,28 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from unisono.errors import LoopError
 
 
-class Stage(Protocol):
+class ShadowStage(Protocol):
     """Where shadows are seen."""
 
-    def real(self, shadow: Shadow) -> torch.Tensor:
+    def real(self, shadow: ShadowTensor) -> torch.Tensor:
         """The tensor that has arrived for it; otherwise itself."""
 
-    def refusal(self, shadow: Shadow) -> LoopError | None:
+    def refusal(self, shadow: ShadowTensor) -> LoopError | None:
         """Why nothing can be computed with it just now; None: it can."""
 
 
-class Shadow(torch.Tensor):
+class ShadowTensor(torch.Tensor):
     """maker: what has the numbers, in words"""
 
-    stage: Stage
+    stage: ShadowStage
     maker: str
 
     @staticmethod
-    def of(like: torch.Tensor, stage: Stage, maker: str) -> Shadow:
+    def of(like: torch.Tensor, stage: ShadowStage, maker: str) -> ShadowTensor:
         """The shadow of a tensor, or of a meta tensor."""
         return shadow_like(like, like.device, stage, maker)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shadow:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShadowTensor:
         return self  # there is nothing to copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -52,7 +52,7 @@ class Shadow(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(Shadow, lambda shadow: shadow.stage.real(shadow), (args, dict(kwargs or {})))
+        args, kwargs = tree_map_only(ShadowTensor, lambda shadow: shadow.stage.real(shadow), (args, dict(kwargs or {})))
         if next(_shadows(args, kwargs), None) is None:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -67,7 +67,7 @@ class Shadow(torch.Tensor):
         if (error := shadow.stage.refusal(shadow)) is not None:
             raise error
         written = _written(func, args, kwargs)
-        if any(not isinstance(target, Shadow) for target in written):
+        if any(not isinstance(target, ShadowTensor) for target in written):
             raise _unseen(shadow, f"{func} writes it into a tensor that is no part of it")
         device = torch.device(kwargs.get("device") or shadow.device)
         if "device" in kwargs:
@@ -85,16 +85,16 @@ class Shadow(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda t: shadow_like(t, device, shadow.stage, shadow.maker), found)
 
 
-def shadow_like(like: torch.Tensor, device: torch.device, stage: Stage, maker: str) -> Shadow:
-    made: Shadow = torch.Tensor._make_wrapper_subclass(
-        Shadow, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+def shadow_like(like: torch.Tensor, device: torch.device, stage: ShadowStage, maker: str) -> ShadowTensor:
+    made: ShadowTensor = torch.Tensor._make_wrapper_subclass(
+        ShadowTensor, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )
     made.stage, made.maker = stage, maker
     return made
 
 
-def _shadows(args: Any, kwargs: Any) -> Iterator[Shadow]:
-    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shadow))
+def _shadows(args: Any, kwargs: Any) -> Iterator[ShadowTensor]:
+    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShadowTensor))
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     return [target for target in found if isinstance(target, torch.Tensor)]
 
 
-def _unseen(shadow: Shadow, why: str) -> LoopError:
+def _unseen(shadow: ShadowTensor, why: str) -> LoopError:
     return LoopError(
         f"What {shadow.maker} computes was looked into, on the way to a later stage of a pipeline.",
         f"There it is known by its shape only: {why}.",

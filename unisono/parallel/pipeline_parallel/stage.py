@@ -31,8 +31,16 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from unisono.distributed.process_group import Group, Message, Work, wait_for
-from unisono.parallel.pipeline_parallel.transport import Arrive, Like, accumulating, comes_from, flat, laid_out, like
+from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
+from unisono.parallel.pipeline_parallel.transport import (
+    ActivationSpec,
+    ReceivedActivation,
+    accumulating,
+    comes_from,
+    flat,
+    laid_out,
+    like,
+)
 
 REVERSED = ("LoopedBFS",)
 """Schedules whose backward passes go from the last micro-batch to the first."""
@@ -51,7 +59,7 @@ DTYPES = tuple(
 Tensors = Sequence[torch.Tensor]
 
 
-class Job(Protocol):
+class StageTask(Protocol):
     """What is to be done with one micro-batch (train/pipelining/pipeline_run.py).
 
     kind     micro-batches of one kind have activations of one shape
@@ -67,17 +75,17 @@ class Job(Protocol):
         """Around a backward pass in which the parameters of a stage get the gradient of this micro-batch."""
 
 
-class Stage(PipelineStage):
+class ModelStage(PipelineStage):
     """One stretch of the layers. torch's schedules call its methods; a number of a micro-batch is a `chunk` to them."""
 
-    def __init__(self, line: Line, index: int, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, line: PipelineSchedule, index: int, params: Sequence[nn.Parameter]) -> None:
         holder = nn.Module()
         holder.params = nn.ParameterList(params)
         super().__init__(holder, index, line.stages, line.device, group=line.group.handle)
         self.line = line
         self.begin([])
 
-    def begin(self, jobs: Sequence[Job]) -> None:
+    def begin(self, jobs: Sequence[StageTask]) -> None:
         """So many micro-batches are next, in the order of the schedule's chunks."""
         self.jobs = jobs
         self.works: dict[tuple[str, int], list[Work]] = {}  # messages that are on their way to us
@@ -179,7 +187,9 @@ class Stage(PipelineStage):
         anchors = received
         if self._wants_gradients():
             anchors = [t.new_empty(1).expand(t.shape).requires_grad_() if like(t).floats else t for t in received]
-            received = [Arrive.apply(a, t) if like(t).floats else t for a, t in zip(anchors, received, strict=True)]
+            received = [
+                ReceivedActivation.apply(a, t) if like(t).floats else t for a, t in zip(anchors, received, strict=True)
+            ]
         outputs = job.forward(self.stage_index, received)
         if self._wants_gradients():
             # a view cannot be let go of, which zero-bubble schedules do
@@ -245,7 +255,7 @@ class Stage(PipelineStage):
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
 
 
-class Line:
+class PipelineSchedule:
     """The processes of one pipeline, and the stages that this one has.
 
     stages  how many there are in all
@@ -254,15 +264,15 @@ class Line:
     posts   do we send and wait ourselves? With gloo; NCCL needs those that cross to be posted together, as torch does
     """
 
-    def __init__(self, group: Group, schedule: str, loops: int) -> None:
+    def __init__(self, group: ProcessGroup, schedule: str, loops: int) -> None:
         self.group, self.device = group, group.device
         self.kind: Any = get_schedule_class(schedule)
         self.name = schedule
         self.straight = not hasattr(self.kind, "_prepare_schedule_with_comms")
         self.stages = group.size * (1 if self.straight else loops)
         self.owners = owners_of(self.stages, group.size, in_v=schedule in ("ZBVZeroBubble", "DualPipeV"))
-        self.known: dict[tuple[Hashable, int], list[Like]] = {}
-        self.mine: list[Stage] = []
+        self.known: dict[tuple[Hashable, int], list[ActivationSpec]] = {}
+        self.mine: list[ModelStage] = []
         self.posts = self.device.type == "cpu"
         self.sent: list[Work] = []
         self._schedules: dict[tuple[int, bool], Any] = {}
@@ -274,9 +284,9 @@ class Line:
 
     def settle(self, params: Callable[[int], Sequence[nn.Parameter]]) -> None:
         """The stages of this process have these parameters."""
-        self.mine = [Stage(self, stage, params(stage)) for stage in self.ours]
+        self.mine = [ModelStage(self, stage, params(stage)) for stage in self.ours]
 
-    def run(self, jobs: Sequence[Job], *, backward: bool) -> list[Any]:
+    def run(self, jobs: Sequence[StageTask], *, backward: bool) -> list[Any]:
         """All processes of the line call it with the same micro-batches. Without a backward pass it returns what the
         last stage made of each, on the process that has it."""
         if not jobs:
@@ -312,7 +322,7 @@ class Line:
 
     # -- shapes
 
-    def learn(self, jobs: Sequence[Job], *, backward: bool) -> None:
+    def learn(self, jobs: Sequence[StageTask], *, backward: bool) -> None:
         """See what crosses for kinds of micro-batches that are new: one of each goes through, and is forgotten."""
         news = {job.kind: job for job in jobs if (job.kind, 1) not in self.known}
         for kind, job in news.items():
@@ -352,7 +362,7 @@ class Line:
         for _ in range(next(numbers)):
             dtype, dims = DTYPES[next(numbers)], next(numbers)
             sizes = [next(numbers) for _ in range(2 * dims)]
-            tensors.append(Like(dtype, tuple(sizes[:dims]), tuple(sizes[dims:])).empty(self.device))
+            tensors.append(ActivationSpec(dtype, tuple(sizes[:dims]), tuple(sizes[dims:])).empty(self.device))
             self._get(flat(tensors[-1]), rank)
         return tensors
 

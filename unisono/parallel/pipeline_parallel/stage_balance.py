@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class BalancedRow(NamedTuple):
     """The links of a chain, in order.
 
     costs   what each of them costs, in any unit
@@ -24,7 +24,7 @@ class Row(NamedTuple):
     widths: Sequence[int]
 
 
-def balance(row: Row, stages: int, alike: float = 0.0) -> list[int]:
+def balanced_partition(row: BalancedRow, stages: int, alike: float = 0.0) -> list[int]:
     """The number of the link with which each stage begins.
 
     alike  cuts whose dearest stage costs no more than this share above the least are alike, since no clock knows
@@ -36,7 +36,7 @@ def balance(row: Row, stages: int, alike: float = 0.0) -> list[int]:
     return _search(row, stages, int(least[0] * (1 + alike)))[1]
 
 
-def _search(row: Row, stages: int, limit: int | None) -> tuple[tuple[int, int], list[int]]:
+def _search(row: BalancedRow, stages: int, limit: int | None) -> tuple[tuple[int, int], list[int]]:
     """The best cut, and its score. Without a limit on what a stage may cost that is (the dearest stage, 0); with one it
     is (tensors that cross, the sum of squares). Both only grow from stage to stage, so the best cut of the first links
     is part of the best cut of all."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 
-class Like(NamedTuple):
+class ActivationSpec(NamedTuple):
     """What a tensor that travels is like. Strides are those of one that fills its memory, in some order of dims."""
 
     dtype: torch.dtype
@@ -26,8 +26,8 @@ class Like(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-def like(tensor: torch.Tensor) -> Like:
-    return Like(tensor.dtype, tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
+def like(tensor: torch.Tensor) -> ActivationSpec:
+    return ActivationSpec(tensor.dtype, tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,12 +38,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((prod(kind.shape),), (1,), dense.storage_offset())
 
 
-def laid_out(grad: torch.Tensor, kind: Like) -> torch.Tensor:
+def laid_out(grad: torch.Tensor, kind: ActivationSpec) -> torch.Tensor:
     """A gradient as the other end of the line has room for it; autograd gives some transposed."""
     return grad if grad.stride() == kind.stride else kind.empty(grad.device).copy_(grad)
 
 
-class Arrive(torch.autograd.Function):
+class ReceivedActivation(torch.autograd.Function):
     """What was received, as something that was computed: a layer may begin with what works in place. The gradient is
     left at an anchor, which has its shape, and next to no memory."""
 

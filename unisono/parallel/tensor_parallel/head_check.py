@@ -32,7 +32,7 @@ Sizes = list[tuple[int, ...]]
 """Of every product within heads, in order: the sizes that do not depend on how many heads there are."""
 
 
-class Heads:
+class HeadCheck:
     """The two copies of a model that is about to be cut, until they have been looked at.
 
     cut  the modules that will be cut: name, and the dim of their weight (0: outputs, 1: inputs)
@@ -51,7 +51,7 @@ class Heads:
                 if p.dim() > dim:
                     setattr(part, key, nn.Parameter(p[: len(p) // size] if dim == 0 else p[:, : p.shape[1] // size]))
 
-    def look(self, args: Any, kwargs: Any) -> None:
+    def check(self, args: Any, kwargs: Any) -> None:
         """Before the first forward pass with these inputs. Raises LoopError if it would compute another model."""
         if self.copies is None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))):
             return
@@ -108,18 +108,18 @@ def _empty(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _products(model: nn.Module, args: Any, kwargs: Any) -> tuple[Products | None, str]:
+def _products(model: nn.Module, args: Any, kwargs: Any) -> tuple[ProductMode | None, str]:
     """What a forward pass multiplies within heads, or None and why it did not come to its end."""
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
     try:
-        with torch.no_grad(), torch.device("meta"), Products() as products:  # a mask that is made there is empty too
+        with torch.no_grad(), torch.device("meta"), ProductMode() as products:  # a mask that is made there is empty too
             model(*args, **kwargs)
     except Exception as error:
         return None, str(error).partition("\n")[0]
     return products, ""
 
 
-class Products(TorchFunctionMode):
+class ProductMode(TorchFunctionMode):
     """Listens to attention: to torch's own, and to products of tensors with four dims, as people write it by hand."""
 
     def __init__(self) -> None:

@@ -31,10 +31,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from unisono.distributed.process_group import met_a_part
+from unisono.distributed.process_group import is_mixed_dtensor_error
 from unisono.errors import LoopError
-from unisono.parallel.layers import Around, layers_of
-from unisono.parallel.tensor_parallel.head_check import Heads
+from unisono.parallel.layers import ForwardWrapper, layers_of
+from unisono.parallel.tensor_parallel.head_check import HeadCheck
 
 FIRST = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "qkv", "query_key_value"),
@@ -75,13 +75,13 @@ def apply_tensor(
     chosen = dict(plan or _models_own(model) or _found(model, sequence=sequence, loss=loss))
     _check(model, chosen, mesh.size())
     ties = _ties(model)
-    heads = Heads(model, _divided(model, chosen), mesh.size())
+    heads = HeadCheck(model, _divided(model, chosen), mesh.size())
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     _parallelize(model, mesh, chosen)
     for name, p in model.named_parameters(remove_duplicate=False):
         p.requires_grad_(trained[name])  # torch's SequenceParallel makes parameters anew, and all of those train
     _tie_again(model, ties)
-    model.forward = Parts(model, heads)
+    model.forward = ShardedForward(model, heads)
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -97,20 +97,20 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         ) from error
 
 
-class Parts(Around):
+class ShardedForward(ForwardWrapper):
     """A forward in which some matrices are parts of themselves. torch computes with these beside whole tensors only
     within the modules that a plan names; an operation elsewhere that meets both ends in an error that says which."""
 
-    def __init__(self, module: nn.Module, heads: Heads) -> None:
+    def __init__(self, module: nn.Module, heads: HeadCheck) -> None:
         super().__init__(module)
         self.heads = heads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.heads.look(args, kwargs)
+        self.heads.check(args, kwargs)
         try:
             return self.forward(*args, **kwargs)
         except RuntimeError as error:
-            if not met_a_part(error):
+            if not is_mixed_dtensor_error(error):
                 raise  # a script's own
             where, line = self._place_of(error)
             raise LoopError(

@@ -38,7 +38,7 @@ class Utterance(NamedTuple):
     pitch: int
 
 
-class Silent(Exception):
+class NoSpeech(Exception):
     """eSpeak NG could not be asked; the text is why, in a line."""
 
 
@@ -57,7 +57,7 @@ def say(utterances: Sequence[Utterance], seed: int) -> list[bytes]:
         clips.append(sound[place + 4 : place + 4 + size])
         place += 4 + size
     if len(clips) != len(utterances):
-        raise Silent(f"it said {len(clips)} of {len(utterances)} words")
+        raise NoSpeech(f"it said {len(clips)} of {len(utterances)} words")
     return clips
 
 
@@ -67,7 +67,7 @@ def _ask(question: dict[str, Any]) -> bytes:
     done = subprocess.run(command, input=json.dumps(question).encode(), capture_output=True)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise Silent(said[-1] if said else f"its process ended with status {done.returncode}")
+        raise NoSpeech(said[-1] if said else f"its process ended with status {done.returncode}")
     return done.stdout
 
 

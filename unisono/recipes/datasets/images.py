@@ -75,7 +75,7 @@ FASHION = Collection(
 )
 
 
-class Part(NamedTuple):
+class ImageSplit(NamedTuple):
     """Pictures and what is on them."""
 
     images: Tensor
@@ -83,20 +83,20 @@ class Part(NamedTuple):
     labels: Tensor
     """int64 [pictures], numbers of classes"""
 
-    def first(self, pictures: int | None) -> Part:
+    def first(self, pictures: int | None) -> ImageSplit:
         """The first so many of them; None: all."""
-        return Part(self.images[:pictures], self.labels[:pictures])
+        return ImageSplit(self.images[:pictures], self.labels[:pictures])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class ImageData:
     """Labelled pictures in two parts; all have one shape."""
 
     name: str
     licence: str
     classes: tuple[str, ...]
-    train: Part
-    valid: Part
+    train: ImageSplit
+    valid: ImageSplit
     mirror: bool = False
     """Does a picture stay in its class when left and right change places? A shoe does, a digit does not."""
     instead: str = ""
@@ -121,7 +121,7 @@ class Pictures:
         )
 
 
-def pictures(source: Source = "auto", data: Path | None = None, *, collection: Collection = FASHION) -> Pictures:
+def pictures(source: Source = "auto", data: Path | None = None, *, collection: Collection = FASHION) -> ImageData:
     """The pictures that were asked for, read in less than two seconds once they are on the disk.
 
     data        a folder with four idx files, or with a folder of PNG or JPEG files for every class (needs Pillow)
@@ -158,10 +158,10 @@ def pictures(source: Source = "auto", data: Path | None = None, *, collection: C
     return published(collection, cache)
 
 
-def published(collection: Collection, folder: Path) -> Pictures:
+def published(collection: Collection, folder: Path) -> ImageData:
     """The collection as it lies in a folder, every file checked against its sha256."""
     parts = _read_parts(folder, collection.sha256)
-    return Pictures(
+    return ImageData(
         name=collection.name,
         licence=collection.licence,
         classes=collection.classes,
@@ -200,19 +200,19 @@ def fetch(collection: Collection, folder: Path) -> None:
             raise
 
 
-def digits() -> Pictures:
+def digits() -> ImageData:
     """scikit-learn's digits: 1,797 grey pictures of 8x8, as people in the year 1998 wrote them."""
     asked = "The pictures were to be scikit-learn's digits."
     loaded = _optional("sklearn.datasets", asked, "pip install 'unisono[recipes]'").load_digits()
     images = torch.from_numpy((loaded.images * 15).astype(np.uint8)).unsqueeze(1)  # they are 0 to 16
     labels = torch.from_numpy(loaded.target.astype(np.int64))
     train, valid = _split([str(i) for i in range(len(labels))], labels.tolist())
-    return Pictures(
+    return ImageData(
         name="scikit-learn's digits",
         licence="CC BY 4.0",
         classes=tuple(map(str, range(10))),
-        train=Part(images[train], labels[train]),
-        valid=Part(images[valid], labels[valid]),
+        train=ImageSplit(images[train], labels[train]),
+        valid=ImageSplit(images[valid], labels[valid]),
     )
 
 
@@ -260,7 +260,7 @@ def _damaged(path: Path, true: str) -> DataError:
     return DataError(f"The idx file {path} was to be read.", true, do)
 
 
-def _read_parts(folder: Path, sha256: Mapping[str, str]) -> tuple[Part, Part]:
+def _read_parts(folder: Path, sha256: Mapping[str, str]) -> tuple[ImageSplit, ImageSplit]:
     """Train and valid from the four idx files of a folder; `sha256` may say what must be in them."""
     paths = [folder / name if (folder / name).exists() else folder / f"{name}.gz" for name in _FILES]
     tensors = [read_idx(path, sha256.get(name)) for name, path in zip(_FILES, paths, strict=True)]
@@ -276,14 +276,14 @@ def _read_parts(folder: Path, sha256: Mapping[str, str]) -> tuple[Part, Part]:
         raise _damaged(paths[2], f"Its pictures are {sizes[0]}, those to train on {sizes[1]}.")
     if len(tensors[1].unique()) < 2:
         raise _one_class(folder, f"{paths[1].name} has labels of one class only")
-    train, valid = (Part(tensors[i].unsqueeze(1), tensors[i + 1].long()) for i in (0, 2))
+    train, valid = (ImageSplit(tensors[i].unsqueeze(1), tensors[i + 1].long()) for i in (0, 2))
     return train, valid
 
 
 # -- one's own
 
 
-def _from_folder(folder: Path) -> Pictures:
+def _from_folder(folder: Path) -> ImageData:
     """A user's folder: four idx files, or a folder of pictures for every class."""
     folder = folder.expanduser()
     asked = f"The pictures were to come from data={folder}."
@@ -296,10 +296,10 @@ def _from_folder(folder: Path) -> Pictures:
         classes = tuple(map(str, range(count)))
     else:
         classes, train, valid = _read_classes(folder)
-    return Pictures(name=str(folder), licence="your own", classes=classes, train=train, valid=valid)
+    return ImageData(name=str(folder), licence="your own", classes=classes, train=train, valid=valid)
 
 
-def _read_classes(folder: Path) -> tuple[tuple[str, ...], Part, Part]:
+def _read_classes(folder: Path) -> tuple[tuple[str, ...], ImageSplit, ImageSplit]:
     """label/*.png and *.jpg. Which of them are kept for validation depends on their names alone."""
     paths: list[Path] = []
     labels: list[int] = []
@@ -321,8 +321,8 @@ def _read_classes(folder: Path) -> tuple[tuple[str, ...], Part, Part]:
     numbers = torch.tensor(labels)
     return (
         tuple(room.name for room in rooms),
-        Part(images[train], numbers[train]),
-        Part(images[valid], numbers[valid]),
+        ImageSplit(images[train], numbers[train]),
+        ImageSplit(images[valid], numbers[valid]),
     )
 
 

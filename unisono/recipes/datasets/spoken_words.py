@@ -4,7 +4,7 @@
     voices("spoken")              the digits, said by eSpeak NG: the validation is in voices that nobody has trained on
     voices("recorded")            the digits, said once each by a person, and draws of these: see `recorded_digits`
 
-A part of it is for validation, and `Voices.line()` says what that part can tell and what not.
+A part of it is for validation, and `SpokenWords.line()` says what that part can tell and what not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unisono import DataError
-from unisono.recipes.datasets.espeak import Silent, Utterance, say, variants
+from unisono.recipes.datasets.espeak import NoSpeech, Utterance, say, variants
 from unisono.recipes.datasets.wav import check_waves, labelled_waves, read_wave
 
 Source = Literal["auto", "spoken", "recorded"]
@@ -71,7 +71,7 @@ class Clips(Dataset[tuple[Tensor, int]]):
 
 
 @dataclass(frozen=True)
-class Voices:
+class SpokenWords:
     """Spoken words in two parts."""
 
     name: str
@@ -99,7 +99,7 @@ class Voices:
 
 def voices(
     source: Source = "auto", *, data: Path | None = None, count: int = 1000, draws: int = 4, seed: int = 0
-) -> Voices:
+) -> SpokenWords:
     """The words to learn; equal arguments give equal data, in every process.
 
     source  recorded: digits of the Debian package; spoken: digits of the synthesizer; auto: the first of them that is
@@ -133,7 +133,7 @@ def recorded_digits() -> Clips | None:
 # -- a folder of one's own
 
 
-def _own(folder: Path) -> Voices:
+def _own(folder: Path) -> SpokenWords:
     files = labelled_waves(folder)
     rate, lengths = check_waves(files)
     digest = hashlib.sha256()
@@ -147,7 +147,7 @@ def _own(folder: Path) -> Voices:
         chosen = set(ranked[: max(1, round(VALID_SHARE * len(paths)))])
         for path in paths:
             (valid if (_voice_of(path) in held if held else path in chosen) else train).append((path, label))
-    return Voices(
+    return SpokenWords(
         name=f"wave files in {folder}",
         licence="your own",
         words=tuple(files),
@@ -179,7 +179,7 @@ def _held_voices(files: dict[str, list[Path]]) -> set[str]:
 # -- digits of many synthetic voices
 
 
-def _spoken(count: int, draws: int, seed: int) -> Voices:
+def _spoken(count: int, draws: int, seed: int) -> SpokenWords:
     """Each voice says each digit `draws` times, every time with another speed, pitch and accent."""
     try:
         train_voices, valid_voices = split_voices(variants(), count)
@@ -195,7 +195,7 @@ def _spoken(count: int, draws: int, seed: int) -> Voices:
             for voice, digit in spoken
         ]
         sounds = [np.frombuffer(sound, np.int16) for sound in say(utterances, seed)]
-    except Silent as why:
+    except NoSpeech as why:
         raise DataError(
             "The speech recipe was asked for spoken digits, and no folder of wave files was named.",
             f"The synthesizer eSpeak NG does not speak: {why}.",
@@ -204,7 +204,7 @@ def _spoken(count: int, draws: int, seed: int) -> Voices:
     clips = [_resampled(sound, *_SPOKEN_TO_RATE) for sound in sounds]
     labels = [DIGITS.index(digit) for _, digit in spoken]
     cut = len(train_voices) * len(DIGITS) * draws
-    return Voices(
+    return SpokenWords(
         name=f"digits spoken by eSpeak NG in {len(train_voices) + len(valid_voices)} voices",
         licence="that of the synthesizer is GPL-3+, what it says is free",
         words=DIGITS,
@@ -242,7 +242,7 @@ def _family(name: str) -> str:
 # -- ten recordings of one person
 
 
-def _recorded(draws: int, seed: int) -> Voices:
+def _recorded(draws: int, seed: int) -> SpokenWords:
     """Draws of the ten recordings: faster or slower (and so higher or lower), louder or softer, a little later."""
     digits = recorded_digits()
     if digits is None:
@@ -262,7 +262,7 @@ def _recorded(draws: int, seed: int) -> Voices:
             clips.append(torch.cat((late, stretched)))
             labels.append(label)
     cut = round(len(clips) * (1 - VALID_SHARE))
-    return Voices(
+    return SpokenWords(
         name="digits recorded by one speaker (Allison Smith, asterisk-core-sounds-en-wav)",
         licence="CC-BY-SA 3.0",
         words=DIGITS,

@@ -22,7 +22,7 @@ TOLD = 5
 """At most so many of the files that do not fit are told at once."""
 
 
-class Header(NamedTuple):
+class WavHeader(NamedTuple):
     """What a wave file says of itself."""
 
     channels: int
@@ -31,26 +31,26 @@ class Header(NamedTuple):
     length: int  # samples in each channel
 
 
-class Unreadable(Exception):
+class UnreadableWav(Exception):
     """A file that is not a whole wave file; the text is why, a sentence."""
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> WavHeader:
     """The header of a wave file whose last sample is there. Raises Unreadable."""
     try:
         with wave.open(str(path), "rb") as file:
-            header = Header(file.getnchannels(), 8 * file.getsampwidth(), file.getframerate(), file.getnframes())
+            header = WavHeader(file.getnchannels(), 8 * file.getsampwidth(), file.getframerate(), file.getnframes())
             if not header.length:
-                raise Unreadable("It has no samples.")
+                raise UnreadableWav("It has no samples.")
             file.setpos(header.length - 1)
             if len(file.readframes(1)) < file.getsampwidth() * header.channels:
                 size = path.stat().st_size
-                raise Unreadable(f"Its header tells of {header.length:,} samples, but it ends after {size:,} bytes.")
+                raise UnreadableWav(f"Its header tells of {header.length:,} samples, but it ends after {size:,} bytes.")
             return header
     except EOFError:
-        raise Unreadable(f"It ends inside its header, after {path.stat().st_size:,} bytes.") from None
+        raise UnreadableWav(f"It ends inside its header, after {path.stat().st_size:,} bytes.") from None
     except (wave.Error, OSError) as error:  # another format, not a wave file at all, or not to be read
-        raise Unreadable(f"It cannot be read: {error}.") from None
+        raise UnreadableWav(f"It cannot be read: {error}.") from None
 
 
 def read_wave(path: Path) -> Tensor:
@@ -59,7 +59,7 @@ def read_wave(path: Path) -> Tensor:
         length = read_header(path).length
         with wave.open(str(path), "rb") as file:
             width, sound = file.getsampwidth(), file.readframes(length)
-    except Unreadable as why:
+    except UnreadableWav as why:
         raise DataError(f"Read {path}.", str(why), f"Get it anew, or: rm {shlex.quote(str(path))}") from None
     return torch.from_numpy(_floats(sound, width))
 
@@ -110,12 +110,12 @@ def check_waves(files: Mapping[str, Sequence[Path]]) -> tuple[int, list[int]]:
     it names the first.
     """
     paths = [path for some in files.values() for path in some]
-    headers: dict[Path, Header] = {}
+    headers: dict[Path, WavHeader] = {}
     wrong: dict[Path, tuple[str, bool]] = {}  # what is wrong, and whether a conversion repairs it
     for path in paths:
         try:
             headers[path] = read_header(path)
-        except Unreadable as why:
+        except UnreadableWav as why:
             wrong[path] = (str(why), "unknown format" in str(why))
     rates = Counter(header.rate for header in headers.values())
     rate = max(rates, key=lambda r: (rates[r], -r)) if rates else 16_000

@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unisono.distributed.membership.shared_counter import Tickets
-from unisono.distributed.roles import Crew
-from unisono.plan.load_balance import Dealer
-from unisono.train.balance.step_timer import Pace
-from unisono.train.balance.work_stealing import Claims
+from unisono.distributed.membership.shared_counter import SharedCounter
+from unisono.distributed.roles import RoleGroup
+from unisono.plan.load_balance import LoadBalancer
+from unisono.train.balance.step_timer import StepTimer
+from unisono.train.balance.work_stealing import WorkStealing
 
 if TYPE_CHECKING:
     from unisono.config import Settings
     from unisono.data.loader import Schedule
     from unisono.distributed.mesh import Mesh
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
     from unisono.plan.assignment import Spans
-    from unisono.train.loop import Engine
+    from unisono.train.loop import StepLoop
 
 WORDS = 3
 """What each process says of itself: seconds for one virtual rank (0: it computed none), its horizon, seconds since it
 said so last."""
 
 
-class Dealing:
+class Rebalancer:
     """dealer  deals anew, for a long time; None: nobody does
     claims  deal within a step; None: nobody does
     share   samples of a virtual rank, on average
@@ -47,10 +47,10 @@ class Dealing:
 
     def __init__(
         self,
-        dealer: Dealer | None,
-        claims: Claims | None,
+        dealer: LoadBalancer | None,
+        claims: WorkStealing | None,
         share: float,
-        pace: Pace,
+        pace: StepTimer,
         schedule: Schedule,
         note: Callable[[str], None],
         servers: int = 0,
@@ -91,7 +91,7 @@ class Dealing:
         """A step is over, and everybody has said how long it took: deal anew, if that pays."""
         seconds = [took for took, _, _ in said]
         if self.claims is not None:
-            self.claims.hear(self.schedule.at(step), seconds, said[0][2])
+            self.claims.observe(self.schedule.at(step), seconds, said[0][2])
         seconds = seconds[self.servers :]
         spans = self.dealer.hear(seconds) if self.dealer is not None else None
         if spans is None:
@@ -118,7 +118,7 @@ class Dealing:
 
 def build_dealing(
     settings: Settings, mesh: Mesh, schedule: Schedule, first: int, promise: str, note: Callable[[str], None]
-) -> Dealing | None:
+) -> Rebalancer | None:
     """Who deals by speed, from step `first` on; None, where nothing can be dealt: on one process, with one virtual
     rank, where processes wait for each other in the midst of a model, so that none can be told to be slow, and under an
     exchange that is not exact: there it would change the result whether a machine was slow."""
@@ -127,13 +127,13 @@ def build_dealing(
         return None
     if promise != "exact":
         return None
-    servers = mesh.world.servers if isinstance(mesh.world, Crew) else 0
-    dealer = Dealer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
-    claims = Claims(mesh.world.rank, Tickets(mesh.world)) if deal.claim else None
-    return Dealing(dealer, claims, settings.batch / ranks, Pace(mesh.world.device), schedule, note, servers)
+    servers = mesh.world.servers if isinstance(mesh.world, RoleGroup) else 0
+    dealer = LoadBalancer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
+    claims = WorkStealing(mesh.world.rank, SharedCounter(mesh.world)) if deal.claim else None
+    return Rebalancer(dealer, claims, settings.batch / ranks, StepTimer(mesh.world.device), schedule, note, servers)
 
 
-def deal_by_hand(engine: Engine, group: Group, spans: Spans) -> int:
+def set_assignment(engine: StepLoop, group: ProcessGroup, spans: Spans) -> int:
     """Everybody deals these spans; returns the first step that nobody has fetched anything for. They stay."""
     first = int(group.max_(torch.tensor([engine.horizon], device=group.device)).item())
     engine.schedule.change(first, spans)

@@ -16,7 +16,7 @@ import torch
 from unisono import phases
 
 
-class Pace:
+class StepTimer:
     """device  what computes here"""
 
     def __init__(self, device: torch.device) -> None:
@@ -26,13 +26,13 @@ class Pace:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._began, self._waited, self._count = time.perf_counter(), phases.Waited.seconds, 0
+        self._began, self._waited, self._count = time.perf_counter(), phases.CommWait.seconds, 0
         if self._events:
             self._events[2].record()
 
     def done(self) -> None:
         """A micro-batch of it is computed, or all orders for it are given."""
-        self._idle = phases.Waited.seconds - self._waited
+        self._idle = phases.CommWait.seconds - self._waited
         self._busy = time.perf_counter() - self._began - self._idle
         if self._events:
             self._count += 1

@@ -16,22 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from unisono.distributed.membership.shared_counter import Tickets
+from unisono.distributed.membership.shared_counter import SharedCounter
 from unisono.plan.assignment import Spans
-from unisono.plan.stealing_gain import Claiming
+from unisono.plan.stealing_gain import StealingGain
 
 
-class Claims:
+class WorkStealing:
     """Who takes which virtual rank in a step. Every process of the run has one."""
 
-    def __init__(self, rank: int, tickets: Tickets) -> None:
+    def __init__(self, rank: int, tickets: SharedCounter) -> None:
         self.rank, self.tickets = rank, tickets
-        self.mode = Claiming()
+        self.mode = StealingGain()
         self.steps = 0  # in which virtual ranks were claimed
         self.guests = 0  # virtual ranks that this process computed for others
         self.on = False
 
-    def taken(self, step: int, spans: Spans, busy: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    def micro_batches_of(self, step: int, spans: Spans, busy: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """The virtual ranks that this process computes in `step`, each with whether it is at home; `busy` are those
         with work. Every process must go through it in the same steps."""
         homes = [[v for v in busy if lo <= v < hi] for lo, hi in spans]
@@ -44,15 +44,15 @@ class Claims:
                 for virtual_rank in sure:
                     yield virtual_rank, True
             front = 0
-            while open_ones and self.tickets.draw(str(step % 2), home) <= len(open_ones):
+            while open_ones and self.tickets.next(str(step % 2), home) <= len(open_ones):
                 if home == self.rank:
                     yield open_ones[front], True
                     front += 1
                 else:
                     self.guests += 1
-                    yield open_ones[-self.tickets.draw(f"{step % 2} back", home)], False
+                    yield open_ones[-self.tickets.next(f"{step % 2} back", home)], False
 
-    def hear(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
+    def observe(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
         """A step is over (plan/stealing_gain.py)."""
         was, self.on = self.on, self.mode.hear(spans, seconds, wall)
         if was and not self.on:  # nobody draws until it is on again, which all of them hear together

@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import Stopped
-from unisono.train.loop import Engine
+from unisono.errors import RunStopped
+from unisono.train.loop import StepLoop
 from unisono.train.run import Run
 from unisono.train.step import Step
 
 
-class AuditedEngine(Engine):
+class AuditedLoop(StepLoop):
     """An engine that leaves after so many audits. The first step of a run is none: it is looked at otherwise.
 
     steps  how many
@@ -25,7 +25,7 @@ class AuditedEngine(Engine):
 
     def new_step(self, number: int) -> Step:
         if self.audit is not None and len(self.audit.done) >= self.steps:
-            raise Stopped
+            raise RunStopped
         return Step(self, number)
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ class AuditedEngine(Engine):
         super().close()
 
 
-def audited(words: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+def audited(words: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
     """A run and an engine for it. `words` are STEPS:FILE."""
     steps, _, file = words.partition(":")
-    return Run, type("Engine", (AuditedEngine,), {"steps": int(steps), "file": Path(file)})
+    return Run, type("Engine", (AuditedLoop,), {"steps": int(steps), "file": Path(file)})

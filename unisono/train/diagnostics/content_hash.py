@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.train.diagnostics.tensor_hash import raw
+from unisono.train.diagnostics.tensor_hash import raw_bytes
 
 DEEPEST = 8
 """Levels of nested objects that are looked into."""
@@ -32,7 +32,7 @@ def _feed(found: Any, value: Any, depth: int) -> None:
         dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
         found.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
         if dense.numel():
-            found.update(raw(dense.cpu()).numpy())
+            found.update(raw_bytes(dense.cpu()).numpy())
     elif isinstance(value, Mapping):
         for key, item in value.items():
             found.update(repr(key).encode())

@@ -23,29 +23,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import peers
-from unisono.distributed.roles import Crew
-from unisono.errors import Diverged
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.roles import RoleGroup
+from unisono.errors import DivergenceError
 from unisono.plan.rng_keys import mix
-from unisono.train.diagnostics.majority_vote import Verdict, vote
-from unisono.train.diagnostics.tensor_hash import apart, digests
+from unisono.train.diagnostics.majority_vote import VoteResult, vote
+from unisono.train.diagnostics.tensor_hash import bit_difference, digests
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
-    from unisono.train.loop import Engine
+    from unisono.train.gradient_pass import GradientPass
+    from unisono.train.loop import StepLoop
     from unisono.train.run import Run
 
 WHAT = "Comparing what processes hold"
 
 
-class Differs(NamedTuple):
+class Difference(NamedTuple):
     """The first tensor that is not the same everywhere, and the ranks of the run that hold it.
 
     of  ("gradient" or "weights", its name)
     """
 
     of: tuple[str, str]
-    verdict: Verdict
+    verdict: VoteResult
     ranks: Sequence[int]
     tensors: int  # how many differ, of its kind
     all: int
@@ -61,10 +61,10 @@ class Differs(NamedTuple):
         return f"{who} ({self.tensors} of {plural(self.all, 'tensor')})"
 
 
-class Divergence:
+class DivergenceCheck:
     """The watch of one process. Every process of the run has one, or none has."""
 
-    def __init__(self, engine: Engine, run: Run[Any]) -> None:
+    def __init__(self, engine: StepLoop, run: Run[Any]) -> None:
         settings = run.settings.divergence
         self.engine, self.state, self.changes, self.note = engine, run._state, run.changes, run._watcher.note
         self.every, self.heal = settings.every, settings.heal
@@ -78,7 +78,7 @@ class Divergence:
     def _due(self, done: int) -> bool:
         return self.every > 0 and done % self.every == 0
 
-    def given(self, step: int, gradients: Sequence[Gradient]) -> None:
+    def given(self, step: int, gradients: Sequence[GradientPass]) -> None:
         """These are whole, and about to be used."""
         if self._due(step + 1):
             params = [p for gradient in gradients for p in gradient.params]
@@ -100,18 +100,18 @@ class Divergence:
         if (done == self._compared_after or not self.every) and not now:
             return True
         gradients = self._given
-        self.engine.models.rest()
+        self.engine.models.reshard()
         world, held = self.engine.mesh.world, dict(self._held())
         weights = digests(held.values())
-        with peers(WHAT):
-            said = world.gather([self._place(), mix(*weights), mix(*gradients.values())])
+        with wrap_peer_errors(WHAT):
+            said = world.all_gather_object([self._place(), mix(*weights), mix(*gradients.values())])
             self.compared += 1
             if all(row == other for row in said for other in said if row[0] == other[0]):
                 self._met_after(done)
                 return True
             mine = {("gradient", name): found for name, found in gradients.items()}
             mine |= {("weights", name): found for name, found in zip(held, weights, strict=True)}
-            everybody = world.gather([self._place(), [[*key, found] for key, found in mine.items()]])
+            everybody = world.all_gather_object([self._place(), [[*key, found] for key, found in mine.items()]])
             self._object(done, _first(everybody), everybody, held)
         return False
 
@@ -121,7 +121,7 @@ class Divergence:
         self._given = {}
 
     def _object(
-        self, done: int, first: Differs | None, everybody: Sequence[Any], tensors: Mapping[str, torch.Tensor]
+        self, done: int, first: Difference | None, everybody: Sequence[Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """They differ: heal, or raise Diverged."""
         if first is None:
@@ -144,15 +144,15 @@ class Divergence:
         """How the tensor differs from that of rank `right`, in words, as the first one that has another knows it."""
         world = self.engine.mesh.world
         theirs = tensor.detach().clone()
-        world.share_([theirs], source=right)
-        found = apart(tensor, theirs)
-        told = world.gather(None if found is None else str(found))
+        world.broadcast_([theirs], source=right)
+        found = bit_difference(tensor, theirs)
+        told = world.all_gather_object(None if found is None else str(found))
         return next((f": {text}" for text in told if text), "")
 
-    def _heal(self, done: int, first: Differs, right: int, detail: str) -> None:
+    def _heal(self, done: int, first: Difference, right: int, detail: str) -> None:
         """What rank `right` holds, models and what optimizers keep, on every process."""
         world = self.engine.mesh.world
-        world.share_(self._state(), source=right)
+        world.broadcast_(self._state(), source=right)
         self.note(f"After {plural(done, 'step')}: {first}{detail}. Healed: it has theirs now.")
         field, to = (
             f"the weights of {named(first.verdict.wrong)}",
@@ -161,9 +161,9 @@ class Divergence:
         self.changes.append({"step": self.same_after, "field": field, "from": "those of all", "to": to})
         self._met_after(done)
 
-    def _diverged(self, done: int, true: str, why: str) -> Diverged:
+    def _diverged(self, done: int, true: str, why: str) -> DivergenceError:
         before = plural(self.same_after, "step")
-        return Diverged(
+        return DivergenceError(
             f"After {plural(done, 'step')} the {self.engine.mesh.world.size} processes compared what they hold.",
             f"{true} After {before} all was the same. {why}".rstrip(),
             "go on from the newest checkpoint, which was compared before it was written (--resume). Is it the loop "
@@ -200,9 +200,9 @@ def named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def _first(everybody: Sequence[tuple[str, Sequence[tuple[str, str, int]]]]) -> Differs | None:
+def _first(everybody: Sequence[tuple[str, Sequence[tuple[str, str, int]]]]) -> Difference | None:
     """The first tensor that differs between processes of one place: gradients come before what was made of them."""
-    found: list[tuple[tuple[str, str], Verdict, list[int]]] = []
+    found: list[tuple[tuple[str, str], VoteResult, list[int]]] = []
     held = [{(kind, name): number for kind, name, number in rows} for _, rows in everybody]
     for place in dict.fromkeys(place for place, _ in everybody):
         ranks = [rank for rank, (where, _) in enumerate(everybody) if where == place]
@@ -215,18 +215,18 @@ def _first(everybody: Sequence[tuple[str, Sequence[tuple[str, str, int]]]]) -> D
     found.sort(key=lambda each: each[0][0] != "gradient")  # stable: in the order of the model
     key, verdict, ranks = found[0]
     of_kind = {other for other, _, _ in found if other[0] == key[0]}
-    return Differs(key, verdict, ranks, len(of_kind), sum(kind == key[0] for kind, _ in held[ranks[0]]))
+    return Difference(key, verdict, ranks, len(of_kind), sum(kind == key[0] for kind, _ in held[ranks[0]]))
 
 
-def build_divergence(engine: Engine, run: Run[Any]) -> Divergence | None:
+def build_divergence(engine: StepLoop, run: Run[Any]) -> DivergenceCheck | None:
     """The watch of a run; None, where no two processes must hold the same: under parameter servers, and on machines
     that are unlike, whose replicas drift apart in their last bits."""
     mesh = engine.mesh
     alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.company is None  # and nobody will join
-    if alone or isinstance(mesh.world, Crew):
+    if alone or isinstance(mesh.world, RoleGroup):
         return None
     if run.differences or mesh.world.mixed:  # who joins later has not heard of differences yet
         if run.settings.divergence.every:
             run.print("weights are not compared (divergence.every): these machines do not compute the same bits")
         return None
-    return Divergence(engine, run)
+    return DivergenceCheck(engine, run)

@@ -26,11 +26,11 @@ from unisono.config import Settings
 from unisono.config.validate_parallel import asks_of_the_model
 from unisono.data.loader import Collate, length_of
 from unisono.data.rng import seed_everything
-from unisono.distributed.fake_group import pretended
+from unisono.distributed.fake_group import is_fake_group
 from unisono.environment import World
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import refuse_numbers
-from unisono.parallel.context_parallel.ulysses import Context
+from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train.evaluation.model_outputs import Forward, call
 from unisono.train.run import Run
@@ -38,11 +38,11 @@ from unisono.train.run import Run
 S = TypeVar("S", bound=Settings)
 
 
-class Refused(SettingsError):
+class DryRunRefused(SettingsError):
     """The run would refuse this model."""
 
 
-class _Seen(BaseException):
+class _LoopReached(BaseException):
     """The script has come to what needs the others. Not an Exception: no code of the script's is to catch it."""
 
 
@@ -55,7 +55,7 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
     folder.mkdir()
     with ExitStack() as kept:
         nowhere = kept.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        group = kept.enter_context(pretended(world.size))
+        group = kept.enter_context(is_fake_group(world.size))
         run: DryRun[S] = DryRun(
             settings, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=nowhere
         )
@@ -63,9 +63,9 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
         seed_everything(mix(settings.seed, SCRIPT))
         try:
             train(run)
-        except _Seen:
+        except _LoopReached:
             return True
-        except Refused:
+        except DryRunRefused:
             raise
         except Exception:
             pass
@@ -118,7 +118,7 @@ class DryRun(Run[S]):
         def batch() -> Any:
             """The first micro-batch, if a model must see one."""
             if self._mesh.tensor.size == self._mesh.context.size == 1 or not hasattr(data, "__getitem__"):
-                raise _Seen
+                raise _LoopReached
             share = -(-self.settings.batch // self.settings.virtual_ranks)
             samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
             many = hasattr(data, "__getitems__")
@@ -126,7 +126,7 @@ class DryRun(Run[S]):
             return (collate_fn or default_collate)(rows)
 
         yield _FirstStep(self, batch)
-        raise _Seen
+        raise _LoopReached
 
     def _look_at_numbers(self, params: Iterable[torch.nn.Parameter]) -> None:
         with _refusing():
@@ -134,7 +134,7 @@ class DryRun(Run[S]):
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
         """This needs all processes."""
-        raise _Seen
+        raise _LoopReached
 
     predict = deal = _end
     collectives = property(_end)
@@ -166,36 +166,36 @@ class _FirstStep:
     ) -> NoReturn:
         for batch in self.over(*over) if over else self:
             (forward or call)(model, batch)
-        raise _Seen
+        raise _LoopReached
 
     def _rounds(self, params: Iterable[torch.nn.Parameter]) -> Iterator[Any]:
         self._run._look_at_numbers(params)
         with self._run._models.context.part(self._batch()) as batch:
             yield batch
-        raise _Seen
+        raise _LoopReached
 
     def __getattr__(self, _: str) -> NoReturn:
-        raise _Seen
+        raise _LoopReached
 
 
-class _Attention(Context):
+class _Attention(ContextParallel):
     """Sequences in slices: the first attention says how many heads there are."""
 
     def attend(self, query: Any, key: Any, *_: Any, **__: Any) -> NoReturn:
         with _refusing():
             self._check(query, key)
-        raise _Seen
+        raise _LoopReached
 
 
 def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
     """A model is called, so nothing of it is left to be refused but what its inputs say of its heads."""
-    from unisono.parallel.tensor_parallel.tensor_parallel import Parts  # half a second
+    from unisono.parallel.tensor_parallel.tensor_parallel import ShardedForward  # half a second
 
-    found = inspect.unwrap(model.forward, stop=lambda forward: isinstance(forward, Parts))
-    if isinstance(found, Parts):
+    found = inspect.unwrap(model.forward, stop=lambda forward: isinstance(forward, ShardedForward))
+    if isinstance(found, ShardedForward):
         with _refusing():
-            found.heads.look(args, kwargs)
-    raise _Seen
+            found.heads.check(args, kwargs)
+    raise _LoopReached
 
 
 @contextmanager
@@ -203,4 +203,4 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except (LoopError, SettingsError) as error:
-        raise Refused.of(error.problems) from error
+        raise DryRunRefused.of(error.problems) from error

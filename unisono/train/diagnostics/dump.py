@@ -24,18 +24,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from unisono.checkpoint.sharded_state import whole
+from unisono.checkpoint.sharded_state import is_whole
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import Group, local
-from unisono.errors import Stopped
-from unisono.train.gradient_pass import Gradient
-from unisono.train.loop import Engine
+from unisono.distributed.process_group import ProcessGroup, to_local
+from unisono.errors import RunStopped
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.loop import StepLoop
 from unisono.train.run import Run
 from unisono.train.step import FROM_SETTINGS, Step
 from unisono.train.step_sync import LOSS
 
 
-class Evidence:
+class Dump:
     """What one process has to tell, and its files.
 
     told    what goes into rank-N.json
@@ -58,7 +58,7 @@ class Evidence:
         self._began = 0.0
 
     @contextmanager
-    def aside(self, group: Group) -> Iterator[None]:
+    def aside(self, group: ProcessGroup) -> Iterator[None]:
         """A block that is no part of training: everybody waits for whoever writes, and no clock counts it."""
         began = time.perf_counter()
         yield
@@ -80,7 +80,7 @@ class Evidence:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors:
-            full = whole(tensor, keep=writes)
+            full = is_whole(tensor, keep=writes)
             if writes:
                 if full is not None:
                     save_file({name: _plain(full)}, folder / f"{len(names)}.safetensors")
@@ -93,7 +93,7 @@ class Evidence:
 
     def weigh(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """So much memory of this kind is held here now: also what lies around a part that these tensors show."""
-        held = [local(tensor.detach()) for tensor in tensors if tensor is not None]
+        held = [to_local(tensor.detach()) for tensor in tensors if tensor is not None]
         dense = [t if t.layout is torch.strided else t.coalesce().values() for t in held]
         memory = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in dense)}
         self.told["bytes"][kind] = max(self.told["bytes"][kind], sum(memory.values()))
@@ -126,20 +126,20 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return real.cpu().contiguous()
 
 
-class ToldRun(Run[Any]):
+class DumpedRun(Run[Any]):
     """A run that says what it tracks."""
 
-    evidence: Evidence
+    evidence: Dump
 
     def track(self, **things: Any) -> None:
         super().track(**things)
         self.evidence.models = self._state.models
 
 
-class ToldStep(Step):
+class DumpedStep(Step):
     """A step that tells its gradient's norm; the last one that is compared tells what it left behind, and leaves."""
 
-    _engine: ToldEngine
+    _engine: DumpedLoop
 
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
         evidence = self._engine.evidence
@@ -160,13 +160,13 @@ class ToldStep(Step):
             evidence.write_state("after", engine.mesh)
             evidence.close()
             engine.group.barrier()
-            raise Stopped  # what the script does behind its loop is no part of this
+            raise RunStopped  # what the script does behind its loop is no part of this
 
 
-class ToldEngine(Engine):
+class DumpedLoop(StepLoop):
     """An engine that writes down the gradient of every pass."""
 
-    evidence: Evidence
+    evidence: Dump
 
     def new_step(self, number: int) -> Step:
         evidence = self.evidence
@@ -176,15 +176,15 @@ class ToldEngine(Engine):
             evidence.count(self.models.params)
             self.group.barrier()
         evidence.begin()
-        return ToldStep(self, number)
+        return DumpedStep(self, number)
 
-    def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
+    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
         evidence = self.evidence
         ours = set(map(id, gradient.params))
         others = [p for p in self.models.params if id(p) not in ours]
         evidence.weigh("parameters", [*gradient.leaves, *others])
         evidence.weigh("gradients", [p.grad for p in [*gradient.leaves, *others]])
-        sums = super().meet(step, number, gradient)
+        sums = super().synchronize(step, number, gradient)
         with evidence.aside(self.group):
             evidence.weigh("gradients", [p.grad for p in [*gradient.params, *others]])
             names = {id(p): name for name, p in evidence.state()}
@@ -212,11 +212,11 @@ def _dropout(models: Iterable[torch.nn.Module]) -> str:
     return ""
 
 
-def told(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+def dump_run(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
     """A run and an engine that write down what they compute. `asked` is STEPS:FOLDER."""
     steps, _, folder = asked.partition(":")
-    evidence = Evidence(Path(folder), rank, int(steps))
+    evidence = Dump(Path(folder), rank, int(steps))
     return (
-        type("Run", (ToldRun,), {"evidence": evidence}),
-        type("Engine", (ToldEngine,), {"evidence": evidence}),
+        type("Run", (DumpedRun,), {"evidence": evidence}),
+        type("Engine", (DumpedLoop,), {"evidence": evidence}),
     )

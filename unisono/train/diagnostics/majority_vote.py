@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 
-class Verdict(NamedTuple):
+class VoteResult(NamedTuple):
     """agree   all that was said is the same
     right   what more than half of the reliable ones say; None: nobody knows
     wrong   ranks that said something else, or two things
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     wrong: tuple[int, ...]
 
 
-def vote(opinions: Sequence[tuple[int, Hashable]]) -> Verdict:
+def vote(opinions: Sequence[tuple[int, Hashable]]) -> VoteResult:
     """(rank, what it made) of everything that was made, in any order, a rank as often as it likes (at least one)."""
     said: dict[int, set[Hashable]] = {}
     for rank, value in opinions:
@@ -37,6 +37,6 @@ def vote(opinions: Sequence[tuple[int, Hashable]]) -> Verdict:
     steady = {rank: next(iter(values)) for rank, values in said.items() if rank not in fickle}
     (value, count) = Counter(steady.values()).most_common(1)[0] if steady else (None, 0)
     if 2 * count <= len(steady):
-        return Verdict(False, None, tuple(sorted(fickle)))
+        return VoteResult(False, None, tuple(sorted(fickle)))
     wrong = fickle | {rank for rank, other in steady.items() if other != value}
-    return Verdict(not wrong, value, tuple(sorted(wrong)))
+    return VoteResult(not wrong, value, tuple(sorted(wrong)))

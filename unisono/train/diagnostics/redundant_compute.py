@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import peers
-from unisono.errors import Diverged
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.errors import DivergenceError
 from unisono.plan.rng_keys import mix
 from unisono.train.diagnostics.divergence import named
-from unisono.train.diagnostics.majority_vote import Verdict, vote
-from unisono.train.diagnostics.tensor_hash import apart, digests, sum_of
+from unisono.train.diagnostics.majority_vote import VoteResult, vote
+from unisono.train.diagnostics.tensor_hash import bit_difference, digests, sum_of
 from unisono.train.spare_rounds import computed
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
-    from unisono.train.loop import Engine
+    from unisono.train.gradient_pass import GradientPass
+    from unisono.train.loop import StepLoop
     from unisono.train.run import Run
     from unisono.train.step import Step
 
@@ -47,7 +47,7 @@ TURNS = {1: (2, 3), 2: (1, 2)}
 """How often each of so few processes computes it: at least, and if it does not come out the same. Others: once."""
 
 
-class Made(NamedTuple):
+class ComputedNumbers(NamedTuple):
     """What this process made of the virtual rank, by parameter: the gradients that its backward passes gave, as a
     number, and their sum, whole."""
 
@@ -59,30 +59,30 @@ class Made(NamedTuple):
         return [mix(given, whole) for given, whole in zip(self.given, digests(self.grads), strict=True)]
 
 
-class Plan(NamedTuple):
+class AuditPlan(NamedTuple):
     """Which virtual rank is computed by whom; the first of them has it in this step anyway."""
 
     virtual_rank: int
     ranks: Sequence[int]
 
 
-class Audit:
+class RedundantCompute:
     """The audits of one process. Every process of the run has one, or none has.
 
     done   what was compared: step, virtual rank, ranks
     found  what did not come out the same, for programs; {}: all did
     """
 
-    def __init__(self, engine: Engine, every: int) -> None:
+    def __init__(self, engine: StepLoop, every: int) -> None:
         self.engine, self.every = engine, every
         self.done: list[tuple[int, int, Sequence[int]]] = []
         self.found: Mapping[str, Any] = {}
-        self._now: Plan | None = None  # what is compared in this step
+        self._now: AuditPlan | None = None  # what is compared in this step
         self._right = 0  # what the step's own backward passes must give
         self._noted: list[list[torch.Tensor]] = []  # by parameter
         self._hooks: list[Any] = []
 
-    def plan(self, step: int) -> Plan | None:
+    def plan(self, step: int) -> AuditPlan | None:
         """What is audited in `step`, if anything is."""
         if (step + 1) % self.every:
             return None
@@ -93,11 +93,11 @@ class Audit:
         owner = next(r for r, (lo, hi) in enumerate(engine.schedule.at(step)) if lo <= virtual_rank < hi)
         first = turn // len(busy)
         others = [(owner + 1 + (first + i) % (size - 1)) % size for i in range(min(size - 1, 2))]
-        return Plan(virtual_rank, (owner, *others))
+        return AuditPlan(virtual_rank, (owner, *others))
 
     # -- before the step's rounds
 
-    def before(self, step: Step, gradient: Gradient) -> Iterator[Any]:
+    def recompute(self, step: Step, gradient: GradientPass) -> Iterator[Any]:
         """The micro-batches of the audited virtual rank, where this process computes it. Raises Diverged on every
         process if it does not come out the same. In the first step here, which is looked at closely, nothing."""
         plan = self.plan(step.number) if gradient.seen else None
@@ -105,13 +105,13 @@ class Audit:
             return
         world = self.engine.mesh.world
         least, most = TURNS.get(world.size, (1, 1))
-        turns: list[Made | None] = []  # what this process made
+        turns: list[ComputedNumbers | None] = []  # what this process made
         said: list[Sequence[Sequence[int] | None]] = []  # what all made: all of it in one number, what backward gave
         for turn in range(1, most + 1):
             turns.append((yield from self._compute(step, gradient, plan)) if world.rank in plan.ranks else None)
             made = turns[-1]
-            with peers(WHAT):
-                said.append(world.gather(made and [mix(*made.numbers), mix(*made.given)]))
+            with wrap_peer_errors(WHAT):
+                said.append(world.all_gather_object(made and [mix(*made.numbers), mix(*made.given)]))
             verdict = vote([(rank, row[0]) for all_of in said for rank, row in enumerate(all_of) if row])
             if verdict.agree and turn >= least:
                 break
@@ -122,15 +122,15 @@ class Audit:
         self._right = next(row[1] for row in said[0] if row)
         self._listen(step, gradient)
 
-    def _compute(self, step: Step, gradient: Gradient, plan: Plan) -> Generator[Any, None, Made]:
+    def _compute(self, step: Step, gradient: GradientPass, plan: AuditPlan) -> Generator[Any, None, ComputedNumbers]:
         """The virtual rank's micro-batches, one after the other, as rounds that count for nothing; returns what came
         of them."""
         self._now = plan
         self._listen(step, gradient)
         grads = yield from computed(step, gradient, plan.virtual_rank)
-        return Made(self._heard(), grads)
+        return ComputedNumbers(self._heard(), grads)
 
-    def _listen(self, step: Step, gradient: Gradient) -> None:
+    def _listen(self, step: Step, gradient: GradientPass) -> None:
         """From now on, note what the audited virtual rank's backward passes give."""
         params = gradient.leaves
         self._noted = [[] for _ in params]
@@ -158,8 +158,8 @@ class Audit:
             return
         computed = any(self._noted)
         found = mix(*self._heard())
-        with peers(WHAT):
-            everybody = self.engine.mesh.world.gather(found if computed else None)
+        with wrap_peer_errors(WHAT):
+            everybody = self.engine.mesh.world.all_gather_object(found if computed else None)
         wrong = tuple(r for r, other in enumerate(everybody) if other is not None and other != self._right)
         if wrong:
             true = f"In the step itself {named(wrong)} made other gradients of it than before the step, as all agreed."
@@ -170,17 +170,17 @@ class Audit:
     def _object(
         self,
         step: Step,
-        plan: Plan,
-        verdict: Verdict,
-        gradient: Gradient,
-        turns: Sequence[Made | None],
+        plan: AuditPlan,
+        verdict: VoteResult,
+        gradient: GradientPass,
+        turns: Sequence[ComputedNumbers | None],
         said: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
         """It came out differently. Raises Diverged, and says what is known."""
         divergence = self.engine.divergence
         if divergence is not None and not divergence.compare(step.number, now=True):
             return  # of other weights anybody makes other gradients; they are healed
-        works = [Work(turn, rank, row[0]) for turn, of in enumerate(said) for rank, row in enumerate(of) if row]
+        works = [AuditWork(turn, rank, row[0]) for turn, of in enumerate(said) for rank, row in enumerate(of) if row]
         # two that differ; if it is known who is wrong, that one comes first
         wrong = next((w for w in works if w.rank in verdict.wrong and w.number != verdict.right), works[0])
         right = next(w for w in works if w.number != wrong.number and verdict.right in (None, w.number))
@@ -197,27 +197,29 @@ class Audit:
             true = f"{all_of_them} made three different gradients, first of {where}."
         raise self._diverged(step, plan, verdict.wrong, true[0].upper() + true[1:])
 
-    def _where(self, gradient: Gradient, turns: Sequence[Made | None], wrong: Work, right: Work) -> str:
+    def _where(
+        self, gradient: GradientPass, turns: Sequence[ComputedNumbers | None], wrong: AuditWork, right: AuditWork
+    ) -> str:
         """The first parameter whose gradients differ in these two, and how, in words; the same on every process."""
         world, params = self.engine.mesh.world, gradient.leaves
 
-        def of(work: Work) -> Made | None:
+        def of(work: AuditWork) -> ComputedNumbers | None:
             return turns[work.turn] if work.rank == world.rank else None
 
         mine, theirs = of(wrong), of(right)
-        one = world.gather(mine and mine.numbers)[wrong.rank]
-        other = world.gather(theirs and theirs.numbers)[right.rank]
+        one = world.all_gather_object(mine and mine.numbers)[wrong.rank]
+        other = world.all_gather_object(theirs and theirs.numbers)[right.rank]
         differ = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
         p = params[differ[0]]
         name = self.engine.models.names.get(id(gradient.params[differ[0]]), "a parameter")
         shared = dense(p, theirs and theirs.grads[differ[0]]).clone()
-        world.share_([shared], source=right.rank)
-        found = None if mine is None else apart(dense(p, mine.grads[differ[0]]), shared)
-        how = world.gather(None if found is None else str(found))[wrong.rank]
+        world.broadcast_([shared], source=right.rank)
+        found = None if mine is None else bit_difference(dense(p, mine.grads[differ[0]]), shared)
+        how = world.all_gather_object(None if found is None else str(found))[wrong.rank]
         return f"{name}{f': {how}' if how else ''} ({len(differ)} of {plural(len(params), 'tensor')})"
 
-    def _diverged(self, step: Step, plan: Plan, wrong: Sequence[int], true: str) -> Diverged:
-        hosts = self.engine.mesh.world.gather(socket.gethostname())
+    def _diverged(self, step: Step, plan: AuditPlan, wrong: Sequence[int], true: str) -> DivergenceError:
+        hosts = self.engine.mesh.world.all_gather_object(socket.gethostname())
         self.found = {
             "step": step.number,
             "virtual_rank": plan.virtual_rank,
@@ -232,14 +234,14 @@ class Audit:
                 do = f"go on with --resume on another machine than {bad}; or look closer:"
         else:
             do = "with three processes two outvote the third; and unisono check SCRIPT tells whether it is the script:"
-        return Diverged(
+        return DivergenceError(
             f"Step {step.number}'s virtual rank {plan.virtual_rank} was computed on {named(plan.ranks)}, and compared.",
             true,
             f"{do} unisono audit {self.engine.run_dir} --ranks 3",
         )
 
 
-class Work(NamedTuple):
+class AuditWork(NamedTuple):
     """What a process made in one turn, as a number."""
 
     turn: int
@@ -253,11 +255,11 @@ def dense(p: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     return (full if full.layout is torch.strided else full.to_dense()).detach().contiguous()
 
 
-def build_audit(engine: Engine, run: Run[Any]) -> Audit | None:
+def build_audit(engine: StepLoop, run: Run[Any]) -> RedundantCompute | None:
     """Who audits a run, if somebody does. Machines that are unlike would accuse each other of their last bits."""
     if not run.settings.audit_every:
         return None
     if run.differences:
         run.print("nothing is audited (audit_every): these machines do not compute the same bits")
         return None
-    return Audit(engine, run.settings.audit_every)
+    return RedundantCompute(engine, run.settings.audit_every)

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from unisono import phases
-from unisono.data.loader import Numbers
+from unisono.data.loader import IndexDataset
 from unisono.data.streaming.stream import Stream
-from unisono.errors import Stopped
+from unisono.errors import RunStopped
 from unisono.exchange.buckets import finite
-from unisono.plan.batch_order import Place
-from unisono.train.gradient_pass import Gradient
-from unisono.train.loop import Engine
+from unisono.plan.batch_order import MicroBatchId
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.loop import StepLoop
 from unisono.train.run import Run
 from unisono.train.step import FROM_SETTINGS, Step
 from unisono.train.step_sync import LOSS
@@ -39,7 +39,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReplayRequest:
     """The step that is replayed.
 
     virtual_rank  the only one that is computed of it; None: all of them, and what the update makes of them
@@ -53,7 +53,7 @@ class Asked:
     file: Path
 
     @classmethod
-    def of(cls, words: str) -> Asked:
+    def of(cls, words: str) -> ReplayRequest:
         """STEP:VIRTUAL RANK or nothing:debug or nothing:FILE."""
         step, virtual_rank, debug, file = words.split(":", 3)
         return cls(int(step), int(virtual_rank) if virtual_rank else None, bool(debug), Path(file))
@@ -70,13 +70,13 @@ class Asked:
 class ReplayedStep(Step):
     """The step itself: what comes of each of its rounds is written down as soon as it is known."""
 
-    _engine: ReplayedEngine
-    _told: Place | None = None  # the round that was told last
+    _engine: ReplayedLoop
+    _told: MicroBatchId | None = None  # the round that was told last
 
-    def _rounds(self, gradient: Gradient) -> Iterator[Any]:
+    def _rounds(self, gradient: GradientPass) -> Iterator[Any]:
         """Of one virtual rank alone no gradient becomes whole: its rounds are all there is, and the replay ends."""
         engine, wanted = self._engine, self._engine.wanted
-        norms = Norms(gradient.leaves)
+        norms = LayerNorms(gradient.leaves)
         self._norms, self._names = norms, [engine.models.names.get(id(p), "a parameter") for p in gradient.params]
         if wanted.virtual_rank is None:
             rounds = super()._rounds(gradient)
@@ -91,7 +91,7 @@ class ReplayedStep(Step):
             self._tell()
         norms.close()
         if wanted.virtual_rank is not None:
-            raise Stopped
+            raise RunStopped
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
         total = loss * weight if mean else loss
@@ -118,7 +118,7 @@ class ReplayedStep(Step):
             bad=[self._names[i] for i in bad],
         )
 
-    def _meet(self, gradient: Gradient, number: int) -> None:
+    def _meet(self, gradient: GradientPass, number: int) -> None:
         super()._meet(gradient, number)
         total, weight = self._sums[LOSS]
         self._engine.wanted.tell(kind="pass", walk=number, loss=total / weight, weight=weight)
@@ -130,7 +130,7 @@ class ReplayedStep(Step):
 
     def finish(self) -> None:
         super().finish()
-        raise Stopped  # what comes after the step is no part of it
+        raise RunStopped  # what comes after the step is no part of it
 
     def _greet(self) -> None:
         """Stop in a debugger where the loop takes its batch."""
@@ -146,14 +146,14 @@ class ReplayedStep(Step):
         Debugger(nosigint=True).set_trace(_outside())
 
 
-class ReplayedEngine(Engine):
+class ReplayedLoop(StepLoop):
     """An engine that makes its steps as any other, until the one that was asked for."""
 
-    wanted: Asked
+    wanted: ReplayRequest
 
     def new_step(self, number: int) -> Step:
         if number > self.wanted.step:
-            raise Stopped
+            raise RunStopped
         if number < self.wanted.step:
             return Step(self, number)
         self.wanted.tell(
@@ -169,21 +169,21 @@ class ReplayedEngine(Engine):
             buffers.enter(virtual_rank)
         for number in range(len(self.order.micro_bounds(step.number, virtual_rank))):
             phases.enter("data")
-            place, batch = self._loader.fetch(Place(step.number, virtual_rank, number))
+            place, batch = self._loader.fetch(MicroBatchId(step.number, virtual_rank, number))
             step._place, step._ready = place, True
-            phases.Here.virtual_rank = virtual_rank
+            phases.Position.virtual_rank = virtual_rank
             phases.enter("forward")
             yield batch
         step._ready = False
 
-    def samples_of(self, place: Place) -> list[Any]:
+    def samples_of(self, place: MicroBatchId) -> list[Any]:
         """What the samples of a micro-batch are called: their numbers, or in a stream their shards and places."""
         numbers = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
         data = self._loader.fetcher.data
         if isinstance(data, Stream):
             found = [data.address(number) for number in numbers]
             return [f"{data.shards.names[shard]}[{offset}]" for shard, offset in found]
-        if isinstance(data, Numbers):
+        if isinstance(data, IndexDataset):
             return list(data.micro_batch(place.step, numbers))
         return numbers
 
@@ -193,7 +193,7 @@ class Debugger(pdb.Pdb):
 
     def do_quit(self, arg: str) -> None:
         sys.settrace(None)
-        raise Stopped
+        raise RunStopped
 
     do_q = do_exit = do_quit
 
@@ -201,7 +201,7 @@ class Debugger(pdb.Pdb):
         self.do_quit(arg)
 
 
-class Norms:
+class LayerNorms:
     """The norm of what a round's backward passes give, and the parameters that are given what is not finite."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -234,6 +234,6 @@ def _outside() -> FrameType:
     return frame
 
 
-def replayed(words: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+def replayed(words: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
     """A run and an engine that replay what these words ask for (Asked)."""
-    return Run, type("Engine", (ReplayedEngine,), {"wanted": Asked.of(words)})
+    return Run, type("Engine", (ReplayedLoop,), {"wanted": ReplayRequest.of(words)})

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.plan.rng_keys import mix
 
 WORD = 8
@@ -23,7 +23,7 @@ def digests(tensors: Iterable[torch.Tensor | None]) -> list[int]:
     """A number for each; 0 for one that is not there. Of a tensor that lies over several processes it is the part
     that lies here. An accelerator is asked once for all of them."""
     none = torch.zeros((), dtype=torch.int64)
-    sums = [none if tensor is None else sum_of(local(tensor.detach())) for tensor in tensors]
+    sums = [none if tensor is None else sum_of(to_local(tensor.detach())) for tensor in tensors]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
 
 
@@ -34,7 +34,7 @@ def digest(tensors: Iterable[torch.Tensor | None]) -> int:
 
 def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """The number, int64 [], where the tensor is."""
-    flat = raw(tensor)
+    flat = raw_bytes(tensor)
     end = len(flat) // WORD * WORD
     total = flat[:end].view(torch.int64).sum()
     if end == len(flat):
@@ -43,7 +43,7 @@ def sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return total + (rest << 8 * torch.arange(len(rest), device=flat.device)).sum()
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes in the order of its elements, uint8 [n]; where it lies so, they are not copied."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     flat = dense.reshape(-1)
@@ -53,7 +53,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return found.clone() if found.storage_offset() % WORD else found
 
 
-class Apart(NamedTuple):
+class BitDifference(NamedTuple):
     """Where two tensors of one shape have other bits: how many elements, the first of them, and its bits."""
 
     elements: int
@@ -73,17 +73,17 @@ class Apart(NamedTuple):
         )
 
 
-def apart(mine: torch.Tensor, right: torch.Tensor) -> Apart | None:
+def bit_difference(mine: torch.Tensor, right: torch.Tensor) -> BitDifference | None:
     """How `mine` differs from `right`, of the same shape and kind; None: it does not. No complex numbers."""
     size = mine.element_size()
-    one, other = (raw(local(t.detach())).cpu().view(-1, size) for t in (mine, right))
+    one, other = (raw_bytes(to_local(t.detach())).cpu().view(-1, size) for t in (mine, right))
     differs = (one != other).any(1)
     if not bool(differs.any()):
         return None
     first = int(differs.nonzero()[0])
     flipped = [int(a) ^ int(b) for a, b in zip(one[first].tolist(), other[first].tolist(), strict=True)]
     bits = [8 * byte + bit for byte, x in enumerate(flipped) for bit in range(8) if x >> bit & 1]
-    shape = local(mine).shape
+    shape = to_local(mine).shape
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), shape)) if shape else ()
-    value, wanted = (float(local(t.detach()).reshape(-1)[first]) for t in (mine, right))
-    return Apart(int(differs.sum()), len(differs), place, value, wanted, bits)
+    value, wanted = (float(to_local(t.detach()).reshape(-1)[first]) for t in (mine, right))
+    return BitDifference(int(differs.sum()), len(differs), place, value, wanted, bits)

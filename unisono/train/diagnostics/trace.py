@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 import unisono
-from unisono.data.loader import Numbers, Task, to_device
-from unisono.data.rng import undisturbed
-from unisono.errors import Stopped
-from unisono.plan.batch_order import Place
+from unisono.data.loader import FetchTask, IndexDataset, to_device
+from unisono.data.rng import preserve_rng
+from unisono.errors import RunStopped
+from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.rng_keys import ROUND, mix
 from unisono.train.diagnostics.content_hash import content_digest
-from unisono.train.gradient_pass import Gradient
-from unisono.train.loop import Engine
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.loop import StepLoop
 from unisono.train.run import Run
 from unisono.train.step import FROM_SETTINGS, Step
 
@@ -83,7 +83,7 @@ class TracedRun(Run[Any]):
 class TracedStep(Step):
     """A step that notes losses, and what an update is given and makes."""
 
-    _engine: TracedEngine
+    _engine: TracedLoop
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
         if self._ready and loss.numel() == 1:
@@ -102,22 +102,22 @@ class TracedStep(Step):
                     engine.trace.line("update", f"{name} of {type(model).__name__}", content_digest(value))
 
 
-class TracedEngine(Engine):
+class TracedLoop(StepLoop):
     """An engine that writes down what it does, and leaves after so many steps."""
 
     trace: Trace
 
     def new_step(self, number: int) -> Step:
         if number >= self.trace.steps:
-            raise Stopped
+            raise RunStopped
         self.trace.step, self.trace.place = number, []
         if number == 0:
             self.trace.line("epoch", "steps", str(self.order.steps_per_epoch))
         return TracedStep(self, number)
 
     def micro_batches(
-        self, step: int, number: int, gradient: Gradient, kept: list[tuple[Place, Any]] | None
-    ) -> Iterator[tuple[Place, Any, bool]]:
+        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
+    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
         trace = self.trace
         self._found: dict[str, list[str]] = {}
         hooks = [p.register_hook(self._noting(self.models.names.get(id(p), "a parameter"))) for p in gradient.params]
@@ -145,27 +145,27 @@ class TracedEngine(Engine):
             self.trace.line("gradient", name, " ".join(found))
         self._found.clear()
 
-    def _fetch_again(self, place: Place, batch: Any) -> None:
+    def _fetch_again(self, place: MicroBatchId, batch: Any) -> None:
         """Does the data set give the same once more, under the same key?"""
         fetcher = self._loader.fetcher
-        if isinstance(fetcher.data, Numbers) or self.trace.place[0]:
+        if isinstance(fetcher.data, IndexDataset) or self.trace.place[0]:
             return
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
         threads = torch.get_num_threads()
-        with undisturbed(CPU):
-            again = fetcher.fetch(Task(place, mix(self.order.seed, ROUND), samples))
+        with preserve_rng(CPU):
+            again = fetcher.fetch(FetchTask(place, mix(self.order.seed, ROUND), samples))
         torch.set_num_threads(threads)
         self.trace.line(
             "again", "samples", "same" if content_digest(again) == content_digest(to_device(batch, CPU)) else "other"
         )
 
-    def meet(self, step: Step, number: int, gradient: Gradient) -> dict[str, tuple[float, float]]:
-        sums = super().meet(step, number, gradient)
+    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
+        sums = super().synchronize(step, number, gradient)
         self.trace.line("total", "loss", repr(sums.get("loss")))
         self.tell_whole("sum", gradient)
         return sums
 
-    def tell_whole(self, kind: str, gradient: Gradient) -> None:
+    def tell_whole(self, kind: str, gradient: GradientPass) -> None:
         for p in gradient.params:
             name = self.models.names.get(id(p), "a parameter")
             self.trace.line(kind, name, "none" if p.grad is None else content_digest(p.grad))
@@ -199,7 +199,7 @@ def warn_of_operators(trace: Trace) -> None:
     warnings.simplefilter("always")
 
 
-def traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
+def traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
     """A run and an engine that write down what they do. `asked` is STEPS:FOLDER, or STEPS:operators:FOLDER."""
     steps, _, folder = asked.partition(":")
     operators = folder.startswith("operators:")
@@ -209,5 +209,5 @@ def traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[Engine]]:
         warn_of_operators(trace)
     return (
         type("Run", (TracedRun,), {"trace": trace}),
-        type("Engine", (TracedEngine,), {"trace": trace}),
+        type("Engine", (TracedLoop,), {"trace": trace}),
     )

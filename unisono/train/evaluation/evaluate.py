@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.parallel.context_parallel.ulysses import Context
+from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.plan.reduction_tree import chain
-from unisono.train.evaluation.model_outputs import Outputs, parts
+from unisono.train.evaluation.model_outputs import ModelOutputs, parts
 
 Measure = Callable[..., Any]
 
 
-def evaluate(outputs: Outputs, measure: Measure, context: Context) -> dict[str, float]:
+def evaluate(outputs: ModelOutputs, measure: Measure, context: ContextParallel) -> dict[str, float]:
     """See Run.evaluate. Where sequences are divided, the sums of all slices count."""
     outputs.part = context.part
     rows: dict[str, list[tuple[int, float, float]]] = {}
@@ -45,15 +45,17 @@ def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:
     return named
 
 
-def _fold(rows: dict[str, list[tuple[int, float, float]]], count: int, group: Group, slices: Group) -> dict[str, float]:
-    names = sorted({name for everybody in group.gather(sorted(rows)) for name in everybody})
-    names = sorted({name for everybody in slices.gather(names) for name in everybody})
+def _fold(
+    rows: dict[str, list[tuple[int, float, float]]], count: int, group: ProcessGroup, slices: ProcessGroup
+) -> dict[str, float]:
+    names = sorted({name for everybody in group.all_gather_object(sorted(rows)) for name in everybody})
+    names = sorted({name for everybody in slices.all_gather_object(names) for name in everybody})
     table = torch.zeros(len(names), 2, count, dtype=torch.float64)
     for i, name in enumerate(names):
         for row, total, weight in rows.get(name, []):
             table[i, 0, row], table[i, 1, row] = total, weight
     table = group.sum_(table.to(group.device))
-    table = slices.add_up(table.flatten()).view(table.shape).cpu()
+    table = slices.deterministic_all_reduce(table.flatten()).view(table.shape).cpu()
     result = {}
     for name, (totals, weights) in zip(names, table.tolist(), strict=True):
         weight = chain(weights)

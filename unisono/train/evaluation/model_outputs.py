@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
-from unisono.data.eval_loader import MicroBatch, Walk
-from unisono.data.rng import undisturbed
-from unisono.errors import Stopped
+from unisono.data.eval_loader import EvalBatch, EvalLoader
+from unisono.data.rng import preserve_rng
+from unisono.errors import RunStopped
 from unisono.train.modules.buffer_sync import slots_of
 from unisono.train.modules.module_attributes import remembered
 
 if TYPE_CHECKING:
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
     from unisono.train.pipelining.pipeline_run import Pipeline
 
 Forward = Callable[[torch.nn.Module, Any], Any]
 
 
-class Outputs:
+class ModelOutputs:
     """Iterate over it for (micro-batch, output) of this process's share of a walk.
 
     At its end all processes meet, and `count` is how many micro-batches they had together. If one of them was in a
@@ -39,7 +39,7 @@ class Outputs:
     def __init__(
         self,
         model: torch.nn.Module,
-        walk: Walk,
+        walk: EvalLoader,
         *,
         forward: Forward | None,
         hurry: Callable[[], bool],
@@ -48,20 +48,20 @@ class Outputs:
         pipeline: Pipeline | None = None,
     ) -> None:
         self.model, self.walk, self.pipeline = model, walk, pipeline
-        self.group: Group = walk.group if pipeline is None else pipeline.world
+        self.group: ProcessGroup = walk.group if pipeline is None else pipeline.world
         self.speaks = pipeline is None or pipeline.speaks
         self.forward, self.hurry, self.over, self.fresh = forward or call, hurry, over, fresh
         self.part: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.count = 0
 
-    def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
+    def __iter__(self) -> Iterator[tuple[EvalBatch, Any]]:
         for micro_batch in self.walk if self.pipeline is None else ():
             if self.hurry() and not self.walk.abreast:  # others would wait for our part of a layer
                 break
             self.fresh()
             with self.part(micro_batch.batch) as batch:
                 output = self.forward(self.model, batch)
-            phases.Here.moves += 1
+            phases.Position.moves += 1
             if not micro_batch.spare:
                 yield micro_batch._replace(batch=batch), output
         if self.pipeline is not None:
@@ -69,7 +69,7 @@ class Outputs:
         self.over()
         leaves = torch.tensor([self.hurry()], dtype=torch.uint8, device=self.group.device)
         if self.group.max_(leaves).item():
-            raise Stopped
+            raise RunStopped
         self.count = self.walk.finish()
 
 
@@ -86,16 +86,16 @@ def parts(batch: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def at_rest(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+def evaluation_mode(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
     """The models in eval mode, without gradients; afterwards all is as before. Gives what `as_before` gives."""
-    with as_before(models, device) as fresh, torch.no_grad():
+    with restored_rng(models, device) as fresh, torch.no_grad():
         for model in models:
             model.eval()
         yield fresh
 
 
 @contextmanager
-def as_before(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+def restored_rng(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
     """Afterwards the models' modes, buffers and attributes and the generators are as before, or the loop's next step
     would depend on which process computed what in here. Gives a function that sets buffers and attributes back."""
     modes = [(part, part.training) for model in models for part in model.modules()]
@@ -111,7 +111,7 @@ def as_before(models: Sequence[torch.nn.Module], device: torch.device) -> Iterat
         attributes.put_all_back()
 
     try:
-        with undisturbed(device):
+        with preserve_rng(device):
             yield fresh
     finally:
         for part, training in modes:  # not model.train(): a part may be in eval mode for good

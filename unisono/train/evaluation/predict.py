@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from unisono.checkpoint.sharded_state import whole_here
-from unisono.data.eval_loader import MicroBatch
-from unisono.distributed.process_group import Group
+from unisono.checkpoint.sharded_state import gather_whole
+from unisono.data.eval_loader import EvalBatch
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.train.evaluation.model_outputs import Outputs
+from unisono.train.evaluation.model_outputs import ModelOutputs
 
 
-def predict(outputs: Outputs) -> Any:
+def predict(outputs: ModelOutputs) -> Any:
     """See Run.predict."""
     spec: TreeSpec | None = None
     numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
@@ -25,14 +25,14 @@ def predict(outputs: Outputs) -> Any:
     for micro_batch, output in outputs:
         leaves, found = tree_flatten(output)
         spec = _same_structure(spec, found)
-        rows = [_rows(whole_here(leaf), micro_batch) for leaf in leaves]
+        rows = [_rows(gather_whole(leaf), micro_batch) for leaf in leaves]
         if outputs.speaks:
             pieces.append(rows)
             numbers.append((micro_batch.number, micro_batch.samples))
     columns = [list(column) for column in zip(*pieces, strict=True)]
     kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
     mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
-    everybody = outputs.group.gather(mine)
+    everybody = outputs.group.all_gather_object(mine)
     told = next(other for other in everybody if other["spec"] is not None)
     for other in everybody:
         _same_structure(told["spec"], told["spec"] if other["spec"] is None else other["spec"])
@@ -46,7 +46,7 @@ def predict(outputs: Outputs) -> Any:
     return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
 
 
-def _rows(leaf: Any, micro_batch: MicroBatch) -> Tensor:
+def _rows(leaf: Any, micro_batch: EvalBatch) -> Tensor:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != micro_batch.samples:
         got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{type(leaf).__name__}"
         raise LoopError(
@@ -90,7 +90,7 @@ def _told(spec: TreeSpec) -> Any:
         ) from None
 
 
-def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: Group) -> Tensor:
+def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: ProcessGroup) -> Tensor:
     """All rows, sorted by the numbers of their micro-batches; places[r] are the (number, rows) that process r has."""
     counts = [sum(rows for _, rows in place) for place in places]
     shape, dtype = mine.shape[1:], mine.dtype

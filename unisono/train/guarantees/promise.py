@@ -12,13 +12,13 @@ import torch
 from unisono.data.loader_workers import deaths
 from unisono.exchange import PROMISES, promise_of
 from unisono.parallel.compiler_determinism import order_dependent
-from unisono.parallel.parallelize import promised
-from unisono.train.guarantees.user_errors import by_element
+from unisono.parallel.parallelize import promise_of_parallel
+from unisono.train.guarantees.user_errors import is_elementwise
 from unisono.train.optimization.sharded_step import differs_in_shards
-from unisono.train.recovery.shard_replica import survival
+from unisono.train.recovery.shard_replica import survival_of
 
 if TYPE_CHECKING:
-    from unisono.train.recovery.step_recovery import Survivors
+    from unisono.train.recovery.step_recovery import StepRecovery
     from unisono.train.run import Run
 
 
@@ -67,7 +67,7 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
         exchange = own.promise, own.reason
     if run._mesh.axes.shard > 1 or run._mesh.axes.tensor > 1:
         steppers = run._engine.steppers if run._engine is not None else ()
-        strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not by_element(s)]
+        strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not is_elementwise(s)]
         if strange:
             reason = f"{strange[0]} may compute with whole tensors, of which each process has a part"
             return max((exchange[0], "tolerance"), key=_rank), reason
@@ -82,7 +82,7 @@ def _promise_here(run: Run[Any]) -> tuple[str, str]:
     if ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
         exchange = exchange[0], f"{exchange[1]}; {reason}"
-    return promised(exchange, run.settings.parallel, run._mesh.axes, run._models.plans)
+    return promise_of_parallel(exchange, run.settings.parallel, run._mesh.axes, run._models.plans)
 
 
 def _benchmarks(device: torch.device) -> list[str]:
@@ -110,7 +110,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
         **run._sites.told,
         "promise": promised_here,
         "reason": reason,
-        "survival": survival(run.settings.parallel, run._mesh.axes, survivors=_survivors(run) is not None),
+        "survival": survival_of(run.settings.parallel, run._mesh.axes, survivors=_survivors(run) is not None),
         "weights_sha256": run._state.fingerprint() if run._state.models else None,
         "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
         **_deaths(run),
@@ -128,7 +128,7 @@ def result(run: Run[Any]) -> dict[str, Any]:
     }
 
 
-def _survivors(run: Run[Any]) -> Survivors | None:
+def _survivors(run: Run[Any]) -> StepRecovery | None:
     return run._engine.survivors if run._engine is not None else None
 
 

@@ -21,12 +21,12 @@ from operator import attrgetter
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
 
 
-def check_alike(
-    group: Group, tensors: Iterable[tuple[str, torch.Tensor]], asked: str, home: torch.device | None = None
+def check_same_parameters(
+    group: ProcessGroup, tensors: Iterable[tuple[str, torch.Tensor]], asked: str, home: torch.device | None = None
 ) -> None:
     """Have these the same names, in the same order, and the same form on all processes? Raises LoopError on all of
     them if not. Every process calls it.
@@ -37,9 +37,9 @@ def check_alike(
         return
     form = partial(_form, home=home) if group.mixed else _kind
     mine = [(name, form(tensor)) for name, tensor in tensors]
-    if len(set(group.gather(zlib.crc32(json.dumps(mine).encode())))) == 1:
+    if len(set(group.all_gather_object(zlib.crc32(json.dumps(mine).encode())))) == 1:
         return
-    first, *others = group.gather(mine)
+    first, *others = group.all_gather_object(mine)
     rank, other = next((r, found) for r, found in enumerate(others, 1) if found != first)
     for one, two in zip(first, other, strict=False):
         if one != two:
@@ -79,7 +79,7 @@ def _form(tensor: torch.Tensor, home: torch.device | None) -> str:
     return words if home is None or tensor.device == home else f"{words}, on another device than the run's"
 
 
-class Modes:
+class ModeCheck:
     """Which layers of these models are in training mode, and which are not."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
@@ -90,10 +90,10 @@ class Modes:
         """20 bits that tell them."""
         return zlib.crc32(bytes(map(attrgetter("training"), self._modes))) >> 12
 
-    def refuse(self, group: Group, *, computed: bool) -> None:
+    def refuse(self, group: ProcessGroup, *, computed: bool) -> None:
         """Raises LoopError on every process, and names the first layer that is not the same. Every process calls it.
         `computed`: did this one compute something? Who did not may not have come to a `model.train()` in the rounds."""
-        found = group.gather([layer.training for layer in self._modes] if computed else None)
+        found = group.all_gather_object([layer.training for layer in self._modes] if computed else None)
         those = [rank for rank, modes in enumerate(found) if modes is not None]
         for number, (name, layer) in enumerate(self._layers):
             ranks = [rank for rank in those if not found[rank][number]]

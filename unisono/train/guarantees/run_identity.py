@@ -13,7 +13,7 @@ import torch
 
 from unisono import __version__, environment
 from unisono.config import ENVIRONMENT
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import Problem, WorldError
 
 
@@ -78,9 +78,9 @@ def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], co
     ]
 
 
-def agree(group: Group, mine: dict[str, Any]) -> list[str]:
+def agree(group: ProcessGroup, mine: dict[str, Any]) -> list[str]:
     """What differs between the processes, in words: their bits can then not be promised. Threads must be equal."""
-    everybody = group.gather({name: mine[name] for name in ENVIRONMENT})
+    everybody = group.all_gather_object({name: mine[name] for name in ENVIRONMENT})
     differences = []
     for name in ENVIRONMENT:
         values = [facts[name] for facts in everybody]

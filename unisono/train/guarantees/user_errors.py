@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from unisono.config import ParallelSettings, Settings
-from unisono.distributed.process_group import lies_apart, met_a_part
+from unisono.distributed.process_group import is_dtensor, is_mixed_dtensor_error
 from unisono.errors import LoopError
-from unisono.plan.batch_order import Order
+from unisono.plan.batch_order import BatchOrder
 
 
 def check_shapes(model: torch.nn.Module) -> None:
@@ -97,17 +97,17 @@ BY_ELEMENT = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "
 (Adafactor and Muon do not: they look at rows and at whole matrices.)"""
 
 
-def by_element(optimizer: Any) -> bool:
+def is_elementwise(optimizer: Any) -> bool:
     """Does it treat every element by itself? Of torch's we know; others say so with an attribute of this name."""
     said = getattr(optimizer, "by_element", None)
     if said is not None:
         return bool(said)
-    step = inspect.unwrap(getattr(type(optimizer), "step", by_element))  # torch wraps it
+    step = inspect.unwrap(getattr(type(optimizer), "step", is_elementwise))  # torch wraps it
     return str(step.__module__).startswith("torch.optim.") and step.__qualname__.partition(".")[0] in BY_ELEMENT
 
 
 @contextmanager
-def stepping(optimizer: Any) -> Iterator[None]:
+def stepped_parameters(optimizer: Any) -> Iterator[None]:
     """An optimizer steps in here. Where it cannot do that to parts of parameters, that is told in our words.
 
     One that does not go element by element computes with rows or whole matrices; of these operations torch can make
@@ -118,7 +118,7 @@ def stepping(optimizer: Any) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
         first = str(error).partition("\n")[0] or "an assertion of torch.distributed.tensor failed."
         signs = ("Sharding propagation", "sharding strategy")
-        if not (met_a_part(error) or any(sign in str(error) for sign in signs) or _of_dtensor(error)):
+        if not (is_mixed_dtensor_error(error) or any(sign in str(error) for sign in signs) or _of_dtensor(error)):
             raise
         raise LoopError(
             f"step.update was to step {type(optimizer).__name__} with parameters of which each process has a part.",
@@ -156,7 +156,7 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
 
 
 @contextmanager
-def parts_told(parallel: ParallelSettings) -> Iterator[None]:
+def sharded_parameters_error(parallel: ParallelSettings) -> Iterator[None]:
     """Where a part of a parameter meets a whole tensor, torch speaks of DTensors. Raises LoopError instead."""
     try:
         yield
@@ -170,7 +170,7 @@ def parts_told(parallel: ParallelSettings) -> Iterator[None]:
             "docs/loop.md shows it under Buffers; or --set parallel.shard=1.",
         ).with_traceback(error.__traceback__) from None
     except RuntimeError as error:
-        if not met_a_part(error):
+        if not is_mixed_dtensor_error(error):
             raise
         by_layer = parallel.shard != 1 and parallel.gather == "layer"
         raise LoopError(
@@ -198,7 +198,7 @@ def refuse_changing_buffers(step: int, samples: int, settings: Settings) -> None
         )
 
 
-def alone(order: Order, last: int, name: str) -> LoopError:
+def check_one_sample(order: BatchOrder, last: int, name: str) -> LoopError:
     """A batch norm would have to normalise over one sample, in some step before `last`."""
     where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
     return LoopError(
@@ -209,7 +209,7 @@ def alone(order: Order, last: int, name: str) -> LoopError:
     )
 
 
-def _better_batch(order: Order, last: int) -> str:
+def _better_batch(order: BatchOrder, last: int) -> str:
     """The nearest batch without a micro-batch of one sample, as a line to type."""
     known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
     for batch in sorted(known, key=lambda b: abs(b - order.batch)):
@@ -226,7 +226,7 @@ def refuse_hooks(trained: Sequence[torch.nn.Parameter], names: Mapping[int, str]
     divided is never called."""
     for p in trained:
         name = names.get(id(p), "A parameter")
-        if p._backward_hooks and lies_apart(p):
+        if p._backward_hooks and is_dtensor(p):
             raise LoopError(
                 "run.steps was asked for a step.",
                 f"{name} has a gradient hook (register_hook), and this process holds a part of it, for which nobody "

@@ -24,7 +24,7 @@ _noted: dict[int, dict[str, bool]] = {}
 _observers: dict[type, type] = {}
 
 
-class Reads:
+class AttributeReads:
     """The attributes to observe, and what was found out."""
 
     def __init__(self) -> None:

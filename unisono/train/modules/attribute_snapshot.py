@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.parallel.pipeline_parallel.shadow_tensor import Shadow
+from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
 """There is no such attribute, or no such value."""
@@ -40,7 +40,7 @@ forward pass transformers installs hooks and marks the model. Without the mark i
 Key = tuple[str, str]
 
 
-class Remembered:
+class AttributeSnapshot:
     """The attributes of some modules, by name, without those that are called as in `without`.
 
     copies  False: only find out what has changed, and hold no copies to set it back
@@ -119,7 +119,7 @@ class Remembered:
 class _Holder:
     """The attributes of one module."""
 
-    def __init__(self, of: Remembered, module: torch.nn.Module) -> None:
+    def __init__(self, of: AttributeSnapshot, module: torch.nn.Module) -> None:
         self.of, self.module, self.holder = of, module, vars(module)
         self.simple = _is_torchs(type(module))
         self.saved: dict[str, Any] = {}
@@ -278,10 +278,10 @@ def _stands(of: Any) -> Any:
 _Inner = _Items | _Content | _Dice
 
 
-def _inner_of(value: Any, of: Remembered, depth: int) -> list[_Inner]:
+def _inner_of(value: Any, of: AttributeSnapshot, depth: int) -> list[_Inner]:
     """What can change in a value while it stays the same object."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad or of.is_weight(value) or isinstance(value, Shadow):
+        if value.requires_grad or of.is_weight(value) or isinstance(value, ShadowTensor):
             return []
         return [_Content(value, copied=of.copies and value.numel() <= COPIED)]
     if isinstance(value, (torch.Generator, random.Random, np.random.Generator)):

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.distributed.process_group import Group, local
+from unisono.distributed.process_group import ProcessGroup, to_local
 from unisono.errors import LoopError
 from unisono.plan.rng_keys import mix
 from unisono.train.modules import module_attributes
-from unisono.train.modules.module_attributes import Attributes
+from unisono.train.modules.module_attributes import ModuleAttributes
 
 QUICK = 2**20
 """Elements of a buffer that are compared whenever it may have changed: 0.2 ms."""
@@ -38,7 +38,7 @@ Mark = tuple[int, int]
 
 
 @dataclass
-class Slot:
+class BufferSlot:
     """A buffer: what it is called, who holds it under which key, and what it was when the pass began."""
 
     name: str
@@ -86,23 +86,23 @@ class Slot:
         self.mark = self.look()
 
 
-def slots_of(model: torch.nn.Module, before: str = "") -> list[Slot]:
+def slots_of(model: torch.nn.Module, before: str = "") -> list[BufferSlot]:
     """All buffers of a model. Their names begin with `before`."""
     return [
-        Slot(f"{before}{prefix}.{key}", part._buffers, key)
+        BufferSlot(f"{before}{prefix}.{key}", part._buffers, key)
         for prefix, part in model.named_modules()
         for key in part._buffers
     ]
 
 
 @dataclass
-class Norm:
+class BatchNormStats:
     """A batch norm with running statistics, and the slots of its counter, mean and variance."""
 
     module: _BatchNorm
-    count: Slot
-    mean: Slot
-    var: Slot
+    count: BufferSlot
+    mean: BufferSlot
+    var: BufferSlot
 
     def remember(self) -> None:
         for slot in (self.count, self.mean, self.var):
@@ -131,13 +131,13 @@ NOTHING: Gathered = (None, None, None)
 
 
 @dataclass
-class Buffers:
+class BufferSync:
     """The buffers of all placed models, through one pass after another."""
 
-    group: Group
+    group: ProcessGroup
     virtual_ranks: int
-    slots: list[Slot] = field(default_factory=list)
-    norms: list[Norm] = field(default_factory=list)
+    slots: list[BufferSlot] = field(default_factory=list)
+    norms: list[BatchNormStats] = field(default_factory=list)
     _holders: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # of every module's, by its name
     _now: int = -1  # the virtual rank whose micro-batches are computed
     _spare: bool = False  # is somebody else computing it as well, for whom it counts?
@@ -148,7 +148,7 @@ class Buffers:
     _others_changed: bool = False
 
     def __post_init__(self) -> None:
-        self.attributes = Attributes(self.group.device, self.virtual_ranks)
+        self.attributes = ModuleAttributes(self.group.device, self.virtual_ranks)
 
     def look_at(self, modules: Iterable[torch.nn.Module]) -> None:
         """These are the models now. Of their buffers there is nothing to do with one virtual rank."""
@@ -168,7 +168,7 @@ class Buffers:
             ]
             count, mean, var = mine
             if count and mean and var and all(slot.holder[slot.key] is not None for slot in (count, mean, var)):
-                self.norms.append(Norm(part, count, mean, var))
+                self.norms.append(BatchNormStats(part, count, mean, var))
         self._holders = {
             f"{i}/{name}": part._buffers for i, (model, _) in enumerate(found) for name, part in model.named_modules()
         }
@@ -220,7 +220,7 @@ class Buffers:
         known = set(map(_key, self.slots))
         for name, holder in self._holders.items():
             for key in holder:
-                slot = Slot(f"{name}.{key}", holder, key, absent=True)
+                slot = BufferSlot(f"{name}.{key}", holder, key, absent=True)
                 if _key(slot) not in known:
                     known.add(_key(slot))
                     self.slots.append(slot)
@@ -303,7 +303,7 @@ class Buffers:
             rows[virtual_rank] += row  # -0 becomes +0 here too, where nobody else adds zeros
         return list(self.group.sum_(rows))
 
-    def _running(self) -> list[Slot]:
+    def _running(self) -> list[BufferSlot]:
         return [slot for norm in self.norms for slot in (norm.mean, norm.var)]
 
     def _sizes(self) -> list[int]:
@@ -329,7 +329,7 @@ class Buffers:
         """What the first virtual rank made of the other buffers, on every process."""
         told = {name: None if t is None else [list(t.shape), str(t.dtype)[6:]] for name, t in self._made.items()}
         values: dict[str, torch.Tensor | None] = {}
-        everybody = self.group.gather(told if self._made else None)
+        everybody = self.group.all_gather_object(told if self._made else None)
         owner = next((rank for rank, other in enumerate(everybody) if other is not None), None)
         if owner is None:  # others than the first one changed some
             return {}
@@ -340,14 +340,14 @@ class Buffers:
                 values[name] = self._made[name]
             else:
                 values[name] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
-        self.group.share_([t for t in values.values() if t is not None], source=owner)
+        self.group.broadcast_([t for t in values.values() if t is not None], source=owner)
         return values
 
     def _put(self, name: str, value: torch.Tensor | None) -> None:
         holder, _, key = name.rpartition(".")
         slot = next((slot for slot in self.slots if slot.name == name), None)
         if slot is None:
-            slot = Slot(name, self._holders[holder], key, absent=True)
+            slot = BufferSlot(name, self._holders[holder], key, absent=True)
             self.slots.append(slot)
         was = slot.tensor
         if was is not None and value is not None and was.shape == value.shape and was.dtype == value.dtype:
@@ -368,12 +368,12 @@ class Buffers:
                 slot.secretly = slot.differs(at_any_cost=True)
 
 
-def _key(slot: Slot) -> tuple[int, str]:
+def _key(slot: BufferSlot) -> tuple[int, str]:
     """Which buffer it is, whatever it is called: modules can be reached by several names."""
     return id(slot.holder), slot.key
 
 
-def _write(slot: Slot, value: torch.Tensor) -> None:
+def _write(slot: BufferSlot, value: torch.Tensor) -> None:
     assert slot.tensor is not None
     with torch.no_grad():
         slot.tensor.copy_(value.view_as(slot.tensor))
@@ -426,7 +426,7 @@ def watch_samples(
 
 def bits_of(tensor: torch.Tensor) -> int:
     """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
-    flat = local(tensor.detach()).reshape(-1)
+    flat = to_local(tensor.detach()).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     places = torch.arange(min(BLOCK, len(words)), device=flat.device)

@@ -15,25 +15,25 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_map
 
-from unisono.checkpoint.sharded_state import whole_here
+from unisono.checkpoint.sharded_state import gather_whole
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.errors import LoopError
-from unisono.parallel.context_parallel.ulysses import Context
+from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.parallel.fsdp.sharded_reductions import reduce_whole
 from unisono.parallel.parallelize import parallelize
-from unisono.parallel.param_attributes import apply_marks, marks_of
-from unisono.train.guarantees.rank_consistency import check_alike
-from unisono.train.modules.buffer_sync import Buffers, Gathered
+from unisono.parallel.param_attributes import attributes_of_params, restore_attributes
+from unisono.train.guarantees.rank_consistency import check_same_parameters
+from unisono.train.modules.buffer_sync import BufferSync, Gathered
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
-    from unisono.parallel.fsdp.fsdp import Layer
-    from unisono.parallel.fsdp.gather_order import Notes
-    from unisono.parallel.parallel_plan import Placement
+    from unisono.parallel.fsdp.fsdp import ShardedLayer
+    from unisono.parallel.fsdp.gather_order import GatherOrder
+    from unisono.parallel.parallel_plan import ParallelPlan
     from unisono.parallel.tensor_parallel.tensor_parallel import Plan
     from unisono.train.pipelining.pipeline_run import Pipeline
-    from unisono.train.pipelining.stage_timing import Example
+    from unisono.train.pipelining.stage_timing import TimingExample
 
 
 class Models:
@@ -50,22 +50,22 @@ class Models:
         self.names: dict[int, str] = {}
         self.params: list[torch.nn.Parameter] = []
         self.trained: list[torch.nn.Parameter] = []
-        self.layers: list[Layer] = []
+        self.layers: list[ShardedLayer] = []
         """What is gathered at once, of all models, if they are sharded."""
-        self.notes: Notes | None = None
+        self.notes: GatherOrder | None = None
         """Of who gathers which layer, if they are gathered one by one."""
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
-        self.buffers = Buffers(mesh.data, virtual_ranks)
+        self.buffers = BufferSync(mesh.data, virtual_ranks)
         self.buffers.attributes.grew = lambda: self._grew or self._grew_within
         if mesh.pipeline.size > 1:  # each stage has shadows of the others' modules
             self.buffers.attributes.enabled = False
-        self.context = Context(mesh.context)
+        self.context = ContextParallel(mesh.context)
         self.tracked: list[torch.nn.Module] = []
         """What has buffers and was tracked, placed or not."""
         self.busy = False
         """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
-        self.plans: list[Plan | Placement | None] = []
+        self.plans: list[Plan | ParallelPlan | None] = []
         """How each model is cut, where the axis tensor has several processes; None: as is found."""
         self.comm_hook: tuple[Any, Any] | None = None
         """The user's own, (state, hook), which goes to every exchange."""
@@ -84,9 +84,9 @@ class Models:
         self,
         model: torch.nn.Module,
         parallel: ParallelSettings,
-        plan: Plan | Placement | None,
+        plan: Plan | ParallelPlan | None,
         together: Callable[[], None],
-        example: Example | None = None,
+        example: TimingExample | None = None,
     ) -> None:
         """Place a model: every process has the same content of it from here on, or its part of that.
 
@@ -96,15 +96,15 @@ class Models:
         """
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
-            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(whole_here, out))
-        check_alike(self.group, model.named_parameters(), "run.place was given a model")
+            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_whole, out))
+        check_same_parameters(self.group, model.named_parameters(), "run.place was given a model")
         alignment.align_([*model.parameters(), *model.buffers()])
-        marks = marks_of(model)
+        marks = attributes_of_params(model)
         layers = parallelize(model, self.mesh, parallel, plan)
         if layers and parallel.gather == "layer":
-            from unisono.parallel.fsdp.gather_order import Notes  # as much as half a second
+            from unisono.parallel.fsdp.gather_order import GatherOrder  # as much as half a second
 
-            self.notes = self.notes or Notes(self.mesh.shard)
+            self.notes = self.notes or GatherOrder(self.mesh.shard)
             for layer in layers:
                 layer.listen(self.notes)
         elif layers:
@@ -113,7 +113,7 @@ class Models:
         if layers and self._undo is None:
             self._undo = reduce_whole(self.mesh.shard)
         self.layers += layers
-        apply_marks(model, marks)
+        restore_attributes(model, marks)
         self.plans.append(plan)
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipelining.pipeline_run import Pipeline  # half a second
@@ -142,7 +142,7 @@ class Models:
         self.tracked = list(modules)
         self._grew = True
 
-    def become(self) -> None:
+    def regroup(self) -> None:
         """The processes that share them have a new group, or other replicas beside them (distributed/mesh.py)."""
         for layer in self.layers:
             layer.become(self.mesh.shard)
@@ -156,7 +156,7 @@ class Models:
             if isinstance(part, _BatchNorm)
         ]
 
-    def listen(self) -> None:
+    def on_change(self) -> None:
         """From now on it is noticed when a model grows."""
         self._notices = [
             register_module_module_registration_hook(self._notice),
@@ -164,7 +164,7 @@ class Models:
             register_module_buffer_registration_hook(self._notice),
         ]
 
-    def look(self) -> bool:
+    def check_growth(self) -> bool:
         """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
         new = False
         if self._grew or self._grew_within:
@@ -174,14 +174,14 @@ class Models:
         if signature == self._signature and not new:
             return False
         if not any(signature) and self.pipeline is None:  # otherwise other stages may have something to learn
-            raise self.idle()
+            raise self.nothing_trains_error()
         self._signature = signature
         self.trained = [p for p in self.params if p.requires_grad]
         for tell in self.heard:
             tell()
         return True
 
-    def idle(self) -> LoopError:
+    def nothing_trains_error(self) -> LoopError:
         """Nothing trains."""
         placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
         return LoopError(
@@ -199,11 +199,11 @@ class Models:
         if new:
             if self.pipeline is not None:
                 raise self.pipeline.grown(len(new))
-            self.group.share_(new)
+            self.group.broadcast_(new)
         buffers = [b for model in self.modules for b in model.buffers()]
         alignment.align_([*self.params, *buffers])
         if share:
-            self.group.share_([b for b in buffers if self._buffers and id(b) not in self._buffers])
+            self.group.broadcast_([b for b in buffers if self._buffers and id(b) not in self._buffers])
         self._buffers = {id(b): b for b in buffers}
         self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
         self.buffers.look_at([*self.modules, *self.tracked])
@@ -216,7 +216,7 @@ class Models:
         else:
             self._grew = True
 
-    def settle(self, gathered: Gathered) -> None:
+    def settle_growth(self, gathered: Gathered) -> None:
         """What was gathered of a pass becomes what buffers and attributes are, everywhere. Buffers that forward passes
         have replaced, in some process or other, are not new to the next step."""
         self.buffers.settle(gathered)
@@ -224,7 +224,7 @@ class Models:
             self._buffers = {id(b): b for model in self.modules for b in model.buffers()}
 
     @property
-    def abreast(self) -> bool:
+    def needs_lockstep(self) -> bool:
         """Does a forward pass need other processes, so that all must compute equally many micro-batches?"""
         return bool(self.layers) or self.mesh.context.size > 1
 
@@ -242,14 +242,14 @@ class Models:
         for layer in self.layers:
             layer.gather()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""
         for layer in self.layers:
             layer.rest()
 
-    def over(self) -> None:
+    def end_evaluation(self) -> None:
         """The last forward pass of an evaluation is done."""
-        self.rest()
+        self.reshard()
         if self.notes is not None:
             self.notes.end()
 

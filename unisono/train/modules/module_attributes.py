@@ -23,25 +23,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.state_codec import Tensors, described, pack, unpack
-from unisono.distributed.process_group import Group
+from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.train.modules.attribute_reads import Reads
-from unisono.train.modules.attribute_snapshot import ABSENT, Remembered
+from unisono.train.modules.attribute_reads import AttributeReads
+from unisono.train.modules.attribute_snapshot import ABSENT, AttributeSnapshot
 from unisono.train.state.portable_values import copied, is_portable
 
 Key = tuple[str, str]
 """The module's name, beginning with the number of its model ("0/encoder.0"), and the attribute's."""
 
 
-class Value(NamedTuple):
+class AttributeValue(NamedTuple):
     """What a virtual rank made of an attribute. `same`: it wrote into the object that was there."""
 
     value: Any
     same: bool
 
 
-Gathered = tuple[dict[Key, Value], list[str]]
+Gathered = tuple[dict[Key, AttributeValue], list[str]]
 """The first virtual rank's values, and what cannot be sent, in words."""
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
@@ -51,7 +51,7 @@ LARGE = 2**20
 """Elements of a tensor that has no copy here, and of one that is saved without being known as state."""
 
 
-class Attributes:
+class ModuleAttributes:
     """The attributes of all placed models, through one pass after another.
 
     enabled  False: nothing is set back, sent, or saved
@@ -70,13 +70,13 @@ class Attributes:
         self.opaque: list[str] = []
         self._modules: dict[str, torch.nn.Module] = {}
         self._children: dict[str, dict[str, Any]] = {}
-        self._now: Remembered | None = None
-        self._origin: Remembered | None = None
-        self._reads = Reads()
+        self._now: AttributeSnapshot | None = None
+        self._origin: AttributeSnapshot | None = None
+        self._reads = AttributeReads()
         self._outputs: set[Key] = set()  # written before they are read
         self._state: set[Key] = set()  # read first: they carry something on
         self._moved: set[Key] = set()  # since the loop began
-        self._made: dict[Key, Value] = {}  # by the first virtual rank
+        self._made: dict[Key, AttributeValue] = {}  # by the first virtual rank
         self._left: list[str] = []  # what changed and cannot be sent, in words
         self._unclear: dict[Key, str] = {}  # changed while divided, and whether it is read first is not known yet
         self._swapped: str = ""  # a module that a forward pass has replaced
@@ -99,9 +99,9 @@ class Attributes:
         self._children = {name: dict(module._modules) for name, module in found.items()}
         self._take_up()
         if self.virtual_ranks > 1:
-            self._now = Remembered(found, INTERNAL)
+            self._now = AttributeSnapshot(found, INTERNAL)
         if self._origin is None:
-            self._origin = Remembered(found, INTERNAL, copies=False)
+            self._origin = AttributeSnapshot(found, INTERNAL, copies=False)
         else:
             self._origin.add({name: found[name] for name in fresh})
 
@@ -145,7 +145,7 @@ class Attributes:
                 self._now.remember(key)
                 continue
             if first and now is not ABSENT:
-                self._made[key] = Value(copied(now), now is self._now.before(key))
+                self._made[key] = AttributeValue(copied(now), now is self._now.before(key))
             self._now.put_back(key)
         self._left += [self._unclear.pop(key) for key in [*self._unclear] if key in self._state]
 
@@ -159,13 +159,13 @@ class Attributes:
         """What all processes must agree on."""
         return {"attributes": bool(self._made or self._left or self._swapped)}
 
-    def gather(self, group: Group) -> Gathered:
+    def gather(self, group: ProcessGroup) -> Gathered:
         """The values of the first virtual rank. Every process calls this; nothing changes yet. Raises LoopError on
         every process if a forward pass has replaced a module."""
-        tensors = Tensors()
+        tensors = TensorTable()
         plain = [[*key, pack(made.value, ".".join(key), tensors), made.same] for key, made in self._made.items()]
         on_cpu = [name for name, tensor in tensors.items() if tensor.is_cpu]
-        said = group.gather([plain, list(tensors), on_cpu, self._left, self._swapped])
+        said = group.all_gather_object([plain, list(tensors), on_cpu, self._left, self._swapped])
         if swapped := next((each[-1] for each in said if each[-1]), ""):
             raise _replaced(swapped)
         left = list(dict.fromkeys(words for each in said for words in each[3]))
@@ -178,9 +178,9 @@ class Attributes:
         else:
             kinds = described([value for _, _, value, _ in plain])
             here = {name: _room(kinds[name], group.device) for name in names}
-        group.share_(here.values(), source=owner)
+        group.broadcast_(here.values(), source=owner)
         come = {name: t.to("cpu") if name in on_cpu else t for name, t in here.items()}
-        return {(module, key): Value(unpack(value, come), same) for module, key, value, same in plain}, left
+        return {(module, key): AttributeValue(unpack(value, come), same) for module, key, value, same in plain}, left
 
     def settle(self, gathered: Gathered) -> None:
         """What was gathered becomes what the attributes are."""
@@ -252,7 +252,7 @@ class Attributes:
         self._waiting = state
         if self._modules:
             self._take_up()
-            self._now = Remembered(self._modules, INTERNAL) if self.virtual_ranks > 1 else None
+            self._now = AttributeSnapshot(self._modules, INTERNAL) if self.virtual_ranks > 1 else None
 
     def _take_up(self) -> None:
         """What was saved of the modules that there are."""
@@ -268,9 +268,9 @@ class Attributes:
                 self._modules[module]._buffers.update({key: t.to(self.device) for key, t in tensors.items()})
 
 
-def remembered(models: Iterable[torch.nn.Module]) -> Remembered:
+def remembered(models: Iterable[torch.nn.Module]) -> AttributeSnapshot:
     """The attributes of these models as they are now."""
-    return Remembered(modules_of(models) if Attributes.enabled else {}, INTERNAL)
+    return AttributeSnapshot(modules_of(models) if ModuleAttributes.enabled else {}, INTERNAL)
 
 
 def modules_of(models: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:

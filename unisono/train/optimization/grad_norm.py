@@ -14,45 +14,49 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.distributed.process_group import lies_apart, local
+from unisono.distributed.process_group import is_dtensor, to_local
 from unisono.plan.reduction_tree import chain
 
 if TYPE_CHECKING:
     from unisono.distributed.mesh import Mesh
-    from unisono.distributed.process_group import Group
-    from unisono.train.recovery.step_recovery import Survivors
+    from unisono.distributed.process_group import ProcessGroup
+    from unisono.train.recovery.step_recovery import StepRecovery
 
 
-def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, survivors: Survivors | None = None) -> float:
+def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, survivors: StepRecovery | None = None) -> float:
     """The norm of these gradients; where processes hold parts of them, those that do must call it together. With
     `survivors` all processes must: it is a meeting, made again if one of them dies meanwhile.
 
     What is cut by the axis `tensor` is added up part by part, in the order of ranks: there the norm depends on how many
     parts there are, and still not on shards or replicas.
     """
-    cut = [grad for grad in grads if is_cut(grad)]
-    whole = [grad for grad in grads if not is_cut(grad)]
+    cut = [grad for grad in grads if is_sharded(grad)]
+    whole = [grad for grad in grads if not is_sharded(grad)]
 
     def found() -> float:
         return norm_of(_squares(whole, mesh.shard), _squares(cut, mesh.shard), mesh.tensor)
 
-    return found() if survivors is None or mesh.shard.size == 1 else survivors.together("The gradient's norm", found)
+    return (
+        found()
+        if survivors is None or mesh.shard.size == 1
+        else survivors.retry_collective("The gradient's norm", found)
+    )
 
 
-def norm_of(squares: float, cut: float, tensor: Group) -> float:
+def norm_of(squares: float, cut: float, tensor: ProcessGroup) -> float:
     """The norm, from a sum of squares of what every process of the axis `tensor` has, and of what is cut among them."""
     if tensor.size > 1:
-        squares += chain(tensor.gather(cut))
+        squares += chain(tensor.all_gather_object(cut))
     return math.sqrt(squares)
 
 
-def is_cut(grad: torch.Tensor) -> bool:
+def is_sharded(grad: torch.Tensor) -> bool:
     """Does this process hold a part of it that no other process of the axis `tensor` has?"""
-    names = grad.device_mesh.mesh_dim_names if lies_apart(grad) else ()  # type: ignore[attr-defined]
+    names = grad.device_mesh.mesh_dim_names if is_dtensor(grad) else ()  # type: ignore[attr-defined]
     return "tensor" in names and grad.placements[names.index("tensor")].is_shard()  # type: ignore[attr-defined]
 
 
-def _squares(grads: Sequence[torch.Tensor], shard: Group) -> float:
+def _squares(grads: Sequence[torch.Tensor], shard: ProcessGroup) -> float:
     """The sum of the squares of all rows, over the processes of the axis `shard`."""
     rows = [_rows(grad, shard) for grad in grads]
     if not rows:
@@ -62,9 +66,9 @@ def _squares(grads: Sequence[torch.Tensor], shard: Group) -> float:
     return float(torch.cat(rows).square().sum())
 
 
-def _rows(grad: torch.Tensor, shard: Group) -> torch.Tensor:
+def _rows(grad: torch.Tensor, shard: ProcessGroup) -> torch.Tensor:
     """The norm of every row, float64 [rows]; zeros for those that other processes of the axis `shard` hold."""
-    mine: torch.Tensor = local(grad.detach())
+    mine: torch.Tensor = to_local(grad.detach())
     norms = rows_of(mine).to(shard.device)  # a model may lie over several devices of this process
     if shard.size == 1:
         return norms
@@ -98,4 +102,4 @@ def clip_(grads: Sequence[torch.Tensor], limit: float, norm: float) -> None:
     """Scale the gradients, in place, so that their norm is at most `limit`: torch.nn.utils.clip_grad_norm_'s way."""
     scale = limit / (norm + 1e-6)
     if scale < 1.0 and grads:
-        torch._foreach_mul_([local(grad) for grad in grads], scale)
+        torch._foreach_mul_([to_local(grad) for grad in grads], scale)

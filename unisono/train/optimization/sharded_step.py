@@ -29,11 +29,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from unisono.distributed.process_group import lies_apart, like, local
-from unisono.train.guarantees.user_errors import by_element
+from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
+from unisono.train.guarantees.user_errors import is_elementwise
 
 if TYPE_CHECKING:
-    from unisono.parallel.fsdp.fsdp import Layer
+    from unisono.parallel.fsdp.fsdp import ShardedLayer
 
 BLOCK_BYTES = 128
 """Two registers of 64 bytes: what the widest vectorized loop of ATen takes at once. Narrower loops divide it."""
@@ -45,7 +45,7 @@ Slot = tuple[slice, slice]
 """Elements of a piece, and where they are in the shard."""
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """What is stepped as one tensor. `slots` is None for a view of the shard, and for a buffer what is copied."""
 
     tensor: torch.Tensor
@@ -58,11 +58,11 @@ def steps_locally(optimizer: Any) -> bool:
     DTensor that it holds is divided by rows along the axis `shard` and nowhere else."""
     if (
         not isinstance(optimizer, torch.optim.Optimizer)
-        or not by_element(optimizer)
+        or not is_elementwise(optimizer)
         or hasattr(optimizer, "by_element")
     ):
         return False
-    apart = [p for group in optimizer.param_groups for p in group["params"] if lies_apart(p)]
+    apart = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
     return bool(apart) and all(
         p.device_mesh.mesh_dim_names == ("shard",) and p.placements[0].is_shard(0) for p in apart
     )
@@ -70,15 +70,15 @@ def steps_locally(optimizer: Any) -> bool:
 
 def depends_on_position(p: torch.Tensor, group: dict[str, Any]) -> bool:
     """Return whether the optimizer's kernels round an element of this parameter by where it is in its tensor."""
-    return local(p.detach()).device.type == "cpu" and (p.dtype.itemsize < 4 or bool(group.get("fused")))
+    return to_local(p.detach()).device.type == "cpu" and (p.dtype.itemsize < 4 or bool(group.get("fused")))
 
 
-def differs_in_shards(optimizer: Any, layers: Sequence[Layer]) -> bool:
+def differs_in_shards(optimizer: Any, layers: Sequence[ShardedLayer]) -> bool:
     """Return whether the optimizer computes other bits on shards than on whole parameters."""
     reordered = {id(p) for layer in layers for p in layer.reordered}
     locally = steps_locally(optimizer)
     return any(
-        lies_apart(p) and depends_on_position(p, group) and (not locally or id(p) in reordered)
+        is_dtensor(p) and depends_on_position(p, group) and (not locally or id(p) in reordered)
         for group in getattr(optimizer, "param_groups", ())
         for p in group["params"]
     )
@@ -161,7 +161,7 @@ class _Shards:
         for group in optimizer.param_groups:
             pieces: list[torch.Tensor] = []
             for p in group["params"]:
-                if not lies_apart(p):
+                if not is_dtensor(p):
                     pieces.append(p)
                     if p in optimizer.state:
                         state[p] = optimizer.state[p]
@@ -180,7 +180,7 @@ class _Shards:
         for group, held in zip(optimizer.param_groups, params, strict=True):
             group["params"] = held
             for p in held:
-                if not lies_apart(p) and p in optimizer.state:
+                if not is_dtensor(p) and p in optimizer.state:
                     state[p] = optimizer.state[p]
                 elif id(p) in self.shards:
                     self.shards[id(p)].give(state[p], optimizer.state)
@@ -188,7 +188,7 @@ class _Shards:
 
     def _shard_of(self, p: torch.Tensor, group: dict[str, Any]) -> _Shard:
         fused, threads = bool(group.get("fused")), torch.get_num_threads()
-        how = local(p).data_ptr(), fused, threads
+        how = to_local(p).data_ptr(), fused, threads
         known = self.shards.get(id(p))
         if known is None or known.how != how:
             # the kernels of fused optimizers divide a tensor among threads at whole blocks
@@ -204,8 +204,8 @@ class _Shard:
 
     def __init__(self, p: torch.Tensor, how: tuple[Any, ...], *, cut: bool, threads: int) -> None:
         self.p, self.how = p, how
-        mine: torch.Tensor = local(p)
-        self.pieces = [Piece(mine, None, slice(None))]
+        mine: torch.Tensor = to_local(p)
+        self.pieces = [ShardPiece(mine, None, slice(None))]
         if not cut:
             return
         self.pieces, flat = [], mine.view(-1)
@@ -214,18 +214,18 @@ class _Shard:
             lo, hi = max(first, begin), min(end, begin + len(flat))
             within = slice(lo - begin, hi - begin)
             if (lo, hi) == (first, end):
-                self.pieces.append(Piece(flat[within], None, within))
+                self.pieces.append(ShardPiece(flat[within], None, within))
             else:
                 slots = slice(lo - first, hi - first), within
-                self.pieces.append(Piece(flat.new_zeros(end - first), slots, within))
+                self.pieces.append(ShardPiece(flat.new_zeros(end - first), slots, within))
         if not self.pieces:  # a shard without elements: its state is known by what becomes of one
-            self.pieces = [Piece(flat.new_zeros(1), (slice(0, 0), slice(0, 0)), slice(0, 0))]
+            self.pieces = [ShardPiece(flat.new_zeros(1), (slice(0, 0), slice(0, 0)), slice(0, 0))]
 
     def take(self, state: dict[str, Any], into: dict[Any, Any]) -> list[torch.Tensor]:
         """Hand parameter, gradient and state over in pieces: the first of these are returned, and have `grad`."""
-        parts = {name: self._cut(local(value)) for name, value in state.items() if lies_apart(value)}
-        grads = self._cut(local(self.p.grad))
-        whole = self._cut(local(self.p))
+        parts = {name: self._cut(to_local(value)) for name, value in state.items() if is_dtensor(value)}
+        grads = self._cut(to_local(self.p.grad))
+        whole = self._cut(to_local(self.p))
         for number, piece in enumerate(self.pieces):
             if piece.slots is not None:
                 piece.tensor.copy_(whole[number])
@@ -241,7 +241,7 @@ class _Shard:
 
     def give(self, state: dict[str, Any], found: dict[Any, Any]) -> None:
         """Take parameter and state back after the step."""
-        mine = local(self.p)
+        mine = to_local(self.p)
         for piece in self.pieces:
             piece.tensor.grad = None
             self._put(piece, piece.tensor, mine)
@@ -251,13 +251,13 @@ class _Shard:
                 state[name] = value
             elif first.tensor.shape == mine.shape and first.slots is None:
                 held: Any = state.get(name)
-                if not lies_apart(held) or local(held).data_ptr() != value.data_ptr() or held.dtype != value.dtype:
-                    state[name] = like(value, self.p)
+                if not is_dtensor(held) or to_local(held).data_ptr() != value.data_ptr() or held.dtype != value.dtype:
+                    state[name] = from_local_like(value, self.p)
             else:
-                if not lies_apart(state.get(name)):
-                    state[name] = like(torch.empty_like(mine, dtype=value.dtype), self.p)
+                if not is_dtensor(state.get(name)):
+                    state[name] = from_local_like(torch.empty_like(mine, dtype=value.dtype), self.p)
                 for piece in self.pieces:
-                    self._put(piece, found[piece.tensor][name], local(state[name]))
+                    self._put(piece, found[piece.tensor][name], to_local(state[name]))
 
     def _cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The pieces of a tensor that is laid out as the shard: views of it, or buffers with zeros around."""
@@ -272,7 +272,7 @@ class _Shard:
             cut.append(part)
         return cut
 
-    def _put(self, piece: Piece, part: torch.Tensor, into: torch.Tensor) -> None:
+    def _put(self, piece: ShardPiece, part: torch.Tensor, into: torch.Tensor) -> None:
         """Write a piece back into a tensor that is laid out as the shard, unless it is a view of it."""
         place = into.view(-1)[piece.within]
         if piece.slots is not None:

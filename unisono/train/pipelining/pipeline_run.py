@@ -2,7 +2,7 @@
 
 Every process makes the whole model, and keeps the parameters of its own stages; all names stay. Its forward then is
 what is called for every stage: it computes this stage's part of it, and where that is not the last one the rest of the
-user's code (a loss of it, `.logits`) is left by raising `Reached`.
+user's code (a loss of it, `.logits`) is left by raising `PipelineStageDone`.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from unisono import phases
-from unisono.data.eval_loader import MicroBatch, Walk
-from unisono.data.rng import State, give_state, take_state
+from unisono.data.eval_loader import EvalBatch, EvalLoader
+from unisono.data.rng import State, get_state, set_state
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import peers
+from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import LoopError
-from unisono.exchange.per_stage import Several
-from unisono.parallel.layers import Around
-from unisono.parallel.pipeline_parallel.fx_partition import CannotFollow, Chain
+from unisono.exchange.per_stage import PerStageExchange
+from unisono.parallel.layers import ForwardWrapper
+from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition
 from unisono.parallel.pipeline_parallel.metadata import PLAIN
-from unisono.parallel.pipeline_parallel.partition import Call, Cut
-from unisono.parallel.pipeline_parallel.shadow_partition import Replay
-from unisono.parallel.pipeline_parallel.stage import Line, Tensors
-from unisono.plan.batch_order import Place
+from unisono.parallel.pipeline_parallel.partition import Partition, StageInput
+from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
+from unisono.parallel.pipeline_parallel.stage import PipelineSchedule, Tensors
+from unisono.plan.batch_order import MicroBatchId
 from unisono.train.evaluation.model_outputs import Forward, call, parts
 from unisono.train.guarantees.user_errors import check_loss
 from unisono.train.modules.buffer_sync import versions
 from unisono.train.pipelining.sharded_activations import from_parts, parts_of
-from unisono.train.pipelining.stage_state import Names
-from unisono.train.pipelining.stage_timing import Example, apply_times, told
+from unisono.train.pipelining.stage_state import StageParameters
+from unisono.train.pipelining.stage_timing import TimingExample, apply_times, told
 from unisono.train.step_sync import LOSS
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
-    from unisono.distributed.process_group import Group
-    from unisono.train.gradient_pass import Gradient
+    from unisono.distributed.process_group import ProcessGroup
+    from unisono.train.gradient_pass import GradientPass
     from unisono.train.step import LossFunction, Step
 
 
-class Reached(BaseException):
+class PipelineStageDone(BaseException):
     """This stage has done its part of a forward pass. Not an Exception: no code of the user's is to catch it."""
 
     def __init__(self, sends: Tensors) -> None:
@@ -56,7 +56,7 @@ class Reached(BaseException):
         self.sends = sends
 
 
-class Piped(Around):
+class PipelinedForward(ForwardWrapper):
     """Stands for the forward of a model that is cut."""
 
     def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
@@ -74,15 +74,15 @@ class Piped(Around):
                 "let one forward do both, and return both results.",
             )
         turn.done = True
-        call = Call(self.forward, args, kwargs, turn.begin)
+        call = StageInput(self.forward, args, kwargs, turn.begin)
         output, sends = self.pipeline.cut.compute(self.module, turn.stage, call, turn.received)
         if turn.stage + 1 < self.pipeline.line.stages:
-            raise Reached(sends)
+            raise PipelineStageDone(sends)
         return output
 
 
 @dataclass
-class Turn:
+class StageTurn:
     """A stage's part of a forward pass, under way. `begin`: torch's generators go on where the stage before it was."""
 
     stage: int
@@ -91,7 +91,7 @@ class Turn:
     done: bool = False
 
 
-class Start(NamedTuple):
+class RngStart(NamedTuple):
     """Where the generators stand before a micro-batch: torch's, which go on from stage to stage, and the others."""
 
     dice: torch.Tensor
@@ -99,7 +99,7 @@ class Start(NamedTuple):
 
 
 @dataclass
-class Round:
+class MicroBatchRun:
     """One micro-batch on its way through the stages (a Job, parallel/pipeline_parallel/stage.py).
 
     start   where the generators stand when its forward pass begins; the same on all processes of the line
@@ -111,7 +111,7 @@ class Round:
     model: nn.Module
     batch: Any
     call: Callable[[nn.Module, Any], Any]
-    start: Start
+    start: RngStart
     finish: Callable[[Any, Any], Any]
     gather: Callable[[int], Any] | None = None
 
@@ -124,19 +124,19 @@ class Round:
         phases.enter("forward" if self.gather is not None else "evaluate")
         pipeline, device = self.pipeline, self.pipeline.line.device
         *tensors, dice = received or [self.start.dice]
-        give_state(self.start.others)
-        give_dice(self.start.dice, device)
+        set_state(self.start.others)
+        set_rng_state(self.start.dice, device)
         across = pipeline.across
         tensors = from_parts(tensors, across) if across else tensors
-        turn = pipeline.turn = Turn(stage, tensors, partial(give_dice, dice, device))
+        turn = pipeline.turn = StageTurn(stage, tensors, partial(set_rng_state, dice, device))
         batch = tree_map(_itself, self.batch)  # what forward takes out of a dict is there for the next stage
         held = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         before = versions(held)
         try:
             output = self.call(self.model, batch)
-        except Reached as reached:
+        except PipelineStageDone as reached:
             sends = parts_of(reached.sends, across) if across else reached.sends
-            return [*sends, dice_of(device).to(device)]
+            return [*sends, get_rng_state(device).to(device)]
         finally:
             pipeline.turn = None
             if versions(held) != before:
@@ -172,7 +172,7 @@ class Pipeline:
         parallel: ParallelSettings,
         model: nn.Module,
         before: Pipeline | None,
-        example: Example | None = None,
+        example: TimingExample | None = None,
     ) -> None:
         """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
         if before is not None:
@@ -182,23 +182,23 @@ class Pipeline:
                 "make one model of them, or --set parallel.pipeline=1",
             )
         _refuse_norms(model)
-        self.world: Group = mesh.world
+        self.world: ProcessGroup = mesh.world
         self.speaks = mesh.tensor.rank == 0
         """Do its last stage's outputs count, among those of the processes that share its matrices?"""
-        self.turn: Turn | None = None
+        self.turn: StageTurn | None = None
         self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence else None
         """The processes among which sequences are divided between the stages, if they are."""
-        self.line = line = Line(mesh.pipeline, parallel.schedule, parallel.loops)
-        self.cut: Cut = cut_of(model)
+        self.line = line = PipelineSchedule(mesh.pipeline, parallel.schedule, parallel.loops)
+        self.cut: Partition = cut_of(model)
         begins = self.cut.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
         if example is not None:
             apply_times(self.cut, model, example, mesh)
             begins = self.cut.begins(line.stages, parallel.stages)
-        begins = mesh.world.share(begins)
+        begins = mesh.world.broadcast_object(begins)
         self.told = told(self.cut, begins, named=bool(parallel.stages))
-        self.names = Names(model, mesh, self.cut.users(model, begins), line.owners)
+        self.names = StageParameters(model, mesh, self.cut.users(model, begins), line.owners)
         self.cut.settle(model, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
-        model.forward = Piped(self, model)
+        model.forward = PipelinedForward(self, model)
         line.settle(self.names.of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
@@ -233,7 +233,7 @@ class Pipeline:
     def train(
         self,
         step: Step,
-        gradient: Gradient,
+        gradient: GradientPass,
         model: nn.Module,
         loss_fn: LossFunction,
         forward: Forward | None,
@@ -242,11 +242,11 @@ class Pipeline:
         """The rounds of a step, but for their end: every stage of this process has given its gradients to the exchange,
         and the table has the losses of all micro-batches."""
         engine, exchange = step._engine, gradient.exchange
-        assert isinstance(exchange, Several)
+        assert isinstance(exchange, PerStageExchange)
         stages = dict(zip(self.line.ours, exchange.parts, strict=True))
-        last: dict[int, Place] = {}
+        last: dict[int, MicroBatchId] = {}
 
-        def finish(place: Place, batch: Any, output: Any) -> torch.Tensor:
+        def finish(place: MicroBatchId, batch: Any, output: Any) -> torch.Tensor:
             step._place = place
             loss, weight = loss_fn(output, *parts(batch))
             if not gradient.seen:
@@ -256,17 +256,17 @@ class Pipeline:
             return loss * engine.scale.value if engine.scale.on else loss
 
         @contextmanager
-        def gather(place: Place, stage: int) -> Iterator[None]:
+        def gather(place: MicroBatchId, stage: int) -> Iterator[None]:
             assert stage not in last or last[stage] < place, "micro-batches go backward in order"
             last[stage] = place
             stages[stage].enter(place.virtual_rank, last=False)  # what is sent late disturbs no neighbour's turn
             yield
             stages[stage].leave()
 
-        rounds: list[Round] = []
+        rounds: list[MicroBatchRun] = []
         for place, batch, _ in engine.micro_batches(step.number, 0, gradient, None):
             rounds.append(
-                Round(
+                MicroBatchRun(
                     self,
                     model,
                     batch,
@@ -276,24 +276,27 @@ class Pipeline:
                     partial(gather, place),
                 )
             )
-        with peers(f"Step {step.number}'s pipeline"), engine.models.around_loss():
+        with wrap_peer_errors(f"Step {step.number}'s pipeline"), engine.models.around_loss():
             self.line.run(rounds, backward=True)
             phases.enter("exchange")
-            engine.table.spread(self.line.group)
+            engine.table.broadcast(self.line.group)
         buffers = engine.models.buffers
         if any(slot.changed for slot in buffers.slots):
             buffers._others_changed = True
 
     # -- without gradients
 
-    def outputs(self, model: nn.Module, batches: Sequence[Any], starts: Sequence[Start], forward: Forward) -> list[Any]:
+    def outputs(
+        self, model: nn.Module, batches: Sequence[Any], starts: Sequence[RngStart], forward: Forward
+    ) -> list[Any]:
         """What the model makes of these batches, on the process that has the last stage; elsewhere nothing."""
         rounds = [
-            Round(self, model, batch, forward, start, _as_it_is) for batch, start in zip(batches, starts, strict=True)
+            MicroBatchRun(self, model, batch, forward, start, _as_it_is)
+            for batch, start in zip(batches, starts, strict=True)
         ]
         return [output for (output,) in self.line.run(rounds, backward=False)]
 
-    def walk(self, model: nn.Module, walk: Walk, forward: Forward) -> Iterator[tuple[MicroBatch, Any]]:
+    def walk(self, model: nn.Module, walk: EvalLoader, forward: Forward) -> Iterator[tuple[EvalBatch, Any]]:
         """(micro-batch, output) of all of them, on the process that has the last stage; elsewhere nothing."""
         micro_batches = iter(walk)
         while window := [(found, self.start()) for found in islice(micro_batches, 2 * self.line.stages)]:
@@ -306,17 +309,17 @@ class Pipeline:
         gradient."""
 
         def ended(m: nn.Module, b: Any) -> Any:
-            return m(*b[0], **b[1]), dice_of(self.line.device)
+            return m(*b[0], **b[1]), get_rng_state(self.line.device)
 
         with torch.no_grad():
             found = self.outputs(model, [(args, kwargs)], [self.start()], ended)
             output, dice = self._everywhere(found[0] if found else None)
-        give_dice(dice, self.line.device)
+        set_rng_state(dice, self.line.device)
         return output
 
-    def start(self) -> Start:
+    def start(self) -> RngStart:
         """Where the generators stand now."""
-        return Start(dice_of(self.line.device), take_state())
+        return RngStart(get_rng_state(self.line.device), get_state())
 
     def _everywhere(self, output: Any) -> Any:
         """What the process with the last stage has, on all of the line."""
@@ -326,7 +329,7 @@ class Pipeline:
         owner, group = self.line.owners[-1], self.line.group
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         mine = {"spec": None if strange else treespec_dumps(spec), "leaves": told, "tensors": is_tensor}
-        found = group.gather({**mine, "strange": strange} if self.has_last else None)[owner]
+        found = group.all_gather_object({**mine, "strange": strange} if self.has_last else None)[owner]
         if found["strange"]:
             raise LoopError(
                 "The model was called outside of a step, which gives its output to all processes of its pipeline.",
@@ -338,16 +341,16 @@ class Pipeline:
                 torch.empty(about[:-1], dtype=getattr(torch, about[-1]), device=group.device) if a_tensor else about[0]
                 for about, a_tensor in zip(found["leaves"], found["tensors"], strict=True)
             ]
-        group.share_([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], source=owner)
+        group.broadcast_([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], source=owner)
         return tree_unflatten(leaves, treespec_loads(found["spec"]))
 
 
-def cut_of(model: nn.Module) -> Cut:
+def cut_of(model: nn.Module) -> Partition:
     """How the model can be cut: followed without data, if that is possible, and run with shadows otherwise."""
     try:
-        return Chain(model)
-    except CannotFollow as error:
-        return Replay(model, str(error))
+        return FxPartition(model)
+    except CannotTrace as error:
+        return ShadowPartition(model, str(error))
 
 
 def _as_it_is(batch: Any, output: Any) -> Any:
@@ -366,13 +369,13 @@ def _kind(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, bool | int | float) else type(leaf)
 
 
-def dice_of(device: torch.device) -> torch.Tensor:
+def get_rng_state(device: torch.device) -> torch.Tensor:
     """Where torch's generators stand, the CPU's and the device's, as bytes."""
     here = torch.default_generator.get_state()
     return here if device.type == "cpu" else torch.cat([here, torch.get_device_module(device).get_rng_state()])
 
 
-def give_dice(dice: torch.Tensor, device: torch.device) -> None:
+def set_rng_state(dice: torch.Tensor, device: torch.device) -> None:
     """Put torch's generators where they stood."""
     size = len(torch.default_generator.get_state())
     dice = dice.cpu()

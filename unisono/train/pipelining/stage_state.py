@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.load import fingerprint_of
-from unisono.checkpoint.state_codec import Elsewhere, Tensors, described, pack, unpack
+from unisono.checkpoint.state_codec import RemoteTensor, TensorTable, described, pack, unpack
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import Group, Message, like, local, wait_for
+from unisono.distributed.process_group import Message, ProcessGroup, from_local_like, to_local, wait_for
 from unisono.errors import CheckpointError
-from unisono.train.optimization.grad_norm import is_cut, norm_of, rows_of
+from unisono.train.optimization.grad_norm import is_sharded, norm_of, rows_of
 
 
-class Shelf(NamedTuple):
+class LocalPart(NamedTuple):
     """Where a process puts what it has of a thing that lies over several, instead of sending it: it will save it.
 
     tensors  what it saves of everything
@@ -28,12 +28,12 @@ class Shelf(NamedTuple):
     speaks   is it the first of those that have the same?
     """
 
-    tensors: Tensors
+    tensors: TensorTable
     name: str
     speaks: bool
 
 
-class Names:
+class StageParameters:
     """The parameters of the whole model, by number in its order, and who holds them.
 
     stages   of each parameter, those that use it: several, if it is tied
@@ -84,7 +84,7 @@ class Names:
             return True
         ours = set(map(id, params))
         has = {n: p.grad is not None for n, p in self.params.items() if n in tied and id(p) in ours}
-        everybody = self.line.gather(sorted(n for n, yes in has.items() if yes))
+        everybody = self.line.all_gather_object(sorted(n for n, yes in has.items() if yes))
         whole = True
         for number in tied:
             givers = [rank for rank in self.holders[number] if number in everybody[rank]]
@@ -92,8 +92,8 @@ class Names:
                 continue
             p = self.params[number]
             others = [rank for rank in self.holders[number] if rank != self.line.rank]
-            mine = None if p.grad is None else local(p.grad).contiguous()
-            parts = {rank: torch.empty_like(local(p.detach())) for rank in givers}
+            mine = None if p.grad is None else to_local(p.grad).contiguous()
+            parts = {rank: torch.empty_like(to_local(p.detach())) for rank in givers}
             sends = [] if mine is None else [Message(mine.view(-1), rank) for rank in others]
             receives = [Message(parts[rank].view(-1), rank) for rank in givers if rank != self.line.rank]
             wait_for(self.line.send_and_receive(sends, receives))
@@ -103,9 +103,9 @@ class Names:
             for rank in givers[1:]:
                 total.add_(parts[rank])
             if p.grad is None:
-                p.grad = like(total, p)
+                p.grad = from_local_like(total, p)
             else:
-                local(p.grad).copy_(total)
+                to_local(p.grad).copy_(total)
             whole &= bool(torch.isfinite(total).all())
         return whole
 
@@ -120,8 +120,8 @@ class Names:
         for p in params:
             number = self.numbers[id(p)]
             if p.grad is not None and self._mine(number):
-                told[number] = 1.0 + is_cut(p.grad)
-                mine = rows_of(local(p.grad))
+                told[number] = 1.0 + is_sharded(p.grad)
+                mine = rows_of(to_local(p.grad))
                 told[starts[number] : starts[number] + len(mine)] = mine
         told = self.line.sum_(told)
         kinds = told[: len(self.rows)].tolist()
@@ -134,14 +134,14 @@ class Names:
 
     # -- states
 
-    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any:
+    def whole(self, thing: Any, state: Any, shelf: LocalPart | None = None) -> Any:
         """The state of a tracked thing as one process would have it: on the main process, with the help of its line.
         With a shelf, tensors stay where they are."""
         if isinstance(thing, nn.Module):
             return self._whole_module(state, shelf)
         if isinstance(thing, torch.optim.Optimizer):
             return self._whole_optimizer(thing, state, shelf)
-        prints = self.line.gather(fingerprint_of({"": state}))
+        prints = self.line.all_gather_object(fingerprint_of({"": state}))
         if len(set(prints)) > 1:
             raise CheckpointError(
                 f"The state of a {type(thing).__name__} was to be saved.",
@@ -150,14 +150,14 @@ class Names:
             )
         return state
 
-    def _whole_module(self, state: Mapping[str, Any], shelf: Shelf | None) -> dict[str, Any]:
-        everybody = self.line.gather(list(state))
+    def _whole_module(self, state: Mapping[str, Any], shelf: LocalPart | None) -> dict[str, Any]:
+        everybody = self.line.all_gather_object(list(state))
         first = {key: rank for rank, keys in reversed(list(enumerate(everybody))) for key in keys}
         mine = {key: value for key, value in state.items() if first[key] == self.line.rank}
-        return {key: value for part in bring(self.line, mine, shelf) for key, value in part.items()}
+        return {key: value for part in gather_states(self.line, mine, shelf) for key, value in part.items()}
 
     def _whole_optimizer(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shelf: Shelf | None
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], shelf: LocalPart | None
     ) -> dict[str, Any]:
         groups = self._groups(optimizer)
         here = [number for group in optimizer.param_groups for number in self._numbers(optimizer, group["params"])]
@@ -166,7 +166,7 @@ class Names:
             for i, number in enumerate(here)
             if i in state["state"] and self._mine(number)
         }
-        found = {int(number): of for part in bring(self.line, mine, shelf) for number, of in part.items()}
+        found = {int(number): of for part in gather_states(self.line, mine, shelf) for number, of in part.items()}
         order = [number for group in groups for number in group]
         ends = iter(range(len(order)))
         whole_groups = []
@@ -212,7 +212,9 @@ class Names:
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[int]]:
         """The numbers of all stages' parameters in each of the optimizer's groups, in the order that they would have in
         one process: that of the model, or its reverse."""
-        everybody = self.line.gather([self._numbers(optimizer, group["params"]) for group in optimizer.param_groups])
+        everybody = self.line.all_gather_object(
+            [self._numbers(optimizer, group["params"]) for group in optimizer.param_groups]
+        )
         if len({len(groups) for groups in everybody}) > 1:
             raise CheckpointError(
                 f"The state of {type(optimizer).__name__} was to be saved or loaded.",
@@ -233,12 +235,12 @@ class Names:
         return found
 
 
-def bring(group: Group, mine: dict[str, Any], shelf: Shelf | None = None) -> list[dict[str, Any]]:
+def gather_states(group: ProcessGroup, mine: dict[str, Any], shelf: LocalPart | None = None) -> list[dict[str, Any]]:
     """Everybody's dict, in the order of ranks, on rank 0; on others only their own. Tensors arrive in the CPU's
     memory; with a shelf, they stay, and an Elsewhere stands for each."""
-    tensors = Tensors()
+    tensors = TensorTable()
     plain = pack(mine, "" if shelf is None else f"{shelf.name}@{group.rank}", tensors)
-    everybody = group.gather(plain)
+    everybody = group.all_gather_object(plain)
     if shelf is not None:
         if group.rank:
             shelf.tensors.update(tensors if shelf.speaks else {})
@@ -260,8 +262,8 @@ def bring(group: Group, mine: dict[str, Any], shelf: Shelf | None = None) -> lis
     return found
 
 
-def _standing(plain: Any) -> dict[str, Elsewhere]:
-    return {name: Elsewhere(name, of["dtype"], of["shape"]) for name, of in described(plain).items()}
+def _standing(plain: Any) -> dict[str, RemoteTensor]:
+    return {name: RemoteTensor(name, of["dtype"], of["shape"]) for name, of in described(plain).items()}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,23 +9,23 @@ from torch import nn
 
 from unisono.data.loader import to_device
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import peers
+from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import LoopError, Problem
 from unisono.parallel.precision import autocast
-from unisono.train.evaluation.model_outputs import as_before, call
+from unisono.train.evaluation.model_outputs import call, restored_rng
 
 if TYPE_CHECKING:
-    from unisono.parallel.pipeline_parallel.partition import Cut
+    from unisono.parallel.pipeline_parallel.partition import Partition
 
 
-class Example(NamedTuple):
+class TimingExample(NamedTuple):
     """A micro-batch as the data set's collate makes it, and the precision that the run computes with."""
 
     batch: Any
     precision: str
 
 
-def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> None:
+def apply_times(cut: Partition, model: nn.Module, example: TimingExample, mesh: Mesh) -> None:
     """Let each link of a cut cost the time that it takes the main process to go forward and backward through it.
 
     The whole model is on every process still. The others wait, and disturb nobody; only those that share the matrices
@@ -43,22 +43,22 @@ def apply_times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> Non
             problem = error.problems[0]
         except Exception as error:
             problem = _not_callable(cut.name, error)
-    with peers("Measuring how long a pipeline's layers take"):
-        said = mesh.world.share({"seconds": seconds, "problem": problem})
+    with wrap_peer_errors("Measuring how long a pipeline's layers take"):
+        said = mesh.world.broadcast_object({"seconds": seconds, "problem": problem})
     if said["problem"] is not None:
         raise LoopError(*said["problem"])
     cut.price(said["seconds"])
 
 
-def _times(cut: Cut, model: nn.Module, example: Example, mesh: Mesh) -> list[float]:
-    from unisono.parallel.pipeline_parallel.fx_partition import Chain  # torch.fx: whoever cuts has it
+def _times(cut: Partition, model: nn.Module, example: TimingExample, mesh: Mesh) -> list[float]:
+    from unisono.parallel.pipeline_parallel.fx_partition import FxPartition  # torch.fx: whoever cuts has it
     from unisono.parallel.pipeline_parallel.layer_timing import clock_of, seconds_of_links, seconds_of_modules
 
     device = mesh.world.device
     args, kwargs = call(_arguments, to_device(example.batch, device))
     around, clock = autocast(example.precision, device), clock_of(device, together=mesh.tensor.size > 1)
-    with as_before([model], device):
-        if isinstance(cut, Chain):
+    with restored_rng([model], device):
+        if isinstance(cut, FxPartition):
             return seconds_of_links(model, cut, cut.bind(args, kwargs), clock, around)
         return seconds_of_modules(model, cut.links, args, kwargs, clock, around)
 
@@ -77,7 +77,7 @@ def _not_callable(name: str, error: Exception) -> Problem:
     )
 
 
-def told(cut: Cut, begins: Sequence[int], *, named: bool) -> str:
+def told(cut: Partition, begins: Sequence[int], *, named: bool) -> str:
     """Where the model is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
     (52 %), by parameters`. `named`: did the user say where?"""
     stages = []

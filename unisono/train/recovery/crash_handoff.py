@@ -6,9 +6,9 @@
 
 Whoever fails because another one has died writes its parcels and its neighbour's (train/recovery/shard_replica.py) into
 the run's directory, of all steps of which it has them. The launcher otherwise ends a broken run within half a second;
-here it waits. When all begin again, each takes what the process in its place has left, and `Buddy.restore` does the
-rest: the newest step that is whole everywhere. Where there is none, as when two neighbours are gone, the checkpoint is
-the way.
+here it waits. When all begin again, each takes what the process in its place has left, and `ShardReplica.restore` does
+the rest: the newest step that is whole everywhere. Where there is none, as when two neighbours are gone, the checkpoint
+is the way.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from safetensors import SafetensorError
 
 from unisono.checkpoint import emergency_dump
 from unisono.errors import CheckpointError
-from unisono.train.recovery.snapshot import About, Bag, Parcel
+from unisono.train.recovery.snapshot import FlatTensors, FlatTensorSpec, Snapshot
 
 if TYPE_CHECKING:
-    from unisono.train.recovery.shard_replica import Buddy
+    from unisono.train.recovery.shard_replica import ShardReplica
     from unisono.train.run import Run
 
 
-def bequeaths(run: Run[Any]) -> bool:
+def hands_off(run: Run[Any]) -> bool:
     """Does this process leave what it has, should another one die? Somebody must be there to begin again. (With one
     virtual rank a step's random numbers go on from the last one's, and buddies have none.)"""
     return run.settings.parallel.buddy and run.settings.virtual_ranks > 1 and run._group.company is not None
 
 
-def leave(run: Run[Any], error: Exception) -> None:
+def dump_replicas(run: Run[Any], error: Exception) -> None:
     """This process fails with `error`. If that tells of another one's death, it leaves what it has."""
     buddy, company = run._engine.buddy if run._engine is not None else None, run._group.company
-    if buddy is None or company is None or not bequeaths(run) or not company.lost_one(error):
+    if buddy is None or company is None or not hands_off(run) or not company.is_peer_loss(error):
         return
     tensors: dict[str, torch.Tensor] = {}
     mine, theirs = _written(buddy.mine, tensors), _written(buddy.theirs, tensors)
@@ -50,16 +50,16 @@ def leave(run: Run[Any], error: Exception) -> None:
             run.print(f"What buddies have kept cannot be left behind: {full}")
 
 
-def inherit(run: Run[Any], buddy: Buddy) -> None:
+def load_dump(run: Run[Any], buddy: ShardReplica) -> None:
     """Before the loop: go on from what was left behind, if that is further than what the run goes on from. All
     processes call it."""
-    if not bequeaths(run):
+    if not hands_off(run):
         return
     device = run.device
-    if (found := emergency_dump.take(run.dir, run.rank)) is not None:
+    if (found := emergency_dump.read_dump(run.dir, run.rank)) is not None:
         tensors, (mine, theirs) = found
         buddy.mine, buddy.theirs = _read(mine, tensors, device), _read(theirs, tensors, device)
-    lost = [rank for rank, has in enumerate(run._group.gather(found is not None)) if not has]
+    lost = [rank for rank, has in enumerate(run._group.all_gather_object(found is not None)) if not has]
     if len(lost) == run.size:
         return
     try:
@@ -74,7 +74,7 @@ def inherit(run: Run[Any], buddy: Buddy) -> None:
         buddy.mine, buddy.theirs = [None, None], [None, None]
 
 
-def _written(parcels: Sequence[Parcel | None], tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+def _written(parcels: Sequence[Snapshot | None], tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     """These parcels as JSON; their bytes go into `tensors`, once, whoever shares them."""
     told = []
     for parcel in parcels:
@@ -84,16 +84,18 @@ def _written(parcels: Sequence[Parcel | None], tensors: dict[str, torch.Tensor])
     return told
 
 
-def _put(bag: Bag, tensors: dict[str, torch.Tensor]) -> list[Any]:
+def _put(bag: FlatTensors, tensors: dict[str, torch.Tensor]) -> list[Any]:
     name = f"bag-{bag.data.data_ptr():x}-{len(bag.data)}"
     tensors[name] = bag.data.cpu()
     return [name, bag.abouts]
 
 
-def _read(told: Sequence[Any], tensors: dict[str, torch.Tensor], device: torch.device) -> list[Parcel | None]:
+def _read(told: Sequence[Any], tensors: dict[str, torch.Tensor], device: torch.device) -> list[Snapshot | None]:
     """The same parcels again."""
-    parcels: list[Parcel | None] = []
+    parcels: list[Snapshot | None] = []
     for each in told:
-        still, moving = (Bag([About(*a) for a in abouts], tensors[name].to(device)) for name, abouts in each["bags"])
-        parcels.append(Parcel(each["step"], still, moving, each["names"], each["plain"]))
+        still, moving = (
+            FlatTensors([FlatTensorSpec(*a) for a in abouts], tensors[name].to(device)) for name, abouts in each["bags"]
+        )
+        parcels.append(Snapshot(each["step"], still, moving, each["names"], each["plain"]))
     return [*parcels, None, None][:2]

@@ -30,17 +30,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono import phases
-from unisono.distributed.process_group import Message, Work, peers, wait_for
+from unisono.distributed.process_group import Message, Work, wait_for, wrap_peer_errors
 from unisono.errors import CheckpointError, LoopError
-from unisono.train.recovery.snapshot import About, Bag, Content, Parcel, about, content_of, empty_bag, packed, put_back
+from unisono.train.recovery.snapshot import (
+    FlatTensors,
+    FlatTensorSpec,
+    LiveState,
+    Snapshot,
+    about,
+    empty_flat_tensors,
+    live_state,
+    pack_state,
+    restore,
+)
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
-    from unisono.config.mesh_shape import Axes
+    from unisono.config.mesh_shape import MeshShape
     from unisono.distributed.mesh import Mesh
 
 
-def survival(parallel: ParallelSettings, axes: Axes, *, survivors: bool = False) -> str:
+def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool = False) -> str:
     """Who else has what a process has, if it is lost, in words of result.json:
 
     survivors    whole models, whose processes go on by themselves (train/recovery/step_recovery.py)
@@ -54,23 +64,23 @@ def survival(parallel: ParallelSettings, axes: Axes, *, survivors: bool = False)
     return " and ".join(others) or "checkpoint"
 
 
-def about_shards(parallel: ParallelSettings, axes: Axes) -> str:
+def about_shards(parallel: ParallelSettings, axes: MeshShape) -> str:
     """The same of a run with shards, for its first lines; "" where there is nothing that people would not expect."""
     if parallel.buddy:
         return "shards: each has a copy on the next process"
-    if axes.shard > 1 and survival(parallel, axes) == "checkpoint":
+    if axes.shard > 1 and survival_of(parallel, axes) == "checkpoint":
         return "shards: no copies but the checkpoint's (--set parallel.buddy=true keeps one of each)"
     return ""
 
 
-class Travel(NamedTuple):
+class ReplicaTransfer(NamedTuple):
     """A parcel under way to us, and ours to somebody else."""
 
-    parcel: Parcel
+    parcel: Snapshot
     works: Sequence[Work]
 
 
-class Buddy:
+class ShardReplica:
     """This process's place in the ring. `mine` and `theirs`: parcels of two steps, each whole, or None."""
 
     def __init__(self, tracked: Mapping[str, Any], mesh: Mesh, rest: Callable[[], None]) -> None:
@@ -78,20 +88,20 @@ class Buddy:
         rest        lets go of whole parameters, if somebody has gathered them
         """
         self.tracked, self.world, self.line, self.rest = tracked, mesh.world, mesh.shard, rest
-        self.mine: list[Parcel | None] = [None, None]
-        self.theirs: list[Parcel | None] = [None, None]
+        self.mine: list[Snapshot | None] = [None, None]
+        self.theirs: list[Snapshot | None] = [None, None]
         self._turn = 0  # where the newest are
-        self._travel: Travel | None = None
+        self._travel: ReplicaTransfer | None = None
         self._seen: Any = None  # what the last parcel was made of
-        self._left: list[list[About]] = []  # what our neighbour's is made of: what is still, what moves
+        self._left: list[list[FlatTensorSpec]] = []  # what our neighbour's is made of: what is still, what moves
         self._next, self._previous = (self.line.rank + 1) % self.line.size, (self.line.rank - 1) % self.line.size
 
     def copy(self, step: int) -> None:
         """`step` steps are done: begin to hand a copy on. All processes of the axis call it together."""
-        with phases.phase("exchange"), peers("A copy for a buddy"):
+        with phases.phase("exchange"), wrap_peer_errors("A copy for a buddy"):
             self.settle()
             self.rest()
-            device, content = self.world.device, content_of(self.tracked)
+            device, content = self.world.device, live_state(self.tracked)
             last, last_of_theirs, seen = self.mine[self._turn], self.theirs[self._turn], content.seen()
             known = last is not None and last_of_theirs is not None and seen == self._seen
             if self.line.max_(torch.tensor([not known], dtype=torch.uint8, device=device)).item():
@@ -100,23 +110,23 @@ class Buddy:
             self._seen = seen
             turn = self._turn = 1 - self._turn
             (mine, self.mine[turn]), (theirs, self.theirs[turn]) = (self.mine[turn], None), (self.theirs[turn], None)
-            parcel = Parcel(
+            parcel = Snapshot(
                 step,
-                last.still if last else packed(content.still, device),
-                packed(content.moving, device, mine.moving if mine else None),
+                last.still if last else pack_state(content.still, device),
+                pack_state(content.moving, device, mine.moving if mine else None),
                 content.names,
                 content.plain,
             )
             still, moving = self._left
-            room = Parcel(
+            room = Snapshot(
                 step,
-                last_of_theirs.still if last_of_theirs else empty_bag(still, device),
-                empty_bag(moving, device, theirs.moving if theirs else None),
+                last_of_theirs.still if last_of_theirs else empty_flat_tensors(still, device),
+                empty_flat_tensors(moving, device, theirs.moving if theirs else None),
             )
             sends = [Message(bag.data, self._next) for bag in _new(parcel, last)]
             receives = [Message(bag.data, self._previous) for bag in _new(room, last_of_theirs)]
             self.mine[turn] = parcel
-            self._travel = Travel(room, self.line.send_and_receive(sends, receives))
+            self._travel = ReplicaTransfer(room, self.line.send_and_receive(sends, receives))
 
     def settle(self) -> None:
         """What is under way arrives. A process that meets the others after this has a whole copy."""
@@ -125,17 +135,17 @@ class Buddy:
             wait_for(works)
             self.theirs[self._turn] = parcel
 
-    def _agree(self, content: Content) -> None:
+    def _agree(self, content: LiveState) -> None:
         """Somebody's tensors are others than before, at the first step for instance: how large is our neighbour's?"""
         still, moving = ([about(tensor) for tensor in tensors] for tensors in (content.still, content.moving))
-        told = self.line.gather([still, moving, content.names])
+        told = self.line.all_gather_object([still, moving, content.names])
         if any(names != content.names for _, _, names in told):
             raise LoopError(
                 "parallel.buddy was to copy what the run tracks.",
                 f"Optimizers have other states on other processes: {', '.join(f'{len(t[2])} tensors' for t in told)}.",
                 "--set parallel.buddy=false",
             )
-        self._left = [[About(*each) for each in abouts] for abouts in told[self._previous][:2]]
+        self._left = [[FlatTensorSpec(*each) for each in abouts] for abouts in told[self._previous][:2]]
 
     # -- the way back
 
@@ -147,7 +157,7 @@ class Buddy:
     def newest(self, lost: Collection[int]) -> int:
         """The newest step that is whole everywhere, though processes have lost what they had. All processes call it;
         all raise CheckpointError if there is none."""
-        return step_of(self.world.gather([self._members, _steps(self.mine), _steps(self.theirs)]), lost)
+        return step_of(self.world.all_gather_object([self._members, _steps(self.mine), _steps(self.theirs)]), lost)
 
     def restore(self, lost: Collection[int]) -> int:
         """What processes have lost comes back from their buddies, and all go back to the newest step that is whole
@@ -158,7 +168,7 @@ class Buddy:
 
         Raises CheckpointError on all of them if two neighbours of a ring are lost: then a checkpoint is the way.
         """
-        with peers("Going back to what buddies have"):
+        with wrap_peer_errors("Going back to what buddies have"):
             with suppress(RuntimeError):  # what did not arrive does not count
                 self.settle()
             if is_lost := self.world.rank in lost:
@@ -173,34 +183,34 @@ class Buddy:
                 assert mine
                 assert theirs
                 told = [theirs.still.abouts, theirs.moving.abouts, mine.names, mine.plain]
-            heard = self.line.gather(told)
+            heard = self.line.all_gather_object(told)
             sends = [Message(bag.data, self._previous) for bag in _new(theirs)] if gives else []
             if is_lost:
                 still, moving, names, plain = heard[self._next]
                 device = self.world.device
-                bags = [empty_bag([About(*each) for each in of], device) for of in (still, moving)]
-                mine = Parcel(step, bags[0], bags[1], names, plain)
+                bags = [empty_flat_tensors([FlatTensorSpec(*each) for each in of], device) for of in (still, moving)]
+                mine = Snapshot(step, bags[0], bags[1], names, plain)
             receives = [Message(bag.data, self._next) for bag in _new(mine)] if is_lost else []
             wait_for(self.line.send_and_receive(sends, receives))
         assert mine is not None
-        put_back(mine, self.tracked, self.world.device)
+        restore(mine, self.tracked, self.world.device)
         self.mine, self.theirs, self._turn, self._seen = [mine, None], [theirs, None], 0, None
         self.copy(step)
         self.settle()
         return step
 
 
-def _new(parcel: Parcel | None, last: Parcel | None = None) -> list[Bag]:
+def _new(parcel: Snapshot | None, last: Snapshot | None = None) -> list[FlatTensors]:
     """What of a parcel has to travel, if `last` is there already."""
     assert parcel is not None
     return [parcel.moving] if last is not None else [parcel.still, parcel.moving]
 
 
-def _steps(parcels: Sequence[Parcel | None]) -> list[int]:
+def _steps(parcels: Sequence[Snapshot | None]) -> list[int]:
     return [parcel.step for parcel in parcels if parcel is not None]
 
 
-def _at(step: int, parcels: Sequence[Parcel | None]) -> Parcel | None:
+def _at(step: int, parcels: Sequence[Snapshot | None]) -> Snapshot | None:
     return next((parcel for parcel in parcels if parcel is not None and parcel.step == step), None)
 
 

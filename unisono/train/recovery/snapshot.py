@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from unisono.checkpoint.state_codec import Tensors, pack, unpack
-from unisono.distributed.process_group import lies_apart, like, local
+from unisono.checkpoint.state_codec import TensorTable, pack, unpack
+from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
 from unisono.errors import LoopError
 from unisono.train.modules.buffer_sync import version
 from unisono.train.state.run_state import LAYOUT, RANDOM, keep_dtypes
@@ -34,7 +34,7 @@ ALIGNED = 16
 """Bytes. Every tensor begins at a multiple of it, as every dtype likes."""
 
 
-class About(NamedTuple):
+class FlatTensorSpec(NamedTuple):
     """Of a tensor: all that it takes to know it in a row of bytes. `device` is where it is at home, "cpu" or not."""
 
     dtype: str
@@ -42,15 +42,15 @@ class About(NamedTuple):
     device: str
 
 
-def about(tensor: torch.Tensor) -> About:
+def about(tensor: torch.Tensor) -> FlatTensorSpec:
     """Of a tensor that lies here."""
-    return About(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+    return FlatTensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
 
-class Bag(NamedTuple):
+class FlatTensors(NamedTuple):
     """Tensors, one behind the other, in `data`, uint8."""
 
-    abouts: Sequence[About]
+    abouts: Sequence[FlatTensorSpec]
     data: torch.Tensor
 
     def views(self) -> list[torch.Tensor]:
@@ -68,33 +68,35 @@ def _room(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def empty_bag(abouts: Sequence[About], device: torch.device, old: Bag | None = None) -> Bag:
+def empty_flat_tensors(
+    abouts: Sequence[FlatTensorSpec], device: torch.device, old: FlatTensors | None = None
+) -> FlatTensors:
     """Room for such tensors: that of `old`, which nobody needs any more, if it is as large."""
     size = sum(_room(prod(each.shape) * getattr(torch, each.dtype).itemsize) for each in abouts)
     if old is not None and len(old.data) == size:
-        return Bag(abouts, old.data)
-    return Bag(abouts, torch.empty(size, dtype=torch.uint8, device=device))
+        return FlatTensors(abouts, old.data)
+    return FlatTensors(abouts, torch.empty(size, dtype=torch.uint8, device=device))
 
 
-def packed(tensors: Sequence[torch.Tensor], device: torch.device, old: Bag | None = None) -> Bag:
+def pack_state(tensors: Sequence[torch.Tensor], device: torch.device, old: FlatTensors | None = None) -> FlatTensors:
     """A copy of these."""
-    bag = empty_bag([about(tensor) for tensor in tensors], device, old)
+    bag = empty_flat_tensors([about(tensor) for tensor in tensors], device, old)
     for view, tensor in zip(bag.views(), tensors, strict=True):
         view.copy_(tensor)
     return bag
 
 
-class Parcel(NamedTuple):
+class Snapshot(NamedTuple):
     """What was here after `step` steps. The last tensors of `moving` have these names in `plain`, by thing."""
 
     step: int
-    still: Bag
-    moving: Bag
+    still: FlatTensors
+    moving: FlatTensors
     names: Sequence[str] = ()
     plain: Mapping[str, Any] = {}
 
 
-class Content(NamedTuple):
+class LiveState(NamedTuple):
     """What is here now: the tensors themselves, and not a copy.
 
     stands  of what stands still, which tensors these are and how often they were written to
@@ -111,24 +113,24 @@ class Content(NamedTuple):
         return self.stands, [about(tensor) for tensor in self.still], [about(tensor) for tensor in self.moving]
 
 
-def content_of(tracked: Mapping[str, Any]) -> Content:
+def live_state(tracked: Mapping[str, Any]) -> LiveState:
     """Of these things, by name: models, optimizers, schedules, anything with a state_dict."""
     with torch.no_grad():  # DTensors then give what lies here without making a copy of themselves
         weights = _weights(tracked)
         places = _places(weights)
-        tensors = Tensors()
+        tensors = TensorTable()
         plain = {
             name: pack(tree_map_only(torch.Tensor, lambda t: _marked(t, places), thing.state_dict()), name, tensors)
             for name, thing in _others(tracked).items()
         }
         frozen = [t for t in weights if _is_still(t)]
-        still, moving = [local(t) for t in frozen], [local(t) for t in weights if not _is_still(t)]
+        still, moving = [to_local(t) for t in frozen], [to_local(t) for t in weights if not _is_still(t)]
         # a DTensor may give another object for what lies here each time, so that one's identity says nothing
         stands = [(id(t), version(t), here.data_ptr(), version(here)) for t, here in zip(frozen, still, strict=True)]
-        return Content(still, moving + list(tensors.values()), list(tensors), plain, stands)
+        return LiveState(still, moving + list(tensors.values()), list(tensors), plain, stands)
 
 
-def put_back(parcel: Parcel, tracked: Mapping[str, Any], device: torch.device) -> None:
+def restore(parcel: Snapshot, tracked: Mapping[str, Any], device: torch.device) -> None:
     """Everything is as it was when the parcel was packed. `device` is that of the run."""
     with torch.no_grad():
         layout = tracked.get(LAYOUT)
@@ -140,7 +142,7 @@ def put_back(parcel: Parcel, tracked: Mapping[str, Any], device: torch.device) -
         bytes_ = [*zip(parcel.still.abouts, parcel.still.views(), strict=True)]
         bytes_ += zip(parcel.moving.abouts, parcel.moving.views(), strict=True)
         for tensor, (_, view) in zip(here, bytes_, strict=False):
-            local(tensor).copy_(view)
+            to_local(tensor).copy_(view)
         home: Callable[[str], Any] = lambda kind: "cpu" if kind == "cpu" else device  # noqa: E731
         copies = [view.to(home(each.device), copy=True) for each, view in bytes_[len(here) :]]
         tensors = dict(zip(parcel.names, copies, strict=True))
@@ -179,14 +181,14 @@ def _place(tensor: Any) -> tuple[Any, ...]:
 def _places(weights: Sequence[torch.Tensor]) -> Places:
     found: dict[tuple[Any, ...], int] = {}
     for number, weight in enumerate(weights):
-        if lies_apart(weight):
+        if is_dtensor(weight):
             found.setdefault(_place(weight), number)
     return found
 
 
 def _marked(tensor: torch.Tensor, places: Places) -> Any:
     """What lies here of a tensor of somebody's state, and how the whole of it lies."""
-    if not lies_apart(tensor):
+    if not is_dtensor(tensor):
         return tensor
     if (place := _place(tensor)) not in places:
         raise LoopError(
@@ -195,14 +197,14 @@ def _marked(tensor: torch.Tensor, places: Places) -> Any:
             "parameter does, so another process would not know how to lay it.",
             "--set parallel.buddy=false",
         )
-    return {PART: local(tensor), LIKE: places[place]}
+    return {PART: to_local(tensor), LIKE: places[place]}
 
 
 def _laid(state: Any, weights: Sequence[torch.Tensor]) -> Any:
     """The state in which parts are parts of something again."""
     if isinstance(state, dict):
         if PART in state:
-            return like(state[PART], weights[state[LIKE]])
+            return from_local_like(state[PART], weights[state[LIKE]])
         return {key: _laid(value, weights) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(_laid(value, weights) for value in state)

@@ -18,23 +18,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.checkpoint.load import Checkpoint
-from unisono.checkpoint.state_codec import Tensors, described, pack, unpack
+from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
 from unisono.config import ENVIRONMENT
 from unisono.distributed.process_group import Message, wait_for
-from unisono.errors import PeerLost, WorldError
-from unisono.train.recovery.snapshot import About, Parcel, content_of, empty_bag, packed, put_back
+from unisono.errors import PeerLostError, WorldError
+from unisono.train.recovery.snapshot import (
+    FlatTensorSpec,
+    Snapshot,
+    empty_flat_tensors,
+    live_state,
+    pack_state,
+    restore,
+)
 
 if TYPE_CHECKING:
-    from unisono.train.recovery.step_recovery import Survivors
+    from unisono.train.recovery.step_recovery import StepRecovery
     from unisono.train.run import Run
 
 
-def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
+def send_state(survivors: StepRecovery, empty: Sequence[bool]) -> None:
     """Those who are `empty` (of each process: has it just come?) are given all that they need. Everybody calls it."""
     group, company, unit = survivors.group, survivors.company, survivors.run._mesh.unit
     known = [next((r for r in range(seat, group.size, unit) if not empty[r]), None) for seat in range(unit)]
     if None in known:
-        raise PeerLost(
+        raise PeerLostError(
             f"Process {company.number} was to join a run.",
             "All processes that knew its state are gone.",
             "go on from the newest checkpoint: the same command with --resume.",
@@ -42,7 +49,7 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
     mine, about = list[torch.Tensor](), None
     if group.rank in known:
         about, mine = _given(survivors)
-    told = group.gather(about)
+    told = group.all_gather_object(about)
     new = [rank for rank, is_new in enumerate(empty) if is_new and rank % unit == group.rank % unit]
     if group.rank in known:
         for portion in _portions(mine):
@@ -53,7 +60,7 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
         assert source is not None
         about = told[source]
         _refuse_another_machine(survivors, about["machine"])
-        kind = _Parts if "bags" in about else _Whole
+        kind = _ShardedState if "bags" in about else _WholeState
         luggage = kind(survivors.run, about)
         for portion in _portions(luggage.room):
             come = [piece.to(group.wire) for piece in portion]  # the very same, if it lies there
@@ -65,10 +72,10 @@ def welcome(survivors: Survivors, empty: Sequence[bool]) -> None:
     group.barrier()
 
 
-def _given(survivors: Survivors) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def _given(survivors: StepRecovery) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """All that a resume needs: the numbers and words of it, and the tensors."""
     run, watch = survivors.run, survivors.watch
-    kind = _Whole if run._mesh.torchs is None else _Parts
+    kind = _WholeState if run._mesh.torchs is None else _ShardedState
     about, tensors = kind.packed(run)
     about |= {
         "steps": run.steps_done,
@@ -84,7 +91,7 @@ def _given(survivors: Survivors) -> tuple[dict[str, Any], list[torch.Tensor]]:
     return about, tensors
 
 
-def _take(survivors: Survivors, about: Mapping[str, Any]) -> None:
+def _take(survivors: StepRecovery, about: Mapping[str, Any]) -> None:
     run, watch = survivors.run, survivors.watch
     run.steps_done, survivors.meetings = about["steps"], about["meetings"]
     run._table.names, run._state.saved_after = about["columns"], about["saved_after"]
@@ -95,7 +102,7 @@ def _take(survivors: Survivors, about: Mapping[str, Any]) -> None:
     survivors.deaths, survivors.joined = about["deaths"]
 
 
-def _refuse_another_machine(survivors: Survivors, theirs: Mapping[str, Any]) -> None:
+def _refuse_another_machine(survivors: StepRecovery, theirs: Mapping[str, Any]) -> None:
     ours = survivors.run._identity
     fixed = [name for name in ENVIRONMENT if not (name == "device" and survivors.group.mixed)]
     if differ := [name for name in fixed if theirs.get(name) != ours.get(name)]:
@@ -106,7 +113,7 @@ def _refuse_another_machine(survivors: Survivors, theirs: Mapping[str, Any]) -> 
         )
 
 
-class _Whole:
+class _WholeState:
     """Whole models: all that is tracked, as a checkpoint holds it. `room`: where the tensors are to arrive."""
 
     def __init__(self, run: Run[Any], about: Mapping[str, Any]) -> None:
@@ -118,7 +125,7 @@ class _Whole:
 
     @staticmethod
     def packed(run: Run[Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        tensors = Tensors()
+        tensors = TensorTable()
         states = {name: pack(thing.state_dict(), name, tensors) for name, thing in run._state.tracked.items()}
         return {"states": states, "names": list(tensors)}, list(tensors.values())
 
@@ -127,26 +134,26 @@ class _Whole:
         self.run._state.take(Checkpoint(Path("the memory of a survivor"), self.about["steps"], {}, states))
 
 
-class _Parts:
+class _ShardedState:
     """The same of what several processes share: what this one has of it."""
 
     def __init__(self, run: Run[Any], about: Mapping[str, Any]) -> None:
         self.run, self.about = run, about
-        self._bags = [empty_bag([About(*each) for each in of], run.device) for of in about["bags"]]
+        self._bags = [empty_flat_tensors([FlatTensorSpec(*each) for each in of], run.device) for of in about["bags"]]
         self.room = [bag.data for bag in self._bags]
 
     @staticmethod
     def packed(run: Run[Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        run._models.rest()
-        content = content_of(run._state.tracked)
-        bags = [packed(of, run.device) for of in (content.still, content.moving)]
+        run._models.reshard()
+        content = live_state(run._state.tracked)
+        bags = [pack_state(of, run.device) for of in (content.still, content.moving)]
         about = {"bags": [bag.abouts for bag in bags], "names": content.names, "plain": content.plain}
         return about, [bag.data for bag in bags]
 
     def unpack(self) -> None:
         still, moving = self._bags
-        parcel = Parcel(self.about["steps"], still, moving, self.about["names"], self.about["plain"])
-        put_back(parcel, self.run._state.tracked, self.run.device)
+        parcel = Snapshot(self.about["steps"], still, moving, self.about["names"], self.about["plain"])
+        restore(parcel, self.run._state.tracked, self.run.device)
 
 
 PORTION_BYTES = 1 << 28

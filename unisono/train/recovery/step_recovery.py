@@ -28,32 +28,32 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from unisono.data.rng import seed_everything
-from unisono.distributed.process_group import peers
-from unisono.errors import PeerLost, WorldError
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.errors import PeerLostError, WorldError
 from unisono.exchange import promise_of, survives
-from unisono.plan.assignment import taken
-from unisono.plan.batch_order import Place
-from unisono.plan.reassignment import deal_missing
+from unisono.plan.assignment import micro_batches_of
+from unisono.plan.batch_order import MicroBatchId
+from unisono.plan.reassignment import assign_missing
 from unisono.plan.reduction_tree import Node
-from unisono.plan.rng_keys import mix, place_key
+from unisono.plan.rng_keys import micro_batch_key, mix
 from unisono.train.balance.rebalance import WORDS, build_dealing
-from unisono.train.loop import Engine
-from unisono.train.recovery.state_transfer import welcome
+from unisono.train.loop import StepLoop
+from unisono.train.recovery.state_transfer import send_state
 
 if TYPE_CHECKING:
-    from unisono.distributed.membership.membership import Company
-    from unisono.train.diagnostics.divergence import Divergence
-    from unisono.train.gradient_pass import Gradient
+    from unisono.distributed.membership.membership import Membership
+    from unisono.train.diagnostics.divergence import DivergenceCheck
+    from unisono.train.gradient_pass import GradientPass
     from unisono.train.run import Run
     from unisono.train.step import Step
 
 T = TypeVar("T")
-Rounds = Iterator[tuple[Place, Any, bool]]
+Rounds = Iterator[tuple[MicroBatchId, Any, bool]]
 
 GOING_ON = "Going on without a process that died"
 
 
-class Said(NamedTuple):
+class PeerReport(NamedTuple):
     """What a process says of itself after a death."""
 
     meetings: int  # that it has behind it
@@ -63,14 +63,14 @@ class Said(NamedTuple):
     empty: bool  # has it just come, and knows nothing yet?
 
 
-class Survivors:
+class StepRecovery:
     """How this process goes on when others die, and when some join.
 
     meetings  how many are behind it
     deaths    (process, steps done then); `joined`: the same of those who came
     """
 
-    def __init__(self, run: Run[Any], company: Company) -> None:
+    def __init__(self, run: Run[Any], company: Membership) -> None:
         self.run, self.company, self.group = run, company, run._group
         self.meetings = 0
         self.deaths: list[dict[str, int]] = []
@@ -82,29 +82,29 @@ class Survivors:
 
     # -- meetings
 
-    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
+    def retry_collective(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
         """`body`, in which all processes do something together; made again if one dies in it. It changes nothing that
         making it again does not change in the same way; or else, not `again`, the death is raised."""
         while True:
             found: list[T] = []
             try:
-                with peers(what):
+                with wrap_peer_errors(what):
                     found.append(body())
                     self.group.barrier()
-            except (PeerLost, RuntimeError, ConnectionError) as lost:
-                said = self._agree(lost, whole=bool(found) and not self.company.torn)
+            except (PeerLostError, RuntimeError, ConnectionError) as lost:
+                said = self._regroup_peers(lost, whole=bool(found) and not self.company.torn)
                 self._regroup(self._next_step)
                 if self.run._last_step is not None:  # a later pass of it is dealt otherwise
                     self._regrouped = self.run._last_step.number
                 if not committed(said, self.meetings):
                     if not again:
                         raise
-                    self.run._models.rest()
+                    self.run._models.reshard()
                     continue
-            self.passed()
+            self.report_survived()
             return found[0]
 
-    def passed(self) -> None:
+    def report_survived(self) -> None:
         """A meeting is behind us."""
         self.meetings += 1
         self._outlive()
@@ -112,10 +112,10 @@ class Survivors:
     def _outlive(self) -> None:
         """Who has died meanwhile was survived, which the launcher hears: what fails now does not fail of that."""
         if self._lost:
-            self.company.tell(survived=self._lost)
+            self.company.report(survived=self._lost)
             self._lost = []
 
-    def go_on(self, step: Step, number: int, gradient: Gradient, lost: Exception) -> Rounds | None:
+    def resume_step(self, step: Step, number: int, gradient: GradientPass, lost: Exception) -> Rounds | None:
         """Pass `number` of `step` met a death. The rounds that are missing; None: the gradient is whole everywhere."""
         engine, torn = step._engine, self.company.torn  # then shards were not gathered, and nothing here is good
         whole = gradient.is_whole and not torn
@@ -127,7 +127,7 @@ class Survivors:
             held.update({} if whole or torn else old.held())
             return [v for node in held for v in range(*node)]
 
-        said = self._agree(lost, whole=whole, in_step=True, held=still_held)
+        said = self._regroup_peers(lost, whole=whole, in_step=True, held=still_held)
         self._regroup(step.number + 1)
         self._regrouped = step.number
         if committed(said, self.meetings):
@@ -135,31 +135,31 @@ class Survivors:
             return None
         top = all(each.in_step and each.meetings == self.meetings for each in said)
         pieces = engine._pieces(step.number, engine.block)
-        engine.models.rest()  # not before: a gradient that is whole lies where parameters are gathered
-        gradient.renew()
+        engine.models.reshard()  # not before: a gradient that is whole lies where parameters are gathered
+        gradient.restart_exchange()
         if not (top and any(each.held for each in said)):  # some have not begun it: then it is an ordinary step
             held.clear()
             spans = engine.schedule.at(step.number)
             ours = list(range(*spans[engine.seat.span]))
             self._begin(step, gradient, spans, spans[engine.seat.span])
         else:
-            ours = deal_missing(pieces, [each.held for each in said])[self.group.rank]
+            ours = assign_missing(pieces, [each.held for each in said])[self.group.rank]
             self._begin(step, gradient, (), engine.block)
-            go_on: Any = gradient.exchange
-            go_on.go_on(held, old.used, [v for v in ours if not pieces[v]])
+            dynamic: Any = gradient.exchange
+            dynamic.continue_after_death(held, old.used, [v for v in ours if not pieces[v]])
         kept = [v for node in held for v in range(*node)]
-        engine.table.keep(step.number, kept)
+        engine.table.keep_partial(step.number, kept)
         engine.models.buffers.keep(kept)
         old.close()
         return self._missing(step, number, gradient, [v for v in ours if pieces[v]])
 
-    def _begin(self, step: Step, gradient: Gradient, spans: Sequence[tuple[int, int]], of: tuple[int, int]) -> None:
+    def _begin(self, step: Step, gradient: GradientPass, spans: Sequence[tuple[int, int]], of: tuple[int, int]) -> None:
         engine = step._engine
         engine.models.busy = True
         pieces = engine._pieces(step.number, of)
         gradient.begin(spans, pieces, lambda: engine.table.weights(of) * engine.scale.value)
 
-    def _missing(self, step: Step, number: int, gradient: Gradient, ours: Collection[int]) -> Rounds:
+    def _missing(self, step: Step, number: int, gradient: GradientPass, ours: Collection[int]) -> Rounds:
         """The micro-batches of these virtual ranks, fetched out of turn."""
         engine, kept = step._engine, step._kept
         if engine.dealing is not None:
@@ -171,12 +171,12 @@ class Survivors:
                 if kept is not None and number == 0:
                     kept.append((place, batch))
                 if number:
-                    seed_everything(mix(place_key(engine._round_key, *place[:3]), number), engine._accelerator)
+                    seed_everything(mix(micro_batch_key(engine._round_key, *place[:3]), number), engine._accelerator)
                 yield place, batch, False
 
         return engine._walk(rounds(), number, gradient)
 
-    def refetch(self, kept: list[tuple[Place, Any]], step: int, pieces: Mapping[int, int]) -> None:
+    def refetch(self, kept: list[tuple[MicroBatchId, Any]], step: int, pieces: Mapping[int, int]) -> None:
         """Another pass of a step in which the group has changed: its micro-batches are dealt otherwise than before."""
         if self._regrouped != step:
             return
@@ -186,14 +186,16 @@ class Survivors:
         kept[:] = [(p, known[p]) if p in known else engine._loader.fetch(p) for p in places]
 
     @staticmethod
-    def _places(engine: Engine, step: int, virtual_ranks: Iterable[int]) -> list[Place]:
+    def _places(engine: StepLoop, step: int, virtual_ranks: Iterable[int]) -> list[MicroBatchId]:
         """This process's micro-batches of these, with those who take turns in them."""
-        places = [Place(step, v, n) for v in virtual_ranks for n in range(len(engine.order.micro_bounds(step, v)))]
-        return [place for place, _ in taken(((place, None) for place in places), engine.seat)]
+        places = [
+            MicroBatchId(step, v, n) for v in virtual_ranks for n in range(len(engine.order.micro_bounds(step, v)))
+        ]
+        return [place for place, _ in micro_batches_of(((place, None) for place in places), engine.seat)]
 
     # -- a new group
 
-    def _agree(
+    def _regroup_peers(
         self,
         lost: Exception,
         *,
@@ -201,28 +203,28 @@ class Survivors:
         in_step: bool = False,
         held: Callable[[], Sequence[int]] = tuple,
         open_: bool = False,
-    ) -> list[Said]:
+    ) -> list[PeerReport]:
         """Form a new group with all who are left, and hear from each where it stands. Raises `lost` if it tells of
         something else than a death."""
-        if not open_ and not self.company.lost_one(lost):
+        if not open_ and not self.company.is_peer_loss(lost):
             raise lost
         while True:
-            formed = self.company.form(self.group, open_=open_, step=self.run.steps_done)
+            formed = self.company.regroup(self.group, open_=open_, step=self.run.steps_done)
             self._note(formed.lost, formed.joined)
             try:
-                with peers(GOING_ON):
-                    mine = Said(self.meetings, whole, in_step, list(held()), self.empty)
-                    said = [Said(*each) for each in self.group.gather(mine)]
+                with wrap_peer_errors(GOING_ON):
+                    mine = PeerReport(self.meetings, whole, in_step, list(held()), self.empty)
+                    said = [PeerReport(*each) for each in self.group.all_gather_object(mine)]
                     if any(each.empty for each in said):
-                        welcome(self, [each.empty for each in said])
+                        send_state(self, [each.empty for each in said])
                         self.empty = False
                     return said
-            except (PeerLost, RuntimeError, ConnectionError) as again:
-                if not self.company.lost_one(again):
+            except (PeerLostError, RuntimeError, ConnectionError) as again:
+                if not self.company.is_peer_loss(again):
                     raise
 
     @property
-    def watch(self) -> Divergence | None:
+    def watch(self) -> DivergenceCheck | None:
         return self.run._engine.divergence if self.run._engine is not None else None
 
     def _note(self, lost: Sequence[int], joined: Sequence[int]) -> None:
@@ -239,7 +241,7 @@ class Survivors:
     def _regroup(self, first: int) -> None:
         """From step `first` on the steps are made by the group that there is now."""
         run, engine = self.run, self.run._engine
-        run._models.become()
+        run._models.regroup()
         if engine is None or run._over:
             return
         if self.group.rank == 0 and not self._leads:
@@ -263,31 +265,31 @@ class Survivors:
 
     # -- somebody joins
 
-    def admit(self) -> None:
+    def admit_joiners(self) -> None:
         """Between two steps: those who wait come in, and are given what they need."""
-        self._agree(PeerLost(GOING_ON), open_=True)
+        self._regroup_peers(PeerLostError(GOING_ON), open_=True)
         self._regroup(self._next_step)
         self._outlive()
 
     def join(self) -> None:
         """We come in addition, and know nothing: wait until the others let us in at a step's end."""
         self.empty = True
-        self._agree(PeerLost(GOING_ON), open_=True)
+        self._regroup_peers(PeerLostError(GOING_ON), open_=True)
         self._regroup(self.run.steps_done)
 
 
-def committed(said: Sequence[Said], meetings: int) -> bool:
+def committed(said: Sequence[PeerReport], meetings: int) -> bool:
     """Is the meeting after so many known to be over? Somebody has it behind him, or all hold its result."""
     return any(each.meetings > meetings for each in said) or all(each.whole for each in said)
 
 
-def build_survivors(run: Run[Any]) -> Survivors | None:
+def build_survivors(run: Run[Any]) -> StepRecovery | None:
     """Who goes on when a process dies; None, where nobody can: then the newest checkpoint is the way."""
     company, engine = run._group.company, run._engine
     if company is None or not may_survive(run) or (engine is not None and engine.own is not None):
         return None
     company.watch(run._mesh.unit)
-    return Survivors(run, company)
+    return StepRecovery(run, company)
 
 
 def may_survive(run: Run[Any]) -> bool:
@@ -300,11 +302,11 @@ def may_survive(run: Run[Any]) -> bool:
         return False
     replicas = axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.buddy
     whole = run._mesh.torchs is None
-    plain = run._kind is Engine and not settings.audit_every and (whole or (replicas and not company.late))
+    plain = run._kind is StepLoop and not settings.audit_every and (whole or (replicas and not company.late))
     return plain and settings.virtual_ranks > 1 and survives(settings)
 
 
-def join(survivors: Survivors | None) -> None:
+def join(survivors: StepRecovery | None) -> None:
     """A loop begins in a process that comes in addition: wait until the others let it in."""
     if survivors is None:
         raise WorldError(

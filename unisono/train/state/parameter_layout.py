@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group
+from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError
 
 Named = Callable[[], Mapping[str, torch.nn.Parameter]]
@@ -29,7 +29,7 @@ UNKNOWN = "?"
 SORTED = "make layers and groups in a fixed order: for name in sorted(names), since a set has another order elsewhere."
 
 
-class Layout:
+class ParameterLayout:
     """The layout of a run, as one thing in a checkpoint.
 
     enabled     False: neither saved nor restored
@@ -105,15 +105,15 @@ class Layout:
         for of in more:
             optimizer.add_param_group({"params": [named[p] for p in of]})
 
-    def check_alike(self, group: Group) -> None:
+    def check_alike(self, group: ProcessGroup) -> None:
         """Is it the same on all processes? Each saves what it has of an optimizer by number. Raises CheckpointError on
         all of them if not."""
         if group.size == 1 or not self.enabled:
             return
         mine = self.state_dict()
-        if len(set(group.gather(zlib.crc32(json.dumps(mine, sort_keys=True).encode())))) == 1:
+        if len(set(group.all_gather_object(zlib.crc32(json.dumps(mine, sort_keys=True).encode())))) == 1:
             return
-        first, *others = group.gather(mine)
+        first, *others = group.all_gather_object(mine)
         rank, other = next((r, of) for r, of in enumerate(others, 1) if of != first)
         what = next(key for key in ("names", "frozen", "groups", "began") if first.get(key) != other.get(key))
         words = {"names": "other parameters", "groups": "optimizers with other groups of parameters"}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.distributed.process_group import lies_apart
+from unisono.distributed.process_group import is_dtensor
 
 PLAIN = (type(None), bool, int, float, str)
 GROUPS = (list, tuple, set, frozenset, torch.Size)
@@ -21,7 +21,7 @@ def is_portable(value: Any, depth: int = DEPTH) -> bool:
     if type(value) in PLAIN or isinstance(value, np.generic):
         return True
     if isinstance(value, torch.Tensor):
-        whole = value.layout is torch.strided and not lies_apart(value)
+        whole = value.layout is torch.strided and not is_dtensor(value)
         return whole and type(value) is torch.Tensor and not value.is_meta
     if not depth:
         return False

@@ -12,17 +12,17 @@ import torch
 
 from unisono import phases
 from unisono.checkpoint import load as loading
-from unisono.checkpoint.save import Saver, packed
-from unisono.checkpoint.sharded_state import apart, simple, start_of, tied, whole
-from unisono.checkpoint.state_codec import Tensors
-from unisono.checkpoint.storage import Place, place_of
+from unisono.checkpoint.save import CheckpointSaver, packed
+from unisono.checkpoint.sharded_state import apart, is_whole, simple, start_of, tied
+from unisono.checkpoint.state_codec import TensorTable
+from unisono.checkpoint.storage import Storage, place_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import lies_apart
+from unisono.distributed.process_group import is_dtensor
 from unisono.errors import CheckpointError, SettingsError
 from unisono.train.modules.buffer_sync import version
-from unisono.train.pipelining.stage_state import Shelf
-from unisono.train.state.parameter_layout import Layout
+from unisono.train.pipelining.stage_state import LocalPart
+from unisono.train.state.parameter_layout import ParameterLayout
 
 if TYPE_CHECKING:
     from unisono.config import CheckpointSettings
@@ -55,18 +55,18 @@ class DividedState(Protocol):
     @property
     def speaks(self) -> bool: ...
 
-    def whole(self, thing: Any, state: Any, shelf: Shelf | None = None) -> Any: ...
+    def whole(self, thing: Any, state: Any, shelf: LocalPart | None = None) -> Any: ...
 
     def part(self, thing: Any, state: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
 
-class State:
+class RunState:
     """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
 
     def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None) -> None:
         self.run_dir, self.mesh, self.group, self.resumed = run_dir, mesh, mesh.world, resumed
-        self.saver = Saver(mesh.world)
-        self._place: Place | None = None
+        self.saver = CheckpointSaver(mesh.world)
+        self._place: Storage | None = None
         self.tracked: dict[str, Any] = {}
         self.stages: DividedState | None = None
         """Who holds which parameter, if stages of a pipeline or servers hold some each."""
@@ -78,7 +78,7 @@ class State:
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
         self.saved_after: int | None = resumed.steps if resumed else None
         self.placed: Sequence[torch.nn.Module] = ()
-        self.layout = Layout(self._named, self._optimizers, lambda: self.stages is None)
+        self.layout = ParameterLayout(self._named, self._optimizers, lambda: self.stages is None)
         self.track(**{LAYOUT: self.layout})
 
     @property
@@ -101,7 +101,7 @@ class State:
                     "rename one of them.",
                 )
             if isinstance(thing, dict):
-                thing = Kept(thing)
+                thing = KeptState(thing)
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise CheckpointError(
                     f"run.track was given {name!r}, a {type(thing).__name__}.",
@@ -256,13 +256,13 @@ class State:
             self.settle()  # before anything is copied: there is one memory, and one writer
             self.layout.check_alike(self.group)
             main = self.group.rank == 0
-            tensors = Tensors(speaks=main, begins=partial(start_of, mesh=self.mesh))
+            tensors = TensorTable(speaks=main, begins=partial(start_of, mesh=self.mesh))
             states = self._parts(tensors)
             state = packed(states, {**about, "models": sorted(self.models)}, tensors)
             keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)
             if self._place is None:  # the first one: nothing more will be read of what the run goes on from
                 self._place = place_of(self.run_dir)
-                loading.let_go(self.resumed.path) if self.resumed is not None else None
+                loading.release(self.resumed.path) if self.resumed is not None else None
             self.saver.begin(self._place, steps, state, keep, wait=wait)
             self.saved_after = steps
 
@@ -272,25 +272,25 @@ class State:
             if not self.saver.settle():
                 self.saved_after = None
 
-    def _parts(self, tensors: Tensors) -> dict[str, Any]:
+    def _parts(self, tensors: TensorTable) -> dict[str, Any]:
         """The states of all that is tracked, by name. What lies over several processes does so here as well."""
         stages = self.stages
         found = {name: thing.state_dict() for name, thing in self.tracked.items()}
         if stages is not None:  # one that is divided as well is whole on the first process of those that share it
-            states = {name: whole(state, keep=stages.speaks) for name, state in found.items()}
+            states = {name: is_whole(state, keep=stages.speaks) for name, state in found.items()}
         else:
             states = {name: simple(state, self.mesh) for name, state in found.items()}
         for name in states.keys() & self.models.keys():
             states[name] = tied(states[name], self.models[name])
         if stages is not None:
-            shelves = {name: Shelf(tensors, name, stages.speaks) for name in states}
+            shelves = {name: LocalPart(tensors, name, stages.speaks) for name in states}
             return {n: stages.whole(self.tracked[n], state, shelves[n]) for n, state in states.items()}
         return states
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """Their states by name: whole on the main process, together with the others."""
         states = {
-            name: whole(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
+            name: is_whole(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
             for name, thing in things.items()
         }
         for name in states.keys() & self.models.keys():
@@ -302,19 +302,19 @@ class State:
     def fingerprint(self) -> str:
         """sha256 over the tracked models' weights and buffers. All processes must call this together."""
         parted = self.stages is not None or any(
-            lies_apart(p) for model in self.models.values() for p in model.parameters()
+            is_dtensor(p) for model in self.models.values() for p in model.parameters()
         )
         if self.stages is None and parted:  # one tensor after the other is whole, and then forgotten
             found = loading.fingerprint_of(
                 {name: tied(model.state_dict(), model) for name, model in self.models.items()},
-                lambda tensor: whole(tensor, keep=self.group.rank == 0),
+                lambda tensor: is_whole(tensor, keep=self.group.rank == 0),
             )
         else:
             found = loading.fingerprint_of(self._whole(self.models))
-        return str(self.group.share(found)) if parted else found
+        return str(self.group.broadcast_object(found)) if parted else found
 
 
-class Kept:
+class KeptState:
     """A dict of plain values that the loop changes: the best loss so far, since when, what was seen."""
 
     def __init__(self, values: dict[Any, Any]) -> None:

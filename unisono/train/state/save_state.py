@@ -24,8 +24,8 @@ def settle(run: Run[Any]) -> None:
 
 
 def _save(run: Run[Any], more_changes: Sequence[dict[str, Any]], beside: bool) -> None:
-    run._table.together("a checkpoint")
-    run._models.rest()
+    run._table.require_same_call("a checkpoint")
+    run._models.reshard()
     if run._engine is not None and run._engine.divergence is not None and not more_changes:
         run._engine.divergence.compare(run.steps_done)
     about = {"identity": run._identity, "changes": [*run.changes, *more_changes], "promise": run.promise()}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import peers
-from unisono.plan.batch_order import Place
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.plan.batch_order import MicroBatchId
 from unisono.train.diagnostics.content_hash import content_digest
 from unisono.train.verification import causes
 from unisono.train.verification.attribute_text import first_change
@@ -19,9 +19,9 @@ from unisono.train.verification.causes import Cause
 from unisono.train.verification.pass_record import Facts
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
+    from unisono.train.gradient_pass import GradientPass
     from unisono.train.step import Step
-    from unisono.train.verification.verification import Checked, Verification
+    from unisono.train.verification.verification import CheckedStep, Verification
 
 Row = dict[str, Any]
 """What one process found out; JSON carries it."""
@@ -34,7 +34,7 @@ class Diagnosis(NamedTuple):
     where: str
 
 
-class Tried(NamedTuple):
+class Attempt(NamedTuple):
     """What a process computed: once, once more, and with its batch at other addresses."""
 
     once: Facts
@@ -44,13 +44,13 @@ class Tried(NamedTuple):
 
 
 def diagnose(
-    verification: Verification, step: Step, gradient: Gradient, checked: Checked, kind: str
+    verification: Verification, step: Step, gradient: GradientPass, checked: CheckedStep, kind: str
 ) -> Generator[Any, None, Diagnosis]:
     """Yield spare rounds where the virtual rank was computed, and return what all processes find together.
 
     kind  what differs first: "loss" or "gradient"
     """
-    tried: Tried | None = None
+    tried: Attempt | None = None
     if verification.alone and (checked.before is not None or checked.inside is not None):
         tried = yield from _try(verification, step, gradient)
     models = verification.engine.models.modules
@@ -61,15 +61,15 @@ def diagnose(
         "names": content_digest(names),
         "attributes": checked.attributes,
     }
-    with peers("The verification of the promise"):
-        rows = verification.engine.mesh.world.gather(mine)
+    with wrap_peer_errors("The verification of the promise"):
+        rows = verification.engine.mesh.world.all_gather_object(mine)
     return Diagnosis(_cause(rows, models, kind), _where(rows, names, kind))
 
 
-def _try(verification: Verification, step: Step, gradient: Gradient) -> Generator[Any, None, Tried]:
+def _try(verification: Verification, step: Step, gradient: GradientPass) -> Generator[Any, None, Attempt]:
     batches, found = verification.batches, list[str]()
 
-    def compute(fetch: Callable[[Place], Any]) -> Generator[Any, None, Facts]:
+    def compute(fetch: Callable[[MicroBatchId], Any]) -> Generator[Any, None, Facts]:
         noted = verification.noted(gradient)
         yield from verification.rounds(step, gradient, noted, fetch)
         return noted.facts()
@@ -78,11 +78,11 @@ def _try(verification: Verification, step: Step, gradient: Gradient) -> Generato
     with naming_operators(found):
         again = yield from compute(batches.fetch)
     moved = yield from compute(batches.fetch_moved)
-    return Tried(once, again, moved, sorted(set(found)))
+    return Attempt(once, again, moved, sorted(set(found)))
 
 
 def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) -> Cause:
-    tried = [Tried(*row["tried"]) for row in rows if row["tried"] is not None]
+    tried = [Attempt(*row["tried"]) for row in rows if row["tried"] is not None]
     scripted, compiled = causes.scripted_in(models), causes.compiled_in(models)
     seen = [of for row in rows for of in row["attributes"]]
     changed = next((text for of in seen if (text := first_change(seen[0], of))), "")

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.exchange.tree.reduce_scatter import Chunk, Drop, Scatter
+from unisono.exchange.tree.reduce_scatter import Chunk, NoReduce, ReduceScatterTree
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
+    from unisono.train.gradient_pass import GradientPass
 
 Note = Callable[[int, torch.Tensor], None]
 """Called with a parameter's number in `gradient.leaves` and its whole gradient."""
 
 
 @contextmanager
-def listening(gradient: Gradient, note: Note, *, spare: bool) -> Iterator[None]:
+def listening(gradient: GradientPass, note: Note, *, spare: bool) -> Iterator[None]:
     """Call `note` for every gradient within this block.
 
     spare  no exchange takes these gradients: they are dropped as soon as they were noted
     """
     exchange = gradient.exchange
-    if isinstance(exchange, Scatter):
+    if isinstance(exchange, ReduceScatterTree):
         with _layers(exchange, gradient, note, spare=spare):
             yield
         return
@@ -52,7 +52,7 @@ def _take(note: Note, number: int, p: torch.Tensor) -> None:
 
 
 @contextmanager
-def _layers(exchange: Scatter, gradient: Gradient, note: Note, *, spare: bool) -> Iterator[None]:
+def _layers(exchange: ReduceScatterTree, gradient: GradientPass, note: Note, *, spare: bool) -> Iterator[None]:
     """Hear of layers that are gathered one by one: FSDP2 hands over the whole gradient of a layer, flat."""
     numbers = {id(p): number for number, p in enumerate(gradient.params)}
 
@@ -63,7 +63,7 @@ def _layers(exchange: Scatter, gradient: Gradient, note: Note, *, spare: bool) -
 
     if spare:
         for chunk in (*exchange.chunks, *exchange.dropped):
-            chunk.layer.reduce_by(Heard(chunk, heard))
+            chunk.layer.reduce_by(ObservedGradient(chunk, heard))
         yield
         return
     exchange.heard = heard
@@ -73,7 +73,7 @@ def _layers(exchange: Scatter, gradient: Gradient, note: Note, *, spare: bool) -
         exchange.heard = None
 
 
-class Heard(Drop):
+class ObservedGradient(NoReduce):
     """Take a layer's gradient, note it, and drop it."""
 
     def __init__(self, chunk: Chunk, heard: Callable[[Chunk, torch.Tensor], None]) -> None:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono.checkpoint.sharded_state import box_of
-from unisono.distributed.process_group import Group, lies_apart, local
+from unisono.distributed.process_group import ProcessGroup, is_dtensor, to_local
 from unisono.exchange import buckets
 from unisono.exchange.buckets import divide_
-from unisono.plan.batch_order import Order, Place
+from unisono.plan.batch_order import BatchOrder, MicroBatchId
 from unisono.plan.reduction_tree import Fold, Node
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
+    from unisono.train.gradient_pass import GradientPass
 
 MOST_PARAMETERS = 16
 WINDOW = 2048
@@ -29,7 +29,7 @@ WINDOW = 2048
 Sum = torch.Tensor | None
 
 
-class Window(NamedTuple):
+class GradientWindow(NamedTuple):
     """Elements [start, stop) of parameter `number`, in the order of its elements."""
 
     number: int
@@ -37,20 +37,20 @@ class Window(NamedTuple):
     stop: int
 
 
-class Sums:
+class GradientSums:
     """Windows of the gradients of one step, on one process."""
 
-    def __init__(self, order: Order, step: int, gradient: Gradient, turn: int) -> None:
+    def __init__(self, order: BatchOrder, step: int, gradient: GradientPass, turn: int) -> None:
         self.order, self.step, self.gradient = order, step, gradient
         self.windows = {window.number: window for window in windows(gradient.leaves, gradient.params, turn)}
         self._rows: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by virtual rank and micro-batch
         self._unsure: set[int] = set()  # parameters whose sum is not known from these
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: MicroBatchId) -> None:
         """A micro-batch that counts begins on this process."""
         self._rows[place.virtual_rank, place.number] = {}
 
-    def note(self, place: Place, number: int, grad: torch.Tensor) -> None:
+    def note(self, place: MicroBatchId, number: int, grad: torch.Tensor) -> None:
         """Keep the window of a gradient."""
         window = self.windows.get(number)
         if window is None:
@@ -58,16 +58,16 @@ class Sums:
         row = self._rows[place.virtual_rank, place.number]
         if number in row:  # reentrant recompute: autograd adds each to the sum, in an order of its own
             self._unsure.add(number)
-        if lies_apart(grad):
+        if is_dtensor(grad):
             found = as_cut(grad, self.gradient.leaves[number])
             if found is None:
                 self._unsure.add(number)
             grad = grad if found is None else found
-        dense = local(grad.detach())
+        dense = to_local(grad.detach())
         dense = dense if dense.layout is torch.strided else buckets.unique(dense).to_dense()
         row[number] = dense.reshape(-1)[window.start : window.stop].clone()
 
-    def differing(self, weight: float, group: Group) -> list[int]:
+    def differing(self, weight: float, group: ProcessGroup) -> list[int]:
         """Return the numbers of the parameters whose gradient is another sum. All processes of `group` call this.
 
         weight  what the sum is divided by
@@ -91,7 +91,7 @@ class Sums:
                 found.append(window.number)
         return found
 
-    def _gather(self, places: Sequence[tuple[int, int]], group: Group) -> torch.Tensor:
+    def _gather(self, places: Sequence[tuple[int, int]], group: ProcessGroup) -> torch.Tensor:
         """Return rows of every micro-batch, float64 [places, 1 + windows + elements]: how many processes computed it,
         for each window whether it got a gradient, and the windows."""
         width = 1 + len(self.windows) + sum(w.stop - w.start for w in self.windows.values())
@@ -110,7 +110,7 @@ class Sums:
         return group.sum_(table)  # one writer for each row: exact
 
     def _fold(
-        self, places: Sequence[tuple[int, int]], columns: torch.Tensor, used: Sequence[bool], window: Window
+        self, places: Sequence[tuple[int, int]], columns: torch.Tensor, used: Sequence[bool], window: GradientWindow
     ) -> Sum:
         dtype = self.gradient.leaves[window.number].dtype
         leaves: dict[int, Sum] = {}
@@ -124,13 +124,13 @@ class Sums:
         ((_, total),) = fold.held
         return total
 
-    def _agrees(self, total: torch.Tensor, weight: float, window: Window) -> bool:
+    def _agrees(self, total: torch.Tensor, weight: float, window: GradientWindow) -> bool:
         """Compare with the part of `p.grad` that is on this process."""
         p = self.gradient.params[window.number]
         divide_(total, weight)
         if p.grad is None:
             return not bool(total.any())
-        grad = local(p.grad.detach())
+        grad = to_local(p.grad.detach())
         grad = (grad if grad.layout is torch.strided else grad.to_dense()).reshape(-1)
         first = _first_element(p)
         lo, hi = max(window.start, first), min(window.stop, first + len(grad))
@@ -141,7 +141,7 @@ class Sums:
         return bool(torch.eq(mine, theirs).all()) or not bool(torch.isfinite(mine).all())
 
 
-def windows(leaves: Sequence[torch.Tensor], params: Sequence[torch.Tensor], turn: int) -> list[Window]:
+def windows(leaves: Sequence[torch.Tensor], params: Sequence[torch.Tensor], turn: int) -> list[GradientWindow]:
     """Return the windows of a verified step. `turn` counts verified steps: parameters and windows go around.
 
     leaves  what backward gives a gradient; the same as `params`, unless shards are gathered for a step
@@ -152,7 +152,7 @@ def windows(leaves: Sequence[torch.Tensor], params: Sequence[torch.Tensor], turn
     for number in (able[first:] + able[:first])[:MOST_PARAMETERS]:
         size = _size(leaves[number])
         start = turn * WINDOW % size if size > WINDOW else 0
-        found.append(Window(number, start, min(start + WINDOW, size)))
+        found.append(GradientWindow(number, start, min(start + WINDOW, size)))
     return found
 
 
@@ -161,15 +161,15 @@ def _size(p: torch.Tensor) -> int:
     for a parameter that several axes cut."""
     if not p.is_floating_point():
         return 0
-    axes = p.device_mesh.mesh_dim_names if lies_apart(p) else ()  # type: ignore[attr-defined]
+    axes = p.device_mesh.mesh_dim_names if is_dtensor(p) else ()  # type: ignore[attr-defined]
     if axes == ("shard",):  # backward makes the whole gradient, and each process keeps its rows
         return p.numel()
-    return 0 if len(axes) > 1 else int(local(p).numel())
+    return 0 if len(axes) > 1 else int(to_local(p).numel())
 
 
 def _first_element(p: torch.nn.Parameter) -> int:
     """Return where this process's part begins in the whole parameter, which `parallel.shard` cuts by rows."""
-    if not lies_apart(p) or p.device_mesh.mesh_dim_names != ("shard",):  # type: ignore[attr-defined]
+    if not is_dtensor(p) or p.device_mesh.mesh_dim_names != ("shard",):  # type: ignore[attr-defined]
         return 0
     box = box_of(p)
     assert box is not None
@@ -179,14 +179,14 @@ def _first_element(p: torch.nn.Parameter) -> int:
 
 def as_cut(grad: Any, p: Any) -> Any:
     """Return a DTensor's gradient, cut as the parameter is; None if processes would have to exchange something."""
-    if not lies_apart(p) or grad.placements == p.placements:
+    if not is_dtensor(p) or grad.placements == p.placements:
         return grad
     return grad.redistribute(placements=p.placements) if all(at.is_replicate() for at in grad.placements) else None
 
 
 def is_partial(tensor: Any) -> bool:
     """Is it a DTensor whose value is the sum over processes that has not been made yet?"""
-    return lies_apart(tensor) and any(placement.is_partial() for placement in tensor.placements)
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def _add(left: Sum, right: Sum) -> Sum:

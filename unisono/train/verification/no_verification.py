@@ -9,7 +9,7 @@ from typing import Any
 NOTHING = nullcontext()
 
 
-class NotVerified:
+class NoVerification:
     """Stand where a Verification would, and do nothing."""
 
     steps: int | None = None
@@ -44,4 +44,4 @@ class NotVerified:
         return
 
 
-NOT_VERIFIED = NotVerified()
+NOT_VERIFIED = NoVerification()

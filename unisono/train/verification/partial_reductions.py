@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unisono
-from unisono.distributed.process_group import lies_apart, local
+from unisono.distributed.process_group import is_dtensor, to_local
 from unisono.train.verification.gradient_sums import is_partial
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ UNISONO, TORCH = (str(Path(module.__file__ or "").parent) + os.sep for module in
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-class PartsWatch(TorchDispatchMode):
+class PartialReductionMode(TorchDispatchMode):
     """Look for reductions over rows of divided parameters.
 
     found  "operator at file:line" of the first; "": none
@@ -49,7 +49,10 @@ class PartsWatch(TorchDispatchMode):
         if not self._on:
             self._on = True
             held = [
-                local(t.detach()) for p in self._models.params for t in (p, p.grad) if t is not None and lies_apart(t)
+                to_local(t.detach())
+                for p in self._models.params
+                for t in (p, p.grad)
+                if t is not None and is_dtensor(t)
             ]
             self._memory: dict[int, StorageWeakRef] = {}
             self._remember(held)
@@ -87,7 +90,7 @@ class PartsWatch(TorchDispatchMode):
                 self._memory[storage.data_ptr()] = StorageWeakRef(storage)
 
     def _is_part(self, tensor: torch.Tensor) -> bool:
-        if lies_apart(tensor):
+        if is_dtensor(tensor):
             return _is_cut(tensor)
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
@@ -97,7 +100,7 @@ class PartsWatch(TorchDispatchMode):
 
 def reduces(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
     """Return whether what was made of these parts is smaller than they are, or a sum that processes have yet to add."""
-    if any(map(lies_apart, given)):
+    if any(map(is_dtensor, given)):
         return any(map(is_partial, made))
     smallest = min(t.numel() for t in given)
     return any(t.numel() < smallest for t in made)
@@ -105,7 +108,7 @@ def reduces(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool
 
 def _is_cut(tensor: Any) -> bool:
     """Has this process rows of it, so that elementwise code computes the rows of the result?"""
-    return lies_apart(tensor) and any(placement.is_shard() for placement in tensor.placements)
+    return is_dtensor(tensor) and any(placement.is_shard() for placement in tensor.placements)
 
 
 def caller() -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import local
+from unisono.distributed.process_group import to_local
 from unisono.plan.rng_keys import mix
 from unisono.train.diagnostics.tensor_hash import sum_of
 
@@ -15,7 +15,7 @@ Facts = dict[str, tuple[str, str, int]]
 keeps every bit; and one number for all its gradients. JSON carries it."""
 
 
-class Noted:
+class PassRecord:
     """Collect facts while micro-batches of one virtual rank are computed.
 
     parameters  how many there are
@@ -41,7 +41,7 @@ class Noted:
 
     def gradient(self, number: int, parameter: int, grad: torch.Tensor) -> None:
         """Note a gradient of a parameter."""
-        self._sums[number][parameter].append(sum_of(local(grad.detach())))
+        self._sums[number][parameter].append(sum_of(to_local(grad.detach())))
 
     def facts(self) -> Facts:
         """Return what was noted. Waits for the accelerator, if there is one."""

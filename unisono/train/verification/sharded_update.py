@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from unisono.data.rng import undisturbed
-from unisono.train.guarantees.user_errors import by_element
+from unisono.data.rng import preserve_rng
+from unisono.train.guarantees.user_errors import is_elementwise
 from unisono.train.optimization.sharded_step import differs_in_shards
 from unisono.train.verification import causes
 from unisono.train.verification.causes import Cause
-from unisono.train.verification.partial_reductions import PartsWatch
+from unisono.train.verification.partial_reductions import PartialReductionMode
 from unisono.train.verification.whole_update import WholeUpdate, differing_by_rows
 
 if TYPE_CHECKING:
-    from unisono.distributed.process_group import Group
+    from unisono.distributed.process_group import ProcessGroup
     from unisono.train.modules.models import Models
 
 
@@ -29,10 +29,10 @@ class ShardedUpdate:
     found   (what differs, why): the same on no two processes, so they compare it later
     """
 
-    def __init__(self, models: Models, group: Group, turn: int, *, random: bool) -> None:
+    def __init__(self, models: Models, group: ProcessGroup, turn: int, *, random: bool) -> None:
         self.models, self.group, self.turn, self.random = models, group, turn, random
         self.found: list[tuple[str, Cause]] = []
-        self._parts = PartsWatch(models)
+        self._parts = PartialReductionMode(models)
 
     def begin(self) -> None:
         """The gradient is whole: from now on the script computes with rows of it."""
@@ -44,7 +44,7 @@ class ShardedUpdate:
 
         One of the script's own may keep anything anywhere, so it is not stepped twice: its `by_element` is believed.
         """
-        known = isinstance(optimizer, torch.optim.Optimizer) and by_element(optimizer)
+        known = isinstance(optimizer, torch.optim.Optimizer) and is_elementwise(optimizer)
         known &= not hasattr(optimizer, "by_element")
         if not known or differs_in_shards(optimizer, self.models.layers):  # then the promise says so already
             yield
@@ -64,7 +64,7 @@ class ShardedUpdate:
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """A block that changes no generator, and whose operators nothing looks at."""
-        with undisturbed(self.group.device), _disable_current_modes():
+        with preserve_rng(self.group.device), _disable_current_modes():
             yield
 
     def end(self) -> None:

@@ -10,18 +10,18 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import _utils
 
-from unisono.data.loader import Numbers
-from unisono.data.rng import undisturbed
-from unisono.plan.batch_order import Place
+from unisono.data.loader import IndexDataset
+from unisono.data.rng import preserve_rng
+from unisono.plan.batch_order import MicroBatchId
 from unisono.train.diagnostics.content_hash import content_digest
 
 if TYPE_CHECKING:
-    from unisono.train.loop import Engine
+    from unisono.train.loop import StepLoop
 
 CPU = torch.device("cpu")
 
 
-class Unfetched(Exception):
+class FetchFailed(Exception):
     """A batch could not be fetched once more."""
 
     def __init__(self, error: Exception) -> None:
@@ -29,25 +29,25 @@ class Unfetched(Exception):
         self.error = error
 
 
-class Batches:
+class SpareBatches:
     """Fetch micro-batches of a step once more.
 
     differs  "worker": the data set gives other samples in a loader worker; "data": whenever it is read; "": neither
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: StepLoop) -> None:
         self.engine = engine
         self.differs = ""
 
-    def fetch(self, place: Place) -> Any:
+    def fetch(self, place: MicroBatchId) -> Any:
         """Fetch a batch in this process."""
         return self.engine._loader.fetch(place)[1]
 
-    def fetch_moved(self, place: Place) -> Any:
+    def fetch_moved(self, place: MicroBatchId) -> Any:
         """Fetch a batch in this process, and move it to other addresses: each tensor begins its own memory."""
         return tree_map_only(torch.Tensor, moved, self.fetch(place))
 
-    def fetch_otherwise(self, place: Place) -> Any:
+    def fetch_otherwise(self, place: MicroBatchId) -> Any:
         """Fetch a batch as the step's own rounds do not: without a worker if they have workers. If they have none,
         the data set is read as in a worker too, and tensors are at addresses as a worker's are.
 
@@ -56,19 +56,19 @@ class Batches:
         try:
             return self._fetch_otherwise(place)
         except Exception as error:
-            raise Unfetched(error) from error
+            raise FetchFailed(error) from error
 
-    def _fetch_otherwise(self, place: Place) -> Any:
+    def _fetch_otherwise(self, place: MicroBatchId) -> Any:
         if self.engine.settings.loader.workers:
             return self.fetch(place)
         fetcher = self.engine._loader.fetcher
-        if fetcher.rows or isinstance(fetcher.data, Numbers):  # no code of the script reads these
+        if fetcher.rows or isinstance(fetcher.data, IndexDataset):  # no code of the script reads these
             return self.fetch_moved(place)
-        with undisturbed(CPU), as_in_a_worker(fetcher):
+        with preserve_rng(CPU), as_in_a_worker(fetcher):
             in_worker = content_digest(self.fetch(place))
         batch = self.fetch_moved(place)
         if in_worker != content_digest(batch):
-            with undisturbed(CPU):
+            with preserve_rng(CPU):
                 self.differs = "worker" if content_digest(self.fetch(place)) == content_digest(batch) else "data"
         return batch
 

@@ -24,9 +24,9 @@ import torch
 
 from unisono import phases
 from unisono.config.wording import plural
-from unisono.distributed.process_group import peers
-from unisono.errors import PromiseBroken
-from unisono.plan.batch_order import Place
+from unisono.distributed.process_group import wrap_peer_errors
+from unisono.errors import PromiseBrokenError
+from unisono.plan.batch_order import MicroBatchId
 from unisono.train.diagnostics.content_hash import content_digest
 from unisono.train.spare_rounds import gradients_aside, spare_rounds
 from unisono.train.step_sync import LOSS
@@ -36,20 +36,20 @@ from unisono.train.verification.causes import Cause
 from unisono.train.verification.check_schedule import is_candidate, is_early
 from unisono.train.verification.diagnosis import diagnose
 from unisono.train.verification.gradient_observer import listening
-from unisono.train.verification.gradient_sums import Sums
-from unisono.train.verification.no_verification import NOT_VERIFIED, NotVerified
-from unisono.train.verification.pass_record import Facts, Noted
+from unisono.train.verification.gradient_sums import GradientSums
+from unisono.train.verification.no_verification import NOT_VERIFIED, NoVerification
+from unisono.train.verification.pass_record import Facts, PassRecord
 from unisono.train.verification.sharded_update import ShardedUpdate
-from unisono.train.verification.spare_batches import Batches, Unfetched
+from unisono.train.verification.spare_batches import FetchFailed, SpareBatches
 
 if TYPE_CHECKING:
-    from unisono.train.gradient_pass import Gradient
-    from unisono.train.loop import Engine
+    from unisono.train.gradient_pass import GradientPass
+    from unisono.train.loop import StepLoop
     from unisono.train.run import Run
     from unisono.train.step import Step
 
 T = TypeVar("T")
-Rounds = Iterator[tuple[Place, Any, bool]]
+Rounds = Iterator[tuple[MicroBatchId, Any, bool]]
 
 WHAT = "The verification of the promise"
 
@@ -61,7 +61,7 @@ DIFFERS = {"samples": "other samples", "loss": "another loss", "gradient": "anot
 
 
 @dataclass
-class Checked:
+class CheckedStep:
     """A step that is verified, on this process.
 
     turn    goes up from one verified step to the next
@@ -76,9 +76,9 @@ class Checked:
     turn: int
     first: int | None = None
     attributes: list[Mapping[str, str]] = field(default_factory=list)
-    before: Noted | None = None
-    inside: Noted | None = None
-    sums: Sums | None = None
+    before: PassRecord | None = None
+    inside: PassRecord | None = None
+    sums: GradientSums | None = None
 
 
 class Verification:
@@ -88,15 +88,15 @@ class Verification:
     broken  why the promise was lowered, and from which step on; "": it holds as far as is known
     """
 
-    def __init__(self, engine: Engine, run: Run[Any]) -> None:
+    def __init__(self, engine: StepLoop, run: Run[Any]) -> None:
         self.engine, self.settings = engine, run.settings.promise
-        self.batches = Batches(engine)
+        self.batches = SpareBatches(engine)
         self.steps, self.broken = 0, ""
         self._run, self._watcher = run, run._watcher
         self._first = 0 if run.waits else run.steps_done
-        self._now: Checked | None = None
+        self._now: CheckedStep | None = None
         self._update: ShardedUpdate | None = None
-        self._spare: Noted | None = None  # what the spare rounds under way are noted in
+        self._spare: PassRecord | None = None  # what the spare rounds under way are noted in
         self._together = False  # do all processes verify the step under way?
         self._last_at: float | None = None
         mesh = engine.mesh
@@ -119,7 +119,7 @@ class Verification:
             return False
         return not self.alone or self._last_at is None or time.monotonic() - self._last_at >= self.settings.pause
 
-    def _plan(self, step: int) -> tuple[Checked, bool]:
+    def _plan(self, step: int) -> tuple[CheckedStep, bool]:
         """Return what is verified in this step, and whether this process computes it beforehand as well."""
         engine, turn = self.engine, step.bit_length()
         spans, busy = engine.schedule.at(step), dict[int, list[int]]()
@@ -131,7 +131,7 @@ class Verification:
         virtual_rank = busy[owner][0 if odd and not alone else -1]  # alone: after all others, so the order is another
         others = busy[owner][:-1]
         first = others[turn % len(others)] if odd and alone and others else None
-        checked = Checked(step, virtual_rank, turn, first, [attributes_of(engine.models.modules)])
+        checked = CheckedStep(step, virtual_rank, turn, first, [attributes_of(engine.models.modules)])
         return checked, engine.seat.span == (owner + 1) % len(spans)
 
     # -- the rounds
@@ -141,7 +141,7 @@ class Verification:
         """Return whether this process verifies the step under way."""
         return self._now is not None
 
-    def before(self, step: Step, gradient: Gradient) -> Iterator[Any]:
+    def before(self, step: Step, gradient: GradientPass) -> Iterator[Any]:
         """Yield the spare rounds that come before the step's own, if this process has any."""
         self._now = self._update = None
         if not self.is_due(step.number):
@@ -158,12 +158,14 @@ class Verification:
             self._now.before = self.noted(gradient)
             try:
                 yield from self.rounds(step, gradient, self._now.before, self.batches.fetch_otherwise)
-            except Unfetched as unfetched:
+            except FetchFailed as unfetched:
                 if not self.alone:  # others wait in the same rounds
                     raise unfetched.error from None
                 self._now.before = self._spare = None  # the step's own fetch reports the error, if it has it too
 
-    def rounds(self, step: Step, gradient: Gradient, noted: Noted, fetch: Callable[[Place], Any]) -> Iterator[Any]:
+    def rounds(
+        self, step: Step, gradient: GradientPass, noted: PassRecord, fetch: Callable[[MicroBatchId], Any]
+    ) -> Iterator[Any]:
         """Yield the verified virtual rank's micro-batches as spare rounds, and note what comes of them."""
         assert self._now is not None
         number = 0
@@ -181,15 +183,15 @@ class Verification:
                 yield batch
         self._spare = None
 
-    def noted(self, gradient: Gradient) -> Noted:
+    def noted(self, gradient: GradientPass) -> PassRecord:
         """Return an empty record of one virtual rank, on this process."""
-        return Noted(len(gradient.leaves), self.engine.mesh.tensor.rank)
+        return PassRecord(len(gradient.leaves), self.engine.mesh.tensor.rank)
 
-    def watched(self, step: Step, gradient: Gradient, rounds: Rounds) -> Rounds:
+    def watched(self, step: Step, gradient: GradientPass, rounds: Rounds) -> Rounds:
         """Return the step's own rounds; if the step is verified, what comes of them is noted."""
         return rounds if self._now is None or not self._recomputes else self._watch(step, gradient, rounds, self._now)
 
-    def _watch(self, step: Step, gradient: Gradient, rounds: Rounds, checked: Checked) -> Rounds:
+    def _watch(self, step: Step, gradient: GradientPass, rounds: Rounds, checked: CheckedStep) -> Rounds:
         sums = checked.sums = self._sums(gradient, checked)
 
         def note(parameter: int, grad: torch.Tensor) -> None:
@@ -211,19 +213,19 @@ class Verification:
                     self._look(checked, place.number)
                 yield place, batch, last
 
-    def _look(self, checked: Checked, number: int) -> None:
+    def _look(self, checked: CheckedStep, number: int) -> None:
         """Keep what the models' attributes are, before the first micro-batch of the virtual rank."""
         if number == 0:
             checked.attributes.append(attributes_of(self.engine.models.modules))
 
-    def _sums(self, gradient: Gradient, checked: Checked) -> Sums | None:
+    def _sums(self, gradient: GradientPass, checked: CheckedStep) -> GradientSums | None:
         """Only of an exchange that adds along the tree is the sum known."""
         settings = self.engine.settings
         if self.engine.own is not None or settings.exchange != "tree" or settings.compress.kind != "none":
             return None
-        return Sums(self.engine.order, checked.step, gradient, checked.turn)
+        return GradientSums(self.engine.order, checked.step, gradient, checked.turn)
 
-    def heard(self, place: Place, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+    def heard(self, place: MicroBatchId, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Note the loss of a backward pass."""
         if place.spare:
             if self._spare is not None:
@@ -242,10 +244,10 @@ class Verification:
         """So many of `size` processes verify the step under way: all of them, or it is not verified."""
         self._together = count == size
 
-    def after(self, step: Step, gradient: Gradient, sums: Mapping[str, tuple[float, float]]) -> Iterator[Any]:
+    def after(self, step: Step, gradient: GradientPass, sums: Mapping[str, tuple[float, float]]) -> Iterator[Any]:
         """Compare, now that the gradient is whole on every process. Yields more spare rounds if something differs.
 
-        Raises PromiseBroken on every process, if the run is to stop.
+        Raises PromiseBrokenError on every process, if the run is to stop.
         """
         checked = self._now
         if checked is None or not self._together:
@@ -260,12 +262,12 @@ class Verification:
             self._update = ShardedUpdate(self.engine.models, self.engine.mesh.shard, checked.turn, random=first)
             self._update.begin()
 
-    def _gather(self, checked: Checked, weight: float) -> tuple[list[Facts], list[int], str]:
+    def _gather(self, checked: CheckedStep, weight: float) -> tuple[list[Facts], list[int], str]:
         """Return what every process noted of the virtual rank, the parameters whose sum differs, and how the data set
         differs from one read to the next."""
         mine = [noted.facts() for noted in (checked.before, checked.inside) if noted is not None]
         differing = [] if checked.sums is None else checked.sums.differing(weight, self.engine.mesh.data)
-        rows = self.engine.mesh.world.gather([mine, differing, self.batches.differs])
+        rows = self.engine.mesh.world.all_gather_object([mine, differing, self.batches.differs])
         facts = [each for of, _, _ in rows for each in of]
         return (
             facts,
@@ -276,8 +278,8 @@ class Verification:
     def _compare(
         self,
         step: Step,
-        gradient: Gradient,
-        checked: Checked,
+        gradient: GradientPass,
+        checked: CheckedStep,
         met: tuple[list[Facts], list[int], str],
     ) -> Iterator[Any]:
         facts, differing, reads = met
@@ -301,8 +303,8 @@ class Verification:
         """Do something together with all processes; again without one that dies in it, if the others survive that."""
         survivors = self.engine.survivors
         if survivors is not None:
-            return survivors.together(WHAT, body)
-        with peers(WHAT):
+            return survivors.retry_collective(WHAT, body)
+        with wrap_peer_errors(WHAT):
             return body()
 
     # -- the update
@@ -312,12 +314,13 @@ class Verification:
         return nullcontext() if self._update is None else self._update.stepping(optimizer)
 
     def end(self, step: int) -> None:
-        """The step is over. Raises PromiseBroken on every process, if its update differs and the run is to stop."""
+        """The step is over. Raises PromiseBrokenError on every process, if its update differs and the run is to
+        stop."""
         update, self._update = self._update, None
         if update is None:
             return
         update.end()
-        found_by_rank = self._meet(lambda: self.engine.mesh.world.gather(update.found))
+        found_by_rank = self._meet(lambda: self.engine.mesh.world.all_gather_object(update.found))
         for what, cause in (found for of in found_by_rank for found in of):
             self._report(step, f"{what}, in step {step}", "", Cause(*cause))
 
@@ -338,7 +341,7 @@ class Verification:
         stops = self.settings.broken == "stop" or (self.settings.broken == "auto" and step < STOPS_BEFORE)
         asked, true = f"{what}, so the promise of equal bits does not hold.", f"{facts} {cause.said}".strip()
         if stops:
-            raise PromiseBroken(
+            raise PromiseBrokenError(
                 asked, true, f"{cause.do}; or go on with the promise lowered: --set promise.broken=tell"
             )
         self._watcher.note(f"promise  tolerance from step {step} on. {asked}\n  {true}\n  Next: {cause.do}.")
@@ -358,13 +361,13 @@ def first_difference(facts: Sequence[Facts]) -> str | None:
     return None
 
 
-def build_verification(engine: Engine, run: Run[Any], promise: str) -> Verification | NotVerified:
+def build_verification(engine: StepLoop, run: Run[Any], promise: str) -> Verification | NoVerification:
     """Return the verification of a run.
 
     Return NOT_VERIFIED where the setting is off, where the promise is less than exact, where machines differ, and for a
     run that inspects a script (`unisono check`, `prove`, `audit`, `replay`).
     """
-    from unisono.train.loop import Engine as Plain
+    from unisono.train.loop import StepLoop as Plain
 
     several = engine.order.virtual_ranks > 1 or engine.mesh.shard.size > 1
     alike = not run.differences and not engine.mesh.world.mixed

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import Group, lies_apart, like, local
+from unisono.distributed.process_group import ProcessGroup, from_local_like, is_dtensor, to_local
 from unisono.train.optimization.sharded_step import on_local_shards, prepare
 
 MOST_PARAMETERS = 8
@@ -28,7 +28,7 @@ MOST_ELEMENTS = 2**17
 
 
 @dataclass
-class Whole:
+class WholeParameter:
     """A parameter that is stepped whole, beside its part."""
 
     part: torch.nn.Parameter
@@ -44,9 +44,9 @@ class WholeUpdate:
     `differing` afterwards.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: Group, turn: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, group: ProcessGroup, turn: int) -> None:
         self.optimizer, self.group = optimizer, group
-        self.wholes: list[Whole] = []
+        self.wholes: list[WholeParameter] = []
         self._twins: torch.optim.Optimizer | None = None
         group.attempt(lambda: self._prepare(turn))  # if a process dies in it, nothing is compared
 
@@ -73,30 +73,30 @@ class WholeUpdate:
     def _parts(self, p: torch.nn.Parameter) -> list[torch.Tensor]:
         """Return what is divided of a parameter: itself, its gradient, and its state."""
         state = self.optimizer.state.get(p, {}).values()
-        return [p, *([] if p.grad is None else [p.grad]), *(value for value in state if lies_apart(value))]
+        return [p, *([] if p.grad is None else [p.grad]), *(value for value in state if is_dtensor(value))]
 
     def _twin(self, p: torch.nn.Parameter, wholes: Iterator[torch.Tensor], state: dict[Any, Any]) -> torch.nn.Parameter:
         twin = torch.nn.Parameter(next(wholes))
         twin.grad = None if p.grad is None else next(wholes)
         for name, value in self.optimizer.state.get(p, {}).items():
             state[twin][name] = (
-                next(wholes) if lies_apart(value) else value.clone() if isinstance(value, torch.Tensor) else value
+                next(wholes) if is_dtensor(value) else value.clone() if isinstance(value, torch.Tensor) else value
             )
-        self.wholes.append(Whole(p, twin, rows_of(p, self.group)))
+        self.wholes.append(WholeParameter(p, twin, rows_of(p, self.group)))
         return twin
 
-    def _agrees(self, whole: Whole) -> bool:
-        return equal(local(whole.part.detach()), whole.twin.detach()[slice(*whole.rows)])
+    def _agrees(self, whole: WholeParameter) -> bool:
+        return equal(to_local(whole.part.detach()), whole.twin.detach()[slice(*whole.rows)])
 
 
-def gathered(parts: Sequence[tuple[Any, Any]], group: Group) -> list[torch.Tensor]:
+def gathered(parts: Sequence[tuple[Any, Any]], group: ProcessGroup) -> list[torch.Tensor]:
     """Return the whole of every tensor that is divided as a parameter is, by one exchange of bytes.
 
     parts  (tensor, parameter); all processes of `group` pass the same ones
     """
     flats = []
     for part, p in parts:
-        mine = local(part.detach())
+        mine = to_local(part.detach())
         flat = mine.new_zeros(-(-len(p) // group.size) * p.shape[1:].numel())
         flat[: mine.numel()] = mine.reshape(-1)
         flats.append(flat)
@@ -118,11 +118,13 @@ STEPS = 4
 """Random updates: the first ones begin from an empty state, where less is rounded."""
 
 
-def differing_by_rows(optimizer: torch.optim.Optimizer, group: Group, turn: int) -> list[torch.nn.Parameter]:
+def differing_by_rows(optimizer: torch.optim.Optimizer, group: ProcessGroup, turn: int) -> list[torch.nn.Parameter]:
     """Return the parameters of which a process's rows get other bits than the whole, in random updates."""
     random = torch.Generator().manual_seed(turn)
     wanted = {id(p) for p in choose([p for g in optimizer.param_groups for p in g["params"]], turn)}
-    trials = {id(p): Trial(p, group, random) for g in optimizer.param_groups for p in g["params"] if id(p) in wanted}
+    trials = {
+        id(p): RandomUpdates(p, group, random) for g in optimizer.param_groups for p in g["params"] if id(p) in wanted
+    }
     twins = []
     for take in (attrgetter("whole"), attrgetter("part")):
         chosen = [(g, [take(trials[id(p)]) for p in g["params"] if id(p) in trials]) for g in optimizer.param_groups]
@@ -138,22 +140,22 @@ def differing_by_rows(optimizer: torch.optim.Optimizer, group: Group, turn: int)
     return [trial.p for trial in trials.values() if not trial.same_rows(*twins)]
 
 
-class Trial:
+class RandomUpdates:
     """A random parameter of the shape of `p`: whole, and as the rows of this process."""
 
-    def __init__(self, p: torch.nn.Parameter, group: Group, random: torch.Generator) -> None:
+    def __init__(self, p: torch.nn.Parameter, group: ProcessGroup, random: torch.Generator) -> None:
         self.p, self.rows = p, slice(*rows_of(p, group))
         whole = self._random(random)
         self.whole = torch.nn.Parameter(whole)
-        self.part = torch.nn.Parameter(like(whole[self.rows].clone(), p))
+        self.part = torch.nn.Parameter(from_local_like(whole[self.rows].clone(), p))
 
     def draw(self, random: torch.Generator) -> None:
         """Give both the same random gradient."""
         self.whole.grad = self._random(random)
-        self.part.grad = like(self.whole.grad[self.rows].clone(), self.p)
+        self.part.grad = from_local_like(self.whole.grad[self.rows].clone(), self.p)
 
     def _random(self, random: torch.Generator) -> torch.Tensor:
-        return torch.randn(self.p.shape, generator=random).to(local(self.p).device, self.p.dtype)
+        return torch.randn(self.p.shape, generator=random).to(to_local(self.p).device, self.p.dtype)
 
     def same_rows(self, wholes: torch.optim.Optimizer, parts: torch.optim.Optimizer) -> bool:
         """Compare the parameter, and its state in the two optimizers."""
@@ -161,7 +163,7 @@ class Trial:
         for name, value in wholes.state[self.whole].items():
             if isinstance(value, torch.Tensor) and value.shape == self.whole.shape:
                 pairs.append((value, parts.state[self.part][name]))
-        return all(equal(local(mine), theirs[self.rows]) for theirs, mine in pairs)
+        return all(equal(to_local(mine), theirs[self.rows]) for theirs, mine in pairs)
 
 
 def equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -169,7 +171,7 @@ def equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(mine, theirs) or not bool(torch.isfinite(mine).all())
 
 
-def rows_of(p: Any, group: Group) -> tuple[int, int]:
+def rows_of(p: Any, group: ProcessGroup) -> tuple[int, int]:
     """Return the first row of this process's part and the row after its last one."""
     each = -(-len(p) // group.size)
     first = min(group.rank * each, len(p))
@@ -178,7 +180,7 @@ def rows_of(p: Any, group: Group) -> tuple[int, int]:
 
 def choose(params: Sequence[torch.nn.Parameter], turn: int) -> list[torch.nn.Parameter]:
     """Return the parameters to be stepped whole, beginning elsewhere in each verified step."""
-    able = [p for p in params if lies_apart(p) and p.device_mesh.mesh_dim_names == ("shard",) and p.numel()]  # type: ignore[attr-defined]
+    able = [p for p in params if is_dtensor(p) and p.device_mesh.mesh_dim_names == ("shard",) and p.numel()]  # type: ignore[attr-defined]
     first = turn * MOST_PARAMETERS % max(len(able), 1)
     found, elements = [], 0
     for p in (able[first:] + able[:first])[:MOST_PARAMETERS]:
