@@ -28,7 +28,7 @@ import torch
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import Checkpoint, localize, metadata_of, newest, open_checkpoint
 from unisono.checkpoint.storage import prepare_storage
-from unisono.cli.request.autoresume import resume_words, write_job_mark
+from unisono.cli.request.autoresume import job_mark, resumed_request
 from unisono.cli.request.device_checks import problems_here
 from unisono.cli.request.launcher_flags import without_local_rank
 from unisono.cli.request.run_dir import (
@@ -48,8 +48,8 @@ from unisono.config import (
     LoadedSettings,
     Settings,
     gather,
-    numeric_settings,
     provenance_lines,
+    result_settings,
 )
 from unisono.config.mesh_shape import fill, layout, wanted
 from unisono.config.validate import examine
@@ -67,7 +67,7 @@ from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import limits_named
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train.guarantees.run_identity import agree, compare, describe_environment
-from unisono.train.guarantees.user_errors import sharded_parameters_error
+from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.loop import StepLoop
 from unisono.train.recovery.crash_handoff import dump_replicas
 from unisono.train.run import Run
@@ -120,7 +120,8 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     script = Path(sys.argv[0])
     request = RunRequest.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
-    request = resume_words(request, script.stem, StartRequest(script, request, world).line(), restarts=world.restarts)
+    line = StartRequest(script, request, world).line()
+    request = resumed_request(request, script.stem, line, restarts=world.restarts)
     asked = StartRequest(script, request, world)
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls, train)
@@ -147,20 +148,20 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         parallel = loaded.settings.parallel
         axes = fill(wanted(parallel), group.size)
         assert axes is not None, "checked with the settings"
-        identity = {**numeric_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
+        identity = {**result_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
         console.start(group.rank if world.number is None else world.number, world.size)
         if not world.joins:  # who joins later finds all that
             where = _on_main(group, lambda: asked.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
             if world.local_rank == 0:
-                manifest.record_external_folder(run_dir, where)  # each host has a run directory, if they share none
+                manifest.record_storage(run_dir, where)  # each host has a run directory, if they share none
         resumes = request.resume and not world.joins  # who joins later is told by the others
         found = _on_main(group, lambda: asked.resume_from(run_dir, identity)) if resumes else None
         resumed = open_checkpoint(localize(Path(found), run_dir)) if found else None
         if not world.joins:
             _on_main(group, lambda: asked.write_down(run_dir, loaded, {**facts, "differences": differences}))
         color = world.terminal and not variables(("NO_COLOR",))
-        kind, engine = (Run, StepLoop) if not request.trace else _record_trace(request.trace, group.rank)
+        kind, engine = (Run, StepLoop) if not request.trace else _inspection_classes(request.trace, group.rank)
         run: Run[S] = run_class(loaded.settings, kind)(
             loaded.settings,
             world=world,
@@ -184,7 +185,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
 def _train(train: Callable[[Run[S]], None], run: Run[S], asked: StartRequest, color: bool) -> None:
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
-        with sharded_parameters_error(run.settings.parallel), limits_named():
+        with explain_dtensor_errors(run.settings.parallel), limits_named():
             train(run)
         run.finish()
     except RunStopped:
@@ -281,7 +282,7 @@ class StartRequest:
         """What is computed here, and on what. Raises SettingsError where that cannot be written, as on a full disk."""
         started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
         started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
-        started |= {"folder": self.world.folder, **write_job_mark(self.request)}
+        started |= {"folder": self.world.folder, **job_mark(self.request)}
         try:
             write(run_dir / "settings.toml", provenance_lines(loaded.settings, loaded.sources))
             write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
@@ -296,12 +297,12 @@ class StartRequest:
             where = str(Path(self.world.folder, where))
         prepare_storage(run_dir, where, resume=self.request.resume)
         self.lead(run_dir, kept)
-        return manifest.external_folder(run_dir)[0]
+        return manifest.storage_history(run_dir)[0]
 
     def lead(self, run_dir: Path, kept: ExitStack, *, patience: float = 0.0) -> None:
         """This process writes the checkpoints from now on: their folder, where it is not in the run directory, is ours
         until `kept` is closed. Raises SettingsError where another run has it, and keeps it for so many seconds."""
-        where = manifest.external_folder(run_dir)[0]
+        where = manifest.storage_history(run_dir)[0]
         if where is None or "://" in where:
             return
         Path(where).mkdir(parents=True, exist_ok=True)
@@ -362,7 +363,7 @@ WATCHING = {
 """Who watches a script for a command, by what its flag --trace begins with. For `unisono check` it begins with none."""
 
 
-def _record_trace(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
+def _inspection_classes(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
     """The run and the engine of who watches."""
     kind, _, words = asked.partition(":")
     module, name = WATCHING.get(kind, "unisono.train.diagnostics.trace:traced").split(":")

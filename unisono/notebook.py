@@ -258,7 +258,7 @@ def _forward(reader: int, screen: TextIO) -> None:
 def _how_to_resume(run_dir: Path, line: LaunchCall) -> str:
     again = replace(line, run_dir=run_dir, resume=True)
     saved = manifest.checkpoints(run_dir)
-    if not saved and manifest.external_folder(run_dir)[0] is None:
+    if not saved and manifest.storage_history(run_dir)[0] is None:
         return f"Stopped before its first step: nothing to save.\n  Next: {line}"
     return f"Stopped; {saved[0][1].name if saved else 'its state'} is saved.\n  Next: {again}"
 

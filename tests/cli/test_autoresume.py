@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cli.request.autoresume import resume_words, write_job_mark
+from unisono.cli.request.autoresume import job_mark, resumed_request
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
@@ -25,12 +25,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def leave(folder: Path, request: RunRequest) -> None:
     """What a run that has begun leaves of its job."""
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
-    (folder / "environment.json").write_text(json.dumps(write_job_mark(request)))
+    (folder / "environment.json").write_text(json.dumps(job_mark(request)))
 
 
 def second(request: RunRequest) -> RunRequest:
     """What the second start of it does, of a manager that counts."""
-    return resume_words(request, "train", LINE, restarts=1)
+    return resumed_request(request, "train", LINE, restarts=1)
 
 
 LINE = CommandLine(("python", "train.py"))
@@ -41,19 +41,19 @@ def test_with_a_run_directory_it_is_that_one_if_the_first_start_came_so_far(runs
     assert second(asked) == asked
     Path("mine").mkdir()
     assert second(asked) == RunRequest(run_dir=Path("mine"), resume=True)
-    assert resume_words(asked, "train", LINE) == asked  # the first start: it is refused, as it was
+    assert resumed_request(asked, "train", LINE) == asked  # the first start: it is refused, as it was
 
 
 def test_who_says_so_goes_on_under_any_manager(runs: Path) -> None:
     asked = RunRequest(run_dir=Path("mine"), autoresume=True)
-    assert resume_words(asked, "train", LINE) == RunRequest(run_dir=Path("mine"))
+    assert resumed_request(asked, "train", LINE) == RunRequest(run_dir=Path("mine"))
     changed = replace(asked, accept_change=("lr",))  # the first start has nothing to differ from
-    assert resume_words(changed, "train", LINE) == RunRequest(run_dir=Path("mine"))
+    assert resumed_request(changed, "train", LINE) == RunRequest(run_dir=Path("mine"))
     Path("mine").mkdir()
-    assert resume_words(changed, "train", LINE).accept_change == ("lr",)
-    assert resume_words(asked, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
+    assert resumed_request(changed, "train", LINE).accept_change == ("lr",)
+    assert resumed_request(asked, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
     with pytest.raises(SettingsError, match="would not find it") as caught:
-        resume_words(RunRequest(autoresume=True), "train", LINE)
+        resumed_request(RunRequest(autoresume=True), "train", LINE)
     assert caught.value.problems[0].do == "python train.py --run-dir runs/train"
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, load_model, save_file
 from tests.cli.asking import Ask
 from tests.cli.command import last_json
 from tests.ranks.training import MLP, TinyGPT, settings, train
-from unisono.checkpoint.export_weights import convert
+from unisono.checkpoint.export_weights import without_ties
 from unisono.checkpoint.load import load, newest
 from unisono.checkpoint.save import save
 from unisono.cli.main import main
@@ -73,7 +73,7 @@ def test_several_models_have_their_names_in_front(tmp_path: Path, capsys: pytest
 
 def test_each_tensor_once() -> None:
     a, b = torch.ones(2), torch.ones(2)
-    assert convert({"x": a, "y": b, "z": a}) == ({"x": a, "y": b}, {"z": "x"})
+    assert without_ties({"x": a, "y": b, "z": a}) == ({"x": a, "y": b}, {"z": "x"})
 
 
 def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

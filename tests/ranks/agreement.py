@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.checkpoint.sharded_state import gather_whole
+from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
@@ -106,13 +106,13 @@ def come(
         for step in run.steps(Sentences(length=length)):
             step.run(model, score)
             if not step.number:
-                gradients = {n: gather_whole(p.grad).detach().clone().numpy() for n, p in model.named_parameters()}
+                gradients = {n: gather_tensor(p.grad).detach().clone().numpy() for n, p in model.named_parameters()}
             norms.append(step.grad_norm)
             step.update(optimizer)
             losses.append(step.loss)
         run.log(run.evaluate(model, Sentences(7, length), score))
         losses.append(run.results["score"])
-        weights = {n: gather_whole(p).detach().clone().numpy() for n, p in model.named_parameters()}
+        weights = {n: gather_tensor(p).detach().clone().numpy() for n, p in model.named_parameters()}
         came = Came(losses, norms, gradients, weights, run._state.fingerprint(), run.promise())
         run.close()
         return came

@@ -19,7 +19,7 @@ from tests.pairs import every_pair
 from tests.ranks.loops import attempt
 from tests.ranks.training import Sentences, TinyGPT, padded, settings
 from unisono import SequenceDims
-from unisono.checkpoint.sharded_state import is_whole
+from unisono.checkpoint.sharded_state import gather_state
 from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
@@ -141,7 +141,7 @@ def cross_entropy(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tens
 
 def whole_gradient(p: nn.Parameter) -> Any:
     grad: Any = p.grad
-    return None if grad is None else is_whole(grad, keep=True).tolist()
+    return None if grad is None else gather_state(grad, keep=True).tolist()
 
 
 def learn(run: Run[Any], kind: str = "gpt", length: int = 37) -> dict[str, Any]:

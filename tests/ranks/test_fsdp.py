@@ -22,7 +22,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
-from unisono.train.guarantees.user_errors import sharded_parameters_error
+from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.run import Run
 
 PLACEMENTS = {
@@ -262,13 +262,13 @@ def penalised(run: Run[Any]) -> Any:
     def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         step.backward(loss_of(model, x) + model.get_parameter("weight").square().sum(), weight=len(i))
 
-    with sharded_parameters_error(run.settings.parallel):
+    with explain_dtensor_errors(run.settings.parallel):
         return train(run, body)
 
 
 def averaged(run: Run[Any]) -> Any:
     """Copies a model to average its weights."""
-    with sharded_parameters_error(run.settings.parallel):
+    with explain_dtensor_errors(run.settings.parallel):
         return torch.optim.swa_utils.AveragedModel(run.place(lambda: nn.Linear(3, 2)))
 
 

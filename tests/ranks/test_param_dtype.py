@@ -24,7 +24,7 @@ from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.test_activation_checkpoint import needs_compiler
 from tests.ranks.test_fsdp import same_as_alone, short
 from tests.ranks.training import padded, settings
-from unisono.checkpoint.sharded_state import gather_whole
+from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import ParallelSettings
 from unisono.distributed.process_group import to_local
 from unisono.testing import run_ranks
@@ -272,7 +272,7 @@ def beside_torch(run: Run[Any]) -> Any:
     """The gradient of a step, ours and that of stock FSDP2 for the same micro-batches."""
     model = run.place(partial(Rows, dropout=0.0))
     plain: Any = Rows(dropout=0.0)
-    plain.load_state_dict({name: gather_whole(p.detach()) for name, p in model.state_dict().items()})
+    plain.load_state_dict({name: gather_tensor(p.detach()) for name, p in model.state_dict().items()})
     policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
     plain.scale = plain.scale.bfloat16()  # for the two that share a weight, and are no units of FSDP2's
     fully_shard(plain.rows[0], mp_policy=policy())

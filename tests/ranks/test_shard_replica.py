@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tests.pairs import every_pair
 from tests.ranks import loops
 from tests.ranks.training import Points, Sentences, TinyGPT, padded, settings
-from unisono.checkpoint.sharded_state import is_whole
+from unisono.checkpoint.sharded_state import gather_state
 from unisono.config import ParallelSettings
 from unisono.config.mesh_shape import MeshShape
 from unisono.distributed.process_group import to_local
@@ -97,7 +97,7 @@ def spoil(model: nn.Module, steppers: list[Any], *, new: bool) -> None:
 def state_of(run: Run[Any]) -> list[Any]:
     """The bits of all weights, and of whatever is tracked beside them, thing by thing."""
     others = {name: thing.state_dict() for name, thing in run._state.tracked.items() if name.startswith("stepper")}
-    leaves = tree_leaves(is_whole(others, keep=True))
+    leaves = tree_leaves(gather_state(others, keep=True))
     bits = [sha256(leaf.numpy().tobytes()).hexdigest() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return [run._state.fingerprint(), *bits]
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import wrap_peer_errors
-from unisono.distributed.shared_memory import LABEL, SharedMemory, SharedName, find_neighbours, probe_shared_memory
+from unisono.distributed.shared_memory import LABEL, SharedMemory, SharedName, find_neighbours, map_shared_memory
 from unisono.environment import World
 from unisono.errors import PeerLostError, WorldError
 from unisono.exchange.tree.tree_fold import TreeExchange
@@ -35,7 +35,7 @@ def write_to_each_other(world: World) -> Any:
     with join(world) as group:
         mine = SharedMemory(size=group.size)
         everybody = [SharedName(*name) for name in group.all_gather_object(mine.name)]
-        theirs = {rank: probe_shared_memory(pid, everybody[rank], group.size) for rank, pid in group.neighbours.items()}
+        theirs = {rank: map_shared_memory(pid, everybody[rank], group.size) for rank, pid in group.neighbours.items()}
         for memory in theirs.values():
             memory[group.rank] = 10 + group.rank
         group.barrier()
@@ -102,7 +102,7 @@ def one_leaves(world: World) -> str:
     while os.path.lexists(path):
         time.sleep(0.01)
     with pytest.raises(PeerLostError) as caught, wrap_peer_errors("Step 3's exchange"):
-        probe_shared_memory(group.neighbours[1], name, 8)
+        map_shared_memory(group.neighbours[1], name, 8)
     return str(caught.value)
 
 
@@ -119,7 +119,7 @@ def no_more_descriptors(world: World) -> str:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         with pytest.raises(WorldError) as caught:
-            probe_shared_memory(group.neighbours[1 - world.rank], name, 8)
+            map_shared_memory(group.neighbours[1 - world.rank], name, 8)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         group.barrier()
         return str(caught.value)
@@ -142,7 +142,7 @@ def test_a_fork_does_not_write_to_what_is_shared() -> None:
     assert os.waitstatus_to_exitcode(status) == 2 * 3 * 4096 % 251
     assert memory.bytes.unique().tolist() == [1]
     memory.bytes[0] = 5  # and is still what neighbours see
-    assert probe_shared_memory(os.getpid(), memory.name, 1).item() == 5
+    assert map_shared_memory(os.getpid(), memory.name, 1).item() == 5
 
 
 def test_torch_can_send_what_is_shared_to_another_process() -> None:

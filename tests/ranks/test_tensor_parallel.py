@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.ranks.agreement import GPT, Came, Sentences, agree, come
 from tests.ranks.loops import attempt
-from unisono.checkpoint.sharded_state import gather_whole
+from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import ParallelSettings, Settings
 from unisono.config.mesh_shape import MeshShape
 from unisono.distributed.init import join_process_group
@@ -342,7 +342,7 @@ def gradient_of_an_embedding(world: World) -> list[float]:
         model(torch.arange(8)).square().sum().backward()
         found = model.embed.weight.grad
         assert found is not None
-        gradient: torch.Tensor = gather_whole(found)
+        gradient: torch.Tensor = gather_tensor(found)
         return list(gradient.flatten().tolist())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import unisono
 from unisono.cli.request.target import recipes
-from unisono.config import CommandLine, flatten, load, numeric_settings, provenance_lines, read, settings_of
+from unisono.config import CommandLine, flatten, load, provenance_lines, read, result_settings, settings_of
 from unisono.config.validate import check
 from unisono.errors import Problem, SettingsError
 
@@ -246,7 +246,7 @@ def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
 
 
 def test_mathematics_is_what_the_result_depends_on() -> None:
-    values = numeric_settings(load(Settings, sets=["data=/x", "steps=3"]).settings)
+    values = result_settings(load(Settings, sets=["data=/x", "steps=3"]).settings)
     assert not {"steps", "epochs", "checkpoint.every", "loader.workers", "note"} & set(values)
     assert values["data"] == "/x"
     assert values["shape"] == [2, 3]

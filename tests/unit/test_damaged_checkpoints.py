@@ -13,7 +13,7 @@ import torch
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint_of, load, newest
-from unisono.checkpoint.safetensors_writer import copy_now, file_layout
+from unisono.checkpoint.safetensors_writer import chunks_in_place, file_layout
 from unisono.checkpoint.save import FORMAT, SaveJob, packed
 from unisono.checkpoint.state_codec import TensorTable
 from unisono.checkpoint.storage import FolderStorage
@@ -46,7 +46,7 @@ def two_sheets(run_dir: Path, step: int) -> Path:
         tensors["model.weight"] = whole["model"]["weight"][3 * rank : 3 * rank + 3].clone()
         tensors.starts["model.weight"] = (3 * rank, 0)
         job = SaveJob(there, step, tensors, None if rank else plain, (9, 0), rank=rank, ranks=[0, 1], attempt="one")
-        job.write(copy_now(file_layout(tensors), tensors))
+        job.write(chunks_in_place(file_layout(tensors), tensors))
         jobs.append(job)
     jobs[0].publish()
     assert [job.problem for job in jobs] == [None, None]

@@ -14,7 +14,7 @@ import pytest
 from unisono.launcher.hang_report import ReportBackoff, judge
 from unisono.launcher.status_file import ProcessStatus, is_own, line_of, read
 from unisono.monitor.flight_recorder import describe_call
-from unisono.monitor.status_thread import is_stuck
+from unisono.monitor.status_thread import describe_frame
 
 STILL = ProcessStatus(rank=0, size=3, pid=1, host="here", written=0.0, idle=70.0, step=4, limit=60.0, share=0.0)
 WAITS = replace(STILL, phase="exchange", waits="others", call="all_reduce #7 of float32[3]", where="a.py:3 in main")
@@ -93,18 +93,18 @@ def test_where_a_thread_stands() -> None:
     thread.start()
     here.wait()
     assert thread.ident is not None
-    where, code, whom = is_stuck(sys._current_frames()[thread.ident])
+    where, code, whom = describe_frame(sys._current_frames()[thread.ident])
     gone.set()
     thread.join()
     assert where.startswith("test_hang_report.py:")
     assert where.endswith("in waits")
     assert code in ("here.set()", "gone.wait()")
     assert whom == ""
-    assert is_stuck(None) == ("", "", "")
+    assert describe_frame(None) == ("", "", "")
 
 
 def test_who_asks_a_person_is_not_stuck() -> None:
-    scope: dict[str, Any] = {"sys": sys, "stands": is_stuck, "input": lambda place: place}
+    scope: dict[str, Any] = {"sys": sys, "stands": describe_frame, "input": lambda place: place}
     source = "def asks():\n    return input(stands(sys._getframe()))\n"
     linecache.cache["asking.py"] = (len(source), None, source.splitlines(keepends=True), "asking.py")
     exec(compile(source, "asking.py", "exec"), scope)

@@ -60,7 +60,7 @@ def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
         for name, state in states.items()
         for key, value in state.items()
     }
-    tensors, aliases = convert({name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
+    tensors, aliases = without_ties({name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
     fingerprint = load.fingerprint_of(states)
     facts = {"format": "pt", "step": str(checkpoint.steps), "weights_sha256": fingerprint}
     _write(out, tensors, {**aliases, **facts})
@@ -69,7 +69,7 @@ def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
     return ExportedWeights(out, folder, checkpoint.steps, fingerprint, len(tensors), size, aliases, left_out)
 
 
-def convert(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def without_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Every tensor under its first name, and the first name of each other one (a checkpoint holds it once as well)."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():

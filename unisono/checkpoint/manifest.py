@@ -43,10 +43,10 @@ class WrittenFile(NamedTuple):
 
 def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(steps done, path) of a run's complete checkpoints, the newest first; none, if they are kept at a URL."""
-    return relative_to_run(Path(external_folder(run_dir)[0] or run_dir / "checkpoints"))
+    return checkpoints_in(Path(storage_history(run_dir)[0] or run_dir / "checkpoints"))
 
 
-def relative_to_run(folder: Path) -> list[tuple[int, Path]]:
+def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
     """The same of the folder that holds them."""
     if not folder.is_dir():
         return []
@@ -54,7 +54,7 @@ def relative_to_run(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def external_folder(run_dir: Path) -> list[str | None]:
+def storage_history(run_dir: Path) -> list[str | None]:
     """Where the checkpoints of a run have been kept, the newest place first: a folder, a URL, or None, which is its own
     directory. [None] unless `checkpoint.dir` ever said another."""
     try:
@@ -64,9 +64,9 @@ def external_folder(run_dir: Path) -> list[str | None]:
     return [where for where in found if where is None or isinstance(where, str)] or [None]
 
 
-def record_external_folder(run_dir: Path, where: str | None) -> None:
+def record_storage(run_dir: Path, where: str | None) -> None:
     """From now on they are kept there, and the directory says so."""
-    before = external_folder(run_dir)
+    before = storage_history(run_dir)
     if where == before[0]:
         return
     folder = run_dir / "checkpoints"
@@ -78,7 +78,7 @@ def record_external_folder(run_dir: Path, where: str | None) -> None:
 
 def any_of(run_dir: Path) -> bool:
     """Has this run left checkpoints, here or (as far as can be told without looking) elsewhere?"""
-    return bool(external_folder(run_dir)[0] or checkpoints(run_dir))
+    return bool(storage_history(run_dir)[0] or checkpoints(run_dir))
 
 
 def name_of(steps: int) -> str:

@@ -116,7 +116,7 @@ def _copy(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         room.copy_(piece)
 
 
-def copy_now(sheet: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+def chunks_in_place(sheet: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     """What is to be written, from where it lies: nothing may be changed until it is."""
     return _chunks(sheet.head, (tensors[name].cpu() for name in sheet.places))
 

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.checkpoint.manifest import STATE, WrittenFile, name_of
-from unisono.checkpoint.safetensors_writer import SUFFIX, StagingBuffer, copy_now, file_layout
+from unisono.checkpoint.safetensors_writer import SUFFIX, StagingBuffer, chunks_in_place, file_layout
 from unisono.checkpoint.state_codec import TensorTable, described, pack
 from unisono.checkpoint.storage import Storage, clear_old, place_of
 from unisono.config import size
@@ -195,7 +195,7 @@ class SaveJob:
 
     def _failed(self, error: Exception) -> None:
         if self.problem is None:
-            self.problem = saved_line(error, self.there, self.steps, self.bytes)
+            self.problem = save_problem(error, self.there, self.steps, self.bytes)
 
 
 class CheckpointSaver:
@@ -240,7 +240,7 @@ class CheckpointSaver:
             there, steps, tensors, whole, keep, rank=self.group.rank, ranks=ranks, attempt=said[0][2]
         )
         sheet = file_layout(tensors)
-        chunks = copy_now(sheet, tensors) if wait else self.stage.take(sheet, tensors)
+        chunks = chunks_in_place(sheet, tensors) if wait else self.stage.take(sheet, tensors)
         threading.Thread(target=job.both, args=[chunks], name=f"checkpoint {steps}", daemon=True).start()
         if wait:
             self.settle()
@@ -307,7 +307,7 @@ def _stem(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def saved_line(error: Exception, there: Storage, steps: int, needed: int) -> Problem:
+def save_problem(error: Exception, there: Storage, steps: int, needed: int) -> Problem:
     """Why a checkpoint of so many bytes could not be written, and what is left."""
     if isinstance(error, CheckpointError):
         return error.problems[0]

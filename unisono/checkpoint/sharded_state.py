@@ -55,12 +55,12 @@ def start_of(tensor: Any, mesh: Mesh) -> tuple[int, ...] | None:
     return None if any(copies) else box[1]
 
 
-def gather_whole(value: Any) -> Any:
+def gather_tensor(value: Any) -> Any:
     """A tensor, whole on every process; anything else as it is. All processes must call this together."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
-def is_whole(state: Any, *, keep: bool) -> Any:
+def gather_state(state: Any, *, keep: bool) -> Any:
     """A state with every tensor whole, in the CPU's memory if it was not. All processes must call this together.
 
     keep  False: this process only helps the others; None stands for what was apart

@@ -77,7 +77,7 @@ class FolderStorage:
         return self.root / f".{name_of(steps)}.unfinished"
 
     def checkpoints(self) -> list[int]:
-        return [steps for steps, _ in manifest.relative_to_run(self.root)]
+        return [steps for steps, _ in manifest.checkpoints_in(self.root)]
 
     def claim(self) -> None:
         """A folder has a lock, which cli/request/run_dir.py takes when a run begins."""
@@ -271,7 +271,7 @@ def place(where: str | Path, **options: Any) -> Storage:
 
 def places_of(run_dir: Path) -> list[Storage]:
     """Where a run's checkpoints are, and where they were before, the newest place first."""
-    return [place(where or run_dir / "checkpoints") for where in manifest.external_folder(run_dir)]
+    return [place(where or run_dir / "checkpoints") for where in manifest.storage_history(run_dir)]
 
 
 def place_of(run_dir: Path) -> Storage:
@@ -286,7 +286,7 @@ def prepare_storage(run_dir: Path, where: str | None, *, resume: bool) -> Path |
     Raises SettingsError where that cannot be had, or holds another run's checkpoints, since this one begins anew.
     """
     if where is None:
-        manifest.record_external_folder(run_dir, None)
+        manifest.record_storage(run_dir, None)
         return None
     try:
         there = place(where.replace("{run}", run_dir.name))
@@ -297,7 +297,7 @@ def prepare_storage(run_dir: Path, where: str | None, *, resume: bool) -> Path |
         true = f"A run has saved there already: {plural(len(steps), 'checkpoint')}, the newest after step {steps[0]}."
         other = f"{where}-2" if "{run}" in where else where.rstrip("/") + "/{run}"
         raise SettingsError(f"checkpoint.dir = {where}", true, f"--resume, or: --set checkpoint.dir='{other}'")
-    manifest.record_external_folder(run_dir, str(there))
+    manifest.record_storage(run_dir, str(there))
     return there.root if isinstance(there, FolderStorage) else None
 
 

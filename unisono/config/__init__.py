@@ -71,7 +71,7 @@ __all__ = [
     "gather",
     "ENVIRONMENT",
     "flatten",
-    "numeric_settings",
+    "result_settings",
     "provenance_lines",
     "read",
     "entries_of",
@@ -336,7 +336,7 @@ def flatten(settings: Any) -> dict[str, Any]:
     return {entry.name: entry.default for entry in entries_of(type(settings), settings)}
 
 
-def numeric_settings(settings: Any) -> dict[str, Any]:
+def result_settings(settings: Any) -> dict[str, Any]:
     """The values that the result depends on, as JSON can hold them (a path as text, a tuple as a list, an Enum's name).
 
     Everything a script adds is part of it, unless its field says `field(..., metadata={"mathematics": False})`.

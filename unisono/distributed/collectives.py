@@ -31,15 +31,15 @@ from unisono.distributed.pytree import (
     Form,
     Tree,
     differences,
-    first_structure_error,
+    first_error,
     form_of,
     from_rows,
+    invalid_form,
     leaves,
     map_rows,
     pack,
     rows_by_kind,
     size_of,
-    structure_error,
     tensors_of,
     unpack,
 )
@@ -187,7 +187,7 @@ class Collectives:
             json.dumps(value)
         except (TypeError, ValueError) as error:  # told on all processes: the others would wait
             unfit = [
-                structure_error(f"It takes what JSON carries, and of this it says: {error}.", "str(value), or a tensor")
+                invalid_form(f"It takes what JSON carries, and of this it says: {error}.", "str(value), or a tensor")
             ]
         with self._together(verb, *said, *unfit):
             return self.group.all_gather_object(value)
@@ -216,20 +216,18 @@ class Collectives:
 
     def _op(self, op: str, tree: Tree) -> Any:
         if op not in FOLDS:
-            return structure_error(f"It knows {', '.join(FOLDS)}; this is {op}.", 'op="sum"')
-        kinds = {leaf.dtype for leaf in leaves(tree)} if first_structure_error(form_of(tree)) is None else set()
+            return invalid_form(f"It knows {', '.join(FOLDS)}; this is {op}.", 'op="sum"')
+        kinds = {leaf.dtype for leaf in leaves(tree)} if first_error(form_of(tree)) is None else set()
         if op == "mean" and not all(kind.is_floating_point or kind.is_complex for kind in kinds):
-            return structure_error("The mean of whole numbers is none.", 'tensor.float(), or op="sum"')
+            return invalid_form("The mean of whole numbers is none.", 'tensor.float(), or op="sum"')
         if op in ("sum", "mean") and torch.bool in kinds:
-            return structure_error(
+            return invalid_form(
                 "Yes and no have no sum.", 'op="max" (any of them), op="min" (all of them), or tensor.int()'
             )
         return op
 
     def _rank(self, rank: int) -> Any:
-        return (
-            rank if 0 <= rank < self.size else structure_error(f"Ranks are 0 to {self.size - 1}; this is {rank}.", "0")
-        )
+        return rank if 0 <= rank < self.size else invalid_form(f"Ranks are 0 to {self.size - 1}; this is {rank}.", "0")
 
     def _each(self, trees: Any, *, rows: bool = True) -> list[Form]:
         """The forms of a tree for each process; `rows`: with how many rows their tensors have."""
@@ -238,9 +236,9 @@ class Collectives:
             true = (
                 f"It takes a list of {self.size} trees, one for each process; this is a {type(trees).__name__}{count}."
             )
-            return [structure_error(true, "[tree for rank in range(size)]")]
+            return [invalid_form(true, "[tree for rank in range(size)]")]
         forms = [form_of(tree) for tree in trees]
-        return forms if rows or first_structure_error(forms) else [_with_rows(form, None) for form in forms]
+        return forms if rows or first_error(forms) else [_with_rows(form, None) for form in forms]
 
     # -- what travels
 
@@ -299,7 +297,7 @@ def _with_rows(form: Form, rows: Sequence[int] | None) -> Form:
 
 
 def _refuse_wrong(verb: str, said: Any) -> None:
-    if (found := first_structure_error(said)) is not None:
+    if (found := first_error(said)) is not None:
         raise LoopError(f"{verb} was called with what it does not take.", *found)
 
 
@@ -311,7 +309,7 @@ def _unlike(verb: str, told: list[Any]) -> LoopError:
         do = "call the same collectives on every process, in the same order."
         return LoopError(asked, f"Rank 0 is at {first[0]}, rank {other} at {told[other][0]}.", do)
     for rank, said in enumerate(told):
-        if (found := first_structure_error(said)) is not None:
+        if (found := first_error(said)) is not None:
             return LoopError(asked, f"Rank {rank}: {found[0]}", found[1])
     name, one, another = next(differences(first[1:], told[other][1:]))
     inside = name.partition("]")[2]  # behind the number of what was handed in

@@ -80,7 +80,7 @@ class _EchoStore(dist.Store):
 
 
 @contextmanager
-def is_fake_group(size: int) -> Iterator[ProcessGroup]:
+def dry_run_group(size: int) -> Iterator[ProcessGroup]:
     """A group of so many processes on the CPU, of which this one is the first and the only one."""
     if size == 1:
         yield ProcessGroup()

@@ -27,8 +27,8 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.distributed.rendezvous.connect import (
     connect,
     count_arrivals,
+    first_timeout,
     number_groups_from,
-    retrying,
     same_everywhere,
     wait_for_all,
 )
@@ -201,7 +201,9 @@ def build_group(world: World, device: torch.device, *, mixed: bool = False) -> P
     return replace(group, neighbours=find_neighbours(group))
 
 
-def port_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watched: bool = False) -> dist.ProcessGroup:
+def new_line_group(
+    lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watched: bool = False
+) -> dist.ProcessGroup:
     """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together.
     `watched`: some may die in it, and the others try again without them."""
     made: list[dist.ProcessGroup] = []
@@ -218,7 +220,7 @@ def port_lines(lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watche
         made.clear()
 
     store = dist.PrefixStore(f"lines-{lines}", distributed_c10d._get_default_store())
-    first, limit = (retrying(size), FORM_SECONDS) if watched else (None, math.inf)
+    first, limit = (first_timeout(size), FORM_SECONDS) if watched else (None, math.inf)
     wait_for_all(store, rank, size, "connected", connect_here, part, first, limit)
     mine = next(group for line, group in zip(lines, made, strict=True) if rank in line)
     distributed_c10d._set_pg_timeout(TIMEOUT, mine)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.config.mesh_shape import MeshShape
-from unisono.distributed.init import port_lines
+from unisono.distributed.init import new_line_group
 from unisono.distributed.process_group import ProcessGroup
 
 
@@ -147,5 +147,5 @@ def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
     if len(mine) == world.size:
         return world
     near = {i: world.neighbours[member] for i, member in enumerate(mine) if member in world.neighbours}
-    handle = port_lines(lines, world.rank, world.size, watched=world.company is not None)
+    handle = new_line_group(lines, world.rank, world.size, watched=world.company is not None)
     return ProcessGroup(mine.index(world.rank), len(mine), world.device, world.mixed, near, mine, handle, world.company)

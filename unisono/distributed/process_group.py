@@ -151,7 +151,7 @@ class ProcessGroup:
             try:
                 body()
             except (RuntimeError, ConnectionError) as error:
-                company.tolerate(error)
+                company.tolerate_peer_loss(error)
         return not company.torn
 
     @property
@@ -202,7 +202,7 @@ class ProcessGroup:
     def _watched(self, work: Any) -> Work:
         """A collective that was begun: somebody may die in it, and the others go on."""
         company = self.company
-        if company is None or company.is_fake:
+        if company is None or company.is_joining:
             return work
         if company.late:
             return NcclWork(work, company)

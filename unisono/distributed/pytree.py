@@ -32,34 +32,34 @@ def leaves(tree: Tree) -> list[torch.Tensor]:
 def form_of(tree: Tree) -> Form:
     if isinstance(tree, torch.Tensor):
         if is_dtensor(tree):
-            return structure_error(
+            return invalid_form(
                 "It takes whole tensors, and a DTensor lies over several processes.", "tensor.full_tensor()"
             )
         if tree.layout is not torch.strided:
-            return structure_error(f"It takes dense tensors, and one is {tree.layout}.", "tensor.to_dense()")
+            return invalid_form(f"It takes dense tensors, and one is {tree.layout}.", "tensor.to_dense()")
         return {"kind": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape)}
     if isinstance(tree, dict):
         if not all(isinstance(name, str) for name in tree):
-            return structure_error(
+            return invalid_form(
                 "It takes dicts by name, and one has a key that is no string.", "{str(key): value, ...}"
             )
         return {"dict": [[name, form_of(tree[name])] for name in sorted(tree)]}
     if isinstance(tree, (list, tuple)):
         return {"tuple" if isinstance(tree, tuple) else "list": [form_of(part) for part in tree]}
     true = f"It takes tensors, and dicts, lists and tuples of them; one thing is a {type(tree).__name__}."
-    return structure_error(true, "torch.tensor(value); or a verb for objects: all_gather_object, broadcast_object")
+    return invalid_form(true, "torch.tensor(value); or a verb for objects: all_gather_object, broadcast_object")
 
 
-def structure_error(true: str, do: str) -> Form:
+def invalid_form(true: str, do: str) -> Form:
     return {"wrong": [true, do]}
 
 
-def first_structure_error(said: Any) -> Sequence[str] | None:
+def first_error(said: Any) -> Sequence[str] | None:
     """(what is true, what to type) of the first thing in there that is wrong."""
     if isinstance(said, dict) and "wrong" in said:
         return list(said["wrong"])
     parts = list(said.values()) if isinstance(said, dict) else said if isinstance(said, list) else []
-    return next((found for part in parts if (found := first_structure_error(part))), None)
+    return next((found for part in parts if (found := first_error(part))), None)
 
 
 def tensors_of(form: Form) -> list[Form]:

@@ -91,7 +91,7 @@ def _part_from_parent() -> None:
         memory.part_from_parent()
 
 
-def probe_shared_memory(pid: int, name: SharedName, size: int) -> torch.Tensor:
+def map_shared_memory(pid: int, name: SharedName, size: int) -> torch.Tensor:
     """The memory [size] bytes that process `pid` calls `name`: reading and writing, they are the same bytes there.
 
     Raises ConnectionError if the process is gone, WorldError if the system refuses.
@@ -131,7 +131,7 @@ class _Probe:
         try:  # in another container the number may be anybody's: nothing is opened that was not made here
             if not os.readlink(path).startswith(f"/memfd:{LABEL}"):
                 return False
-            found = probe_shared_memory(self.pid, SharedName(self.descriptor, 0), len(self.secret))
+            found = map_shared_memory(self.pid, SharedName(self.descriptor, 0), len(self.secret))
         except (OSError, WorldError):  # nobody's, or not ours to look at
             return False
         return bytes(found.tolist()) == self.secret.encode()

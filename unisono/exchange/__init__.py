@@ -114,7 +114,7 @@ class Exchange(Protocol):
         return
 
 
-def sum_over_replicas(size: int, group: ProcessGroup) -> float:
+def all_reduce_bytes(size: int, group: ProcessGroup) -> float:
     """Bytes that a process sends when `size` bytes are added up over a group, by an all-reduce that sends as few as can
     be: each process adds up one chunk, and hands it to the others."""
     return 2 * (group.size - 1) / group.size * size
@@ -157,7 +157,7 @@ def _name(settings: Settings) -> str:
     return settings.exchange if settings.compress.kind == "none" else f"compressed {settings.exchange}"
 
 
-def exchange_class(
+def choose_exchange(
     settings: Settings, params: Sequence[torch.nn.Parameter], group: ProcessGroup, world: ProcessGroup | None = None
 ) -> Exchange:
     """The exchange that the settings choose, over these parameters; `world`: all processes of the run."""
@@ -181,7 +181,7 @@ def exchange_after_death(
     """The exchange that goes on where the one that the settings choose was left, among those who are left."""
     if settings.exchange == "tree":
         return build_exchange("claimed", params, settings.virtual_ranks, group)
-    return exchange_class(settings, params, group, world)
+    return choose_exchange(settings, params, group, world)
 
 
 SURVIVE = ("tree",)

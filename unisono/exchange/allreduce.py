@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
-from unisono.exchange import Spans, Weights, sum_over_replicas
+from unisono.exchange import Spans, Weights, all_reduce_bytes
 from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient, divide_
 from unisono.exchange.wrapper import BucketedExchange
 
@@ -46,12 +46,12 @@ class AllReduce(BucketedExchange):
         wait_for(self._works)
         self._works = []
         finite = [divide_(flat, weight) for flat in self.sum.flats]
-        self.sum.detach_gradient(self.params)
+        self.sum.assign_gradients(self.params)
         return all(finite)
 
     @property
     def sent(self) -> float:
-        return sum_over_replicas(self.layout.bytes_of_all, self.group)
+        return all_reduce_bytes(self.layout.bytes_of_all, self.group)
 
     def _launch(self, bucket: int) -> None:
         if self.group.size > 1:

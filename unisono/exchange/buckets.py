@@ -155,7 +155,7 @@ class FlatGradient:
         for number, (p, view, filled) in enumerate(zip(params, self.views, self.filled, strict=True)):
             p.grad = view if filled and not (number in self.sparse or is_dtensor(p)) else None
 
-    def detach_gradient(self, params: Sequence[torch.nn.Parameter]) -> None:
+    def assign_gradients(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Make p.grad what is here."""
         for p, view in zip(params, self.views, strict=True):
             p.grad = from_local_like(view, p)

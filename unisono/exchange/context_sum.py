@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from unisono.distributed.process_group import ProcessGroup, to_local
-from unisono.exchange import Exchange, Spans, Weights, sum_over_replicas
+from unisono.exchange import Exchange, Spans, Weights, all_reduce_bytes
 from unisono.exchange.buckets import BUCKET_BYTES, divide_
 from unisono.exchange.wrapper import ExchangeWrapper
 
@@ -91,7 +91,7 @@ class ContextSum(ExchangeWrapper):
     @property
     def sent(self) -> float:
         """To other slices, a chunk of our sum to each, and the sum of ours: what an all-reduce sends."""
-        return self.inner.sent + sum_over_replicas(self._bytes, self.slices)
+        return self.inner.sent + all_reduce_bytes(self._bytes, self.slices)
 
     @property
     def plain(self) -> float:

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config import DdpSettings
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange import Exchange, Spans, Weights, sum_over_replicas
+from unisono.exchange import Exchange, Spans, Weights, all_reduce_bytes
 from unisono.exchange.buckets import finite, gradient_modified_error
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -106,7 +106,7 @@ class DdpExchange(Exchange):
     def sent(self) -> float:
         """What a hook sends is its own affair."""
         size = sum(p.grad.nbytes for p in self.params if p.grad is not None)
-        return sum_over_replicas(size, self.group) if self._hook is None else math.nan
+        return all_reduce_bytes(size, self.group) if self._hook is None else math.nan
 
     @property
     def used(self) -> Sequence[bool]:

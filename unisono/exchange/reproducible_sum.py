@@ -42,7 +42,7 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.errors import LoopError
-from unisono.exchange import Spans, Weights, sum_over_replicas
+from unisono.exchange import Spans, Weights, all_reduce_bytes
 from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient, LooseGradient, blocks, finite
 from unisono.exchange.wrapper import BucketedExchange
 
@@ -142,7 +142,7 @@ class ReproducibleSum(BucketedExchange):
         self._bytes = 0
         told = self._told.tolist()
         whole = [self._divide(bucket, told, weight) for bucket in range(len(self.sums))]
-        self.result.detach_gradient(self.params)
+        self.result.assign_gradients(self.params)
         for number, (seen, *_) in enumerate(told):
             if seen > UNKNOWN:
                 self.exponents[number] = next_exponent(self.exponents[number], seen)
@@ -153,7 +153,7 @@ class ReproducibleSum(BucketedExchange):
 
     @property
     def sent(self) -> float:
-        return sum_over_replicas(self._bytes, self.group)
+        return all_reduce_bytes(self._bytes, self.group)
 
     def state_dict(self) -> dict[str, Any]:
         return {"exponents": list(self.exponents)}

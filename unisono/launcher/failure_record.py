@@ -121,7 +121,7 @@ def _write(record: FailureRecord, place: Path) -> None:
     half.rename(place)
 
 
-def write_failure() -> None:
+def record_clean_end() -> None:
     """Say that the script has come to its end in peace. Its process may be there a little longer."""
     if _path is not None:
         _path.with_suffix(".left").touch()
@@ -161,7 +161,7 @@ def is_spare(path: Path) -> bool:
     return path.with_suffix(".spare").exists()
 
 
-def written_at(path: Path) -> float | None:
+def clean_end_at(path: Path) -> float | None:
     """When the script whose failure would be recorded at this path came to its end in peace, if it did."""
     try:
         return path.with_suffix(".left").stat().st_mtime

@@ -71,7 +71,7 @@ class HangWatcher:
         for path in sorted(self.folder.glob("rank-*.place")):
             told = path.with_suffix(".json")
             place = read(path)
-            if place is None or told.exists() or failure_record.written_at(told) is not None or not _lives(place.pid):
+            if place is None or told.exists() or failure_record.clean_end_at(told) is not None or not _lives(place.pid):
                 continue
             silence = now() - place.written
             if silence > place.patience:

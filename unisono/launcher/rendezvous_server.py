@@ -182,11 +182,11 @@ class RendezvousServer:
         elif "told" in words:
             self.tell(words["told"])
         elif "bye" in words:
-            self._reject(caller)
+            self._release(caller)
         elif "do" in words:
             self._serve_keys(caller, words)
 
-    def _reject(self, caller: Connection) -> None:
+    def _release(self, caller: Connection) -> None:
         """It has come to its end in peace, and all the others with it."""
         assert caller.number is not None
         if self.members.get(caller.number) is caller:

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from unisono.launcher.elastic_policy import ElasticLauncher
-from unisono.launcher.failure_record import hands_off_shards, read, written_at
+from unisono.launcher.failure_record import clean_end_at, hands_off_shards, read
 from unisono.launcher.worker_process import CRASHES, WorkerFailure, WorkerProcess, WorkerSpec
 
 __all__ = ["WorkerFailure", "RunOutcome", "WorkerSpec", "supervise"]
@@ -386,7 +386,7 @@ class _Supervisor:
         if failure.record is None or failure.record.kind != "PeerLostError":
             return None
         for process in self.processes:
-            left = written_at(process.task.record)
+            left = clean_end_at(process.task.record)
             if left is None and process.popen.returncode == 0 and process.ended_at is not None:  # os._exit(0)
                 left = process.ended_at - HEAD_START_SECONDS
             if left is not None and left < failure.time:

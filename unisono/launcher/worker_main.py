@@ -52,7 +52,7 @@ def main() -> None:
             sys.exit(failure_record.write(end).exit_status)
     except BaseException as error:
         sys.exit(failure_record.write(error).exit_status)
-    failure_record.write_failure()
+    failure_record.record_clean_end()
 
 
 PARENT_LOOK_SECONDS = 0.1

@@ -48,7 +48,7 @@ class ModelFragment:
         """One more parameter, which was at `anchor` when the sites last met."""
         self.names.append(name)
         self.params.append(p)
-        self.anchors.append(as_float64(anchor).to(p.device, copy=True))
+        self.anchors.append(as_real(anchor).to(p.device, copy=True))
         if self.momentum:
             was = torch.zeros_like(self.anchors[-1]) if velocity is None else velocity.to(p.device)
             self.velocities.append(was)
@@ -59,7 +59,7 @@ class ModelFragment:
         return dict(zip(self.names, tensors, strict=False))
 
     @property
-    def synchronized(self) -> list[torch.Tensor]:
+    def sent_anchors(self) -> list[torch.Tensor]:
         """The anchors of what was sent last."""
         return self.anchors[: self.sent]
 
@@ -71,7 +71,7 @@ class ModelFragment:
     def pseudo_gradients(self) -> list[torch.Tensor]:
         """How far this site has come since the sites last met, backwards: a row for each dtype. They are to be sent."""
         self.sent = len(self.params)
-        return concatenate([a - as_float64(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
+        return concatenate([a - as_real(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
 
     def residuals(self, rows: Sequence[torch.Tensor], site: ProcessGroup) -> list[torch.Tensor]:
         """What quantising has lost so far."""
@@ -86,11 +86,11 @@ class ModelFragment:
     def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
         """The outer step. `keep`: how much of this site's own weights stays."""
         with torch.no_grad():
-            ways = slice_fragment(gradient, self.synchronized)
+            ways = unflatten(gradient, self.sent_anchors)
             for v, g in zip(self.velocities, ways, strict=False):
                 v.mul_(self.momentum).add_(g)
                 g.add_(v, alpha=self.momentum)
-            for p, a, g in zip(self.params, self.synchronized, ways, strict=False):
+            for p, a, g in zip(self.params, self.sent_anchors, ways, strict=False):
                 a.sub_(g, alpha=self.lr)
                 _numbers(p).lerp_(a.to(p.dtype.to_real()), 1.0 - keep) if keep else _numbers(p).copy_(a)
 
@@ -122,7 +122,7 @@ def concatenate(tensors: Sequence[torch.Tensor], device: torch.device) -> list[t
     ]
 
 
-def slice_fragment(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def unflatten(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Such rows as tensors again, as `like` were."""
     streams: Mapping[torch.dtype, list[torch.Tensor]] = {
         dtype: list(row.split([t.numel() for t in like if t.dtype == dtype]))
@@ -131,7 +131,7 @@ def slice_fragment(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -
     return [streams[t.dtype].pop(0).view(t.shape).to(t.device) for t in like]
 
 
-def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """What is in a tensor of floating-point or complex numbers, as real ones in float32 at least."""
     numbers = _numbers(tensor)
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

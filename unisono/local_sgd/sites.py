@@ -31,11 +31,11 @@ from unisono.errors import LoopError
 from unisono.local_sgd.outer import (
     MERGE_ALPHA,
     ModelFragment,
-    as_float64,
+    as_real,
     concatenate,
     fragments_of,
     kinds,
-    slice_fragment,
+    unflatten,
 )
 from unisono.local_sgd.site_transport import SiteTransport, chunk_of
 from unisono.train.modules.buffer_sync import bits_of
@@ -208,7 +208,7 @@ class LocalSGD:
                 f"Site {broken[0]} of {len(words)} has weights that are not finite.",
                 "lower the learning rate, or clip (--set clip=1.0).",
             )
-        fragment.arrived = words, fragment.letters.means(kinds(fragment.synchronized))
+        fragment.arrived = words, fragment.letters.means(kinds(fragment.sent_anchors))
         fragment.letters = None
 
     def _ask(self, verb: str) -> None:
@@ -269,10 +269,10 @@ class LocalSGD:
         self.across.broadcast_([t.data for t in unlike if not (t.is_floating_point() or t.is_complex())])
         if not numbers:
             return
-        parts = [as_float64(tensor) for tensor in numbers]
+        parts = [as_real(tensor) for tensor in numbers]
         letters = self.between.send([], concatenate(parts, self.mesh.world.device), 32)
         means = letters.means(kinds(parts))
-        for tensor, mean in zip(numbers, slice_fragment(means, parts), strict=True):
+        for tensor, mean in zip(numbers, unflatten(means, parts), strict=True):
             tensor.data.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
 
     # -- what a checkpoint holds of it
@@ -286,7 +286,7 @@ class LocalSGD:
             self._settle(fragment)
         under_way = [
             f.arrived
-            and {"due": f.due, "words": f.arrived[0], "means": f.named(slice_fragment(f.arrived[1], f.synchronized))}
+            and {"due": f.due, "words": f.arrived[0], "means": f.named(unflatten(f.arrived[1], f.sent_anchors))}
             for f in self.fragments
         ]
         left = [fragment.whole_left(self.mesh.world) for fragment in self.fragments]

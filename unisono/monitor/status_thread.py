@@ -172,7 +172,7 @@ class StatusThread:
         if self._used is None:
             self._used = time.monotonic(), self._seconds()
             self._call = flight_recorder.last_call()
-        where, code, waits = is_stuck(sys._current_frames().get(self._main))
+        where, code, waits = describe_frame(sys._current_frames().get(self._main))
         call, pending = self._call
         if pending and not waits and (".wait(" in code or call.startswith("nccl")):
             waits = "others"  # in compiled code, below the script's own line
@@ -217,7 +217,7 @@ class StatusThread:
             os._exit(verdict.error.exit_status)  # nothing else ends a process whose main thread waits in compiled code
 
 
-def is_stuck(frame: FrameType | None) -> tuple[str, str, str]:
+def describe_frame(frame: FrameType | None) -> tuple[str, str, str]:
     """Where a thread is, by its innermost frame: the user's line, what is written there, and whom it waits for, as a
     Place calls it."""
     own: FrameType | None = None

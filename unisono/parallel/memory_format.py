@@ -56,7 +56,7 @@ class RowStrides:
         self._held = {}
 
 
-def keep_memory_format(model: nn.Module) -> RowStrides:
+def lay_out_rows(model: nn.Module) -> RowStrides:
     """Lay every parameter row after row. Returns the order of those that lay otherwise."""
     found = {
         (module, name): p.stride()

@@ -35,10 +35,10 @@ class WorkerStep(Step):
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
-            self._engine.record_update(optimizer)
+            self._engine.register_optimizer(optimizer)
         for schedule in steppers:
             if schedule not in optimizers:
-                self._engine.record_schedule(schedule)
+                self._engine.register_schedule(schedule)
 
 
 class AsyncLoop(StepLoop):

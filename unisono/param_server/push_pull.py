@@ -82,7 +82,7 @@ class ParameterServerExchange(TreeExchange):
         for flat, holder in zip(self._result.flats, self.holders, strict=True):
             if holder == self.crew.rank:
                 whole &= divide_(flat, weight)
-        self._result.detach_gradient(self.params)
+        self._result.assign_gradients(self.params)
         for number, p in enumerate(self.params):
             if self.holders[self.layout.bucket_of[number]] != self.crew.rank:
                 p.grad = None

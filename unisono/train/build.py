@@ -69,7 +69,7 @@ def build_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | No
     engine.audit = build_audit(engine, run)
     engine.divergence = build_divergence(engine, run)
     engine.verification = build_verification(engine, run, promise)
-    engine.run_dir = run._watcher.typed = check_arguments(run.dir, run.world.folder)
+    engine.run_dir = run._watcher.typed = shell_path(run.dir, run.world.folder)
     run._engine = engine
     engine.survivors = build_survivors(run)
     engine.buddy = buddy
@@ -77,7 +77,7 @@ def build_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | No
     return engine
 
 
-def check_arguments(path: Path, folder: str) -> str:
+def shell_path(path: Path, folder: str) -> str:
     """A path as one types it in this folder."""
     within = path.is_relative_to(folder)
     return shlex.quote(str(path.relative_to(folder) if within else path))

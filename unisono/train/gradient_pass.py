@@ -12,7 +12,7 @@ import torch
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import to_local
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, build_exchange, exchange_after_death, exchange_class
+from unisono.exchange import Exchange, Spans, Weights, build_exchange, choose_exchange, exchange_after_death
 from unisono.exchange.buckets import finite
 from unisono.exchange.context_sum import ContextSum
 from unisono.exchange.custom import CustomExchange
@@ -60,12 +60,12 @@ class GradientPass:
             self.exchange = self._scatter()
         elif pipeline is not None:
             stages = pipeline.parts_of(params)
-            parts = [exchange_class(settings, of, mesh.data, mesh.world) if of else NoExchange() for of in stages]
+            parts = [choose_exchange(settings, of, mesh.data, mesh.world) if of else NoExchange() for of in stages]
             self.exchange = PerStageExchange(params, parts)
         elif own is not None:
             self.exchange = own(self.leaves, ranks, mesh.data)
         else:
-            self.exchange = exchange_class(settings, self.leaves, mesh.data, mesh.world)
+            self.exchange = choose_exchange(settings, self.leaves, mesh.data, mesh.world)
         if mesh.context.size > 1:
             self.exchange = ContextSum(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not self.scattered else None

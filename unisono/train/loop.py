@@ -26,11 +26,11 @@ from unisono.plan.rng_keys import ROUND, STEP, UPDATE, micro_batch_key, mix
 from unisono.train.balance.rebalance import Rebalancer
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.guarantees.user_errors import (
-    check_one_sample,
     check_optimizer,
     check_schedule,
     refuse_changing_buffers,
     refuse_hooks,
+    single_sample_error,
 )
 from unisono.train.modules.buffer_sync import NOTHING, Gathered, bits_of, versions, watch_samples
 from unisono.train.modules.models import Models
@@ -212,7 +212,7 @@ class StepLoop:
             if gradient.seen and not self.models.divided_loss:
                 yield place, batch, last
             else:
-                with self.observe_gradient(place, gradient):
+                with self.round_context(place, gradient):
                     yield place, batch, last
             if dealing is not None and number == 0:
                 dealing.done(self.order.micro_bounds(place.step, place.virtual_rank)[place.number])
@@ -234,7 +234,7 @@ class StepLoop:
         spans = self.schedule.at(step)
         pieces = self._pieces(step, (0, self.order.virtual_ranks))
         ahead = sum(pieces[v] for v in range(*spans[self.seat.span]))  # fetched ahead, or about to be
-        for virtual_rank, at_home in self.dealing.claims.micro_batches_of(
+        for virtual_rank, at_home in self.dealing.claims.virtual_ranks_of(
             step, spans, [v for v in pieces if pieces[v]]
         ):
             for number in range(pieces[virtual_rank]):
@@ -413,7 +413,7 @@ class StepLoop:
         samples = [i for micro_batch in self.order.micro_batches(step, virtual_rank) for i in micro_batch]
         return ", ".join(map(str, samples[:8])) + (f", ... {len(samples)} in all" if len(samples) > 8 else "")
 
-    def record_update(self, optimizer: Any) -> None:
+    def register_optimizer(self, optimizer: Any) -> None:
         """Look at an optimizer when it is first stepped: can it step here, and does it hold parameters of the run?"""
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if self._held.get(id(optimizer)) == count:
@@ -424,7 +424,7 @@ class StepLoop:
             self.steppers.append(optimizer)
         self._held[id(optimizer)] = count
 
-    def record_schedule(self, schedule: Any) -> None:
+    def register_schedule(self, schedule: Any) -> None:
         """Look at a schedule when it is first stepped."""
         if not any(known is schedule for known in self.steppers):
             check_schedule(schedule)
@@ -447,14 +447,14 @@ class StepLoop:
                 )
 
     @contextmanager
-    def observe_gradient(self, place: MicroBatchId, gradient: GradientPass) -> Iterator[None]:
+    def round_context(self, place: MicroBatchId, gradient: GradientPass) -> Iterator[None]:
         """What the loop's body runs in. In the first step it is seen whether a batch norm normalises over samples, and
         whether it always can."""
         hooks = []
         if not gradient.seen and self.order.virtual_ranks > 1 and self.order.smallest(self.last) == 1:
             bounds = self.order.micro_bounds(place.step, place.virtual_rank)[place.number]
             hooks = watch_samples(
-                self.models.batch_norms(), bounds[1] - bounds[0], partial(check_one_sample, self.order, self.last)
+                self.models.batch_norms(), bounds[1] - bounds[0], partial(single_sample_error, self.order, self.last)
             )
         try:
             with self.models.around_loss():

@@ -47,7 +47,7 @@ def spare_rounds(step: Step, gradient: GradientPass, virtual_rank: int, fetch: F
             step._place, step._ready = place, True
             phases.Position.virtual_rank = virtual_rank
             phases.enter("forward")
-            with engine.observe_gradient(place, gradient):
+            with engine.round_context(place, gradient):
                 yield batch
     finally:
         step._place, step._ready, step._state, models.busy = None, False, state, busy

@@ -14,7 +14,7 @@ from unisono.errors import LoopError, PeerLostError
 from unisono.plan.batch_order import MicroBatchId
 from unisono.train.context_rounds import context_rounds
 from unisono.train.evaluation.model_outputs import Forward, call, parts
-from unisono.train.guarantees.user_errors import check_loss, stepped_parameters
+from unisono.train.guarantees.user_errors import check_loss, explain_step_errors
 from unisono.train.optimization.sharded_step import on_local_shards
 from unisono.train.step_sync import LOSS
 from unisono.train.verification.no_verification import NOT_VERIFIED
@@ -341,16 +341,16 @@ class Step:
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:
-            self._engine.record_update(optimizer)
+            self._engine.register_optimizer(optimizer)
             with (
-                stepped_parameters(optimizer),
+                explain_step_errors(optimizer),
                 self._engine.verification.stepping(optimizer),
                 on_local_shards(optimizer),
             ):
                 optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:
-                self._engine.record_schedule(schedule)
+                self._engine.register_schedule(schedule)
                 schedule.step()
 
     def every(self, n: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
-from unisono.cli.request.autoresume import resume_words
+from unisono.cli.request.autoresume import resumed_request
 from unisono.cli.request.device_checks import problems_here, problems_where_mixed
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.restarts import RankRange, run_with_restarts
@@ -28,8 +28,8 @@ from unisono.config import (
     Settings,
     SettingsSources,
     gather,
-    numeric_settings,
     read,
+    result_settings,
     settings_of,
 )
 from unisono.config.static_settings import calls_main
@@ -75,7 +75,7 @@ def run(
     flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
-    request = resume_words(request, Path(target).stem, typed, restarts=world.restarts)
+    request = resumed_request(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
     asked = numbers(ranks, cpu_ranks, line)
     count = asked.usual
@@ -185,7 +185,7 @@ def _mark(run_dir: Path) -> tuple[int, int] | None:
 
 def _how_to_go_on(run_dir: Path, line: CommandLine, *, killed: bool) -> str:
     """A run was stopped that could not tell itself what is saved of it, and what to type."""
-    saved, elsewhere = manifest.checkpoints(run_dir), manifest.external_folder(run_dir)[0]
+    saved, elsewhere = manifest.checkpoints(run_dir), manifest.storage_history(run_dir)[0]
     if not saved and elsewhere is not None:
         again = line.flag("--run-dir", str(run_dir)).flag("--resume")
         return f"Stopped; what is saved is in {elsewhere}.\n  Next: {again}"
@@ -256,7 +256,7 @@ def _check_settings(
         problems += problems_where_mixed(loaded.settings, line) if mixed else []
     known: set[str] = set()  # whatever it is, the script's own process knows better
     if cls is not None and loaded is not None:
-        known = {*numeric_settings(loaded.settings), *ENVIRONMENT, "length"}
+        known = {*result_settings(loaded.settings), *ENVIRONMENT, "length"}
         known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
     problems += request.problems_of_accepted(known, line) + request.problems_of_faults(line)
     return loaded.settings if loaded is not None else None, problems

@@ -20,7 +20,7 @@ from unisono.config import CommandLine
 from unisono.errors import SettingsError
 
 
-def resume_words(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
+def resumed_request(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
     """The request, going on with what there is of it. A run that never came so far begins.
 
     restarts   how often a manager has started it again, as far as it counts
@@ -42,7 +42,7 @@ def resume_words(request: RunRequest, stem: str, line: CommandLine, *, restarts:
     return replace(plain, run_dir=path, resume=True)
 
 
-def write_job_mark(request: RunRequest) -> dict[str, str | None]:
+def job_mark(request: RunRequest) -> dict[str, str | None]:
     """What a run writes down of its job."""
     plain = replace(request, run_dir=None, resume=False, autoresume=False, accept_change=(), json=False)
     return {"job": environment.job(), "asked": str(plain.line())}
@@ -50,7 +50,7 @@ def write_job_mark(request: RunRequest) -> dict[str, str | None]:
 
 def _of_this_job(request: RunRequest, stem: str) -> Path | None:
     """The newest run that this job has begun with the same request."""
-    sought, found = write_job_mark(request), list[Path]()
+    sought, found = job_mark(request), list[Path]()
     for path in RUNS.glob(f"{stem}-*"):
         with suppress(OSError, ValueError):
             about = json.loads((path / "environment.json").read_text(encoding="utf-8"))

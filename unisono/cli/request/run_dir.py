@@ -99,7 +99,7 @@ def _held_by(path: Path) -> str:
     if checkpoints:
         count = len(checkpoints)
         held.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
-    held += [f"checkpoints in {where}" for where in manifest.external_folder(path) if where is not None]
+    held += [f"checkpoints in {where}" for where in manifest.storage_history(path) if where is not None]
     if (path / "result.json").exists():
         held.append("a result.json")
     return " and ".join(held)

@@ -47,7 +47,7 @@ import torch.distributed as dist
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
 from unisono.distributed.membership.waiting import TIMEOUT, SendThread
 from unisono.distributed.process_group import ProcessGroup
-from unisono.distributed.rendezvous.connect import connect, leave_group, retrying
+from unisono.distributed.rendezvous.connect import connect, first_timeout, leave_group
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.shared_memory import find_neighbours
 from unisono.environment import World
@@ -117,7 +117,7 @@ class Membership:
         os.register_at_fork(after_in_child=self._part_from_parent)
 
     @property
-    def is_fake(self) -> bool:
+    def is_joining(self) -> bool:
         """Is this process to join others, and in no group with them yet (fake_group.py)?"""
         return self.joins and not self.generation
 
@@ -214,7 +214,7 @@ class Membership:
         time.sleep(seconds)
         return True
 
-    def tolerate(self, error: Exception) -> None:
+    def tolerate_peer_loss(self, error: Exception) -> None:
         """Raise this error, unless it tells of a death, which the next meeting will see to."""
         if not self.is_peer_loss(error):
             raise error
@@ -272,7 +272,7 @@ class Membership:
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
         self._before = _sockets().keys()
-        connect(store, rank, size, self.backend, retrying(size), FORM_SECONDS)
+        connect(store, rank, size, self.backend, first_timeout(size), FORM_SECONDS)
         self.own()
         group.regroup(rank, size, find_neighbours(group))
         self.lines()

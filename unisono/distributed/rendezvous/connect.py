@@ -61,7 +61,7 @@ def connect(
     distributed_c10d._set_pg_timeout(TIMEOUT)
 
 
-def retrying(size: int) -> timedelta:
+def first_timeout(size: int) -> timedelta:
     """What gloo is told in a first attempt where processes may die meanwhile."""
     return AGAIN + size * EACH
 

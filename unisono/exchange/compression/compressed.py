@@ -120,7 +120,7 @@ class CompressedTree(BucketedExchange):
         for number, is_bad in enumerate(bad):
             if is_bad:
                 self.result.views[number].fill_(torch.nan)
-        self.result.detach_gradient(self.params)
+        self.result.assign_gradients(self.params)
         return not any(bad) and all(map(finite, self.result.flats))
 
     @property

@@ -138,7 +138,7 @@ class TreeExchange(BucketedExchange):
             whole = all(found)
         else:
             whole = bool(self.wire.finish())
-        self._result.detach_gradient(self.params)
+        self._result.assign_gradients(self.params)
         return whole
 
     def commit(self) -> None:

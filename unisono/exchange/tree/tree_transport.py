@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
-from unisono.distributed.shared_memory import SharedName, probe_shared_memory
+from unisono.distributed.shared_memory import SharedName, map_shared_memory
 from unisono.exchange import Weights
 from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, finite
 from unisono.plan.reduction_tree import Plan
@@ -164,7 +164,7 @@ class TreeTransport:
                 continue
             key = rank, name.number
             if key not in self.seen:
-                memory = probe_shared_memory(self.neighbours[rank], name, self.layout.bytes_shared)
+                memory = map_shared_memory(self.neighbours[rank], name, self.layout.bytes_shared)
                 self.seen[key], self.marks[key] = self.layout.cut(memory), self.layout.mark_of(memory)
             if bucket == 0:
                 self.marks[key].fill_(1)

@@ -28,7 +28,7 @@ from unisono.errors import LoopError
 from unisono.parallel.fsdp.gather_order import AllGather, CheckedAllGather, GatherOrder
 from unisono.parallel.fsdp.sharded_rng import draw_as_whole
 from unisono.parallel.layers import layers_of, outermost, untied
-from unisono.parallel.memory_format import keep_memory_format
+from unisono.parallel.memory_format import lay_out_rows
 from unisono.parallel.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def apply_shard(
         )
     if parallel.tensor == 1:
         draw_as_whole()
-    ordered = keep_memory_format(model)
+    ordered = lay_out_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": parallel.gather == "layer",

@@ -65,7 +65,7 @@ class TraceGuards:
         def look(frame: FrameType, event: str, _: Any) -> None:
             name = _name(frame)
             if event == "call" and (name == TREES or not _through(name)) and is_models(frame):
-                types, nones = guards_of(frame.f_code)
+                types, nones = asks_of_code(frame.f_code)
                 self.nones |= nones
                 if types:
                     self.why = self.why or f"{frame.f_code.co_name} asks for the type of something"
@@ -148,7 +148,7 @@ def _name(frame: FrameType) -> str:
 
 
 @lru_cache(maxsize=4096)
-def guards_of(code: CodeType) -> tuple[bool, bool]:
+def asks_of_code(code: CodeType) -> tuple[bool, bool]:
     """Does this code ask for a type, and does it ask whether something is None?"""
     types = nones = False
     for instruction in dis.get_instructions(code):

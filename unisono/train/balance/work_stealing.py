@@ -31,7 +31,7 @@ class WorkStealing:
         self.guests = 0  # virtual ranks that this process computed for others
         self.on = False
 
-    def micro_batches_of(self, step: int, spans: Spans, busy: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    def virtual_ranks_of(self, step: int, spans: Spans, busy: Sequence[int]) -> Iterator[tuple[int, bool]]:
         """The virtual ranks that this process computes in `step`, each with whether it is at home; `busy` are those
         with work. Every process must go through it in the same steps."""
         homes = [[v for v in busy if lo <= v < hi] for lo, hi in spans]

@@ -26,7 +26,7 @@ from unisono.config import Settings
 from unisono.config.validate_parallel import asks_of_the_model
 from unisono.data.loader import Collate, length_of
 from unisono.data.rng import seed_everything
-from unisono.distributed.fake_group import is_fake_group
+from unisono.distributed.fake_group import dry_run_group
 from unisono.environment import World
 from unisono.errors import LoopError, SettingsError
 from unisono.exchange import refuse_numbers
@@ -55,7 +55,7 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
     folder.mkdir()
     with ExitStack() as kept:
         nowhere = kept.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        group = kept.enter_context(is_fake_group(world.size))
+        group = kept.enter_context(dry_run_group(world.size))
         run: DryRun[S] = DryRun(
             settings, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=nowhere
         )

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from unisono.checkpoint.sharded_state import is_whole
+from unisono.checkpoint.sharded_state import gather_state
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import ProcessGroup, to_local
 from unisono.errors import RunStopped
@@ -80,7 +80,7 @@ class Dump:
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors:
-            full = is_whole(tensor, keep=writes)
+            full = gather_state(tensor, keep=writes)
             if writes:
                 if full is not None:
                     save_file({name: _plain(full)}, folder / f"{len(names)}.safetensors")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from unisono.checkpoint.sharded_state import gather_whole
+from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.data.eval_loader import EvalBatch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
@@ -25,7 +25,7 @@ def predict(outputs: ModelOutputs) -> Any:
     for micro_batch, output in outputs:
         leaves, found = tree_flatten(output)
         spec = _same_structure(spec, found)
-        rows = [_rows(gather_whole(leaf), micro_batch) for leaf in leaves]
+        rows = [_rows(gather_tensor(leaf), micro_batch) for leaf in leaves]
         if outputs.speaks:
             pieces.append(rows)
             numbers.append((micro_batch.number, micro_batch.samples))

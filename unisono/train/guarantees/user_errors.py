@@ -107,7 +107,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 @contextmanager
-def stepped_parameters(optimizer: Any) -> Iterator[None]:
+def explain_step_errors(optimizer: Any) -> Iterator[None]:
     """An optimizer steps in here. Where it cannot do that to parts of parameters, that is told in our words.
 
     One that does not go element by element computes with rows or whole matrices; of these operations torch can make
@@ -156,7 +156,7 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
 
 
 @contextmanager
-def sharded_parameters_error(parallel: ParallelSettings) -> Iterator[None]:
+def explain_dtensor_errors(parallel: ParallelSettings) -> Iterator[None]:
     """Where a part of a parameter meets a whole tensor, torch speaks of DTensors. Raises LoopError instead."""
     try:
         yield
@@ -198,7 +198,7 @@ def refuse_changing_buffers(step: int, samples: int, settings: Settings) -> None
         )
 
 
-def check_one_sample(order: BatchOrder, last: int, name: str) -> LoopError:
+def single_sample_error(order: BatchOrder, last: int, name: str) -> LoopError:
     """A batch norm would have to normalise over one sample, in some step before `last`."""
     where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
     return LoopError(

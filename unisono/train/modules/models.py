@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_map
 
-from unisono.checkpoint.sharded_state import gather_whole
+from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.errors import LoopError
@@ -96,7 +96,7 @@ class Models:
         """
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss
-            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_whole, out))
+            model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
         check_same_parameters(self.group, model.named_parameters(), "run.place was given a model")
         alignment.align_([*model.parameters(), *model.buffers()])
         marks = attributes_of_params(model)

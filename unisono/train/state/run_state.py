@@ -13,7 +13,7 @@ import torch
 from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import CheckpointSaver, packed
-from unisono.checkpoint.sharded_state import apart, is_whole, simple, start_of, tied
+from unisono.checkpoint.sharded_state import apart, gather_state, simple, start_of, tied
 from unisono.checkpoint.state_codec import TensorTable
 from unisono.checkpoint.storage import Storage, place_of
 from unisono.data import alignment
@@ -277,7 +277,7 @@ class RunState:
         stages = self.stages
         found = {name: thing.state_dict() for name, thing in self.tracked.items()}
         if stages is not None:  # one that is divided as well is whole on the first process of those that share it
-            states = {name: is_whole(state, keep=stages.speaks) for name, state in found.items()}
+            states = {name: gather_state(state, keep=stages.speaks) for name, state in found.items()}
         else:
             states = {name: simple(state, self.mesh) for name, state in found.items()}
         for name in states.keys() & self.models.keys():
@@ -290,7 +290,7 @@ class RunState:
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
         """Their states by name: whole on the main process, together with the others."""
         states = {
-            name: is_whole(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
+            name: gather_state(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
             for name, thing in things.items()
         }
         for name in states.keys() & self.models.keys():
@@ -307,7 +307,7 @@ class RunState:
         if self.stages is None and parted:  # one tensor after the other is whole, and then forgotten
             found = loading.fingerprint_of(
                 {name: tied(model.state_dict(), model) for name, model in self.models.items()},
-                lambda tensor: is_whole(tensor, keep=self.group.rank == 0),
+                lambda tensor: gather_state(tensor, keep=self.group.rank == 0),
             )
         else:
             found = loading.fingerprint_of(self._whole(self.models))
