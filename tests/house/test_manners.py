@@ -46,7 +46,7 @@ def test_every_file_says_what_it_is() -> None:
 
 
 def test_one_file_reads_the_environment() -> None:
-    """Children get their variables from it as well (`environment.inherited`); nobody writes to our own environment."""
+    """Children get their variables from it (`environment.inherited`). No code writes to its own environment."""
     readers = {}
     for path in files("unisono"):
         for node in ast.walk(tree(path)):

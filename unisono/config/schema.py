@@ -56,7 +56,7 @@ class ParallelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DdpSettings:
-    """What torch's DistributedDataParallel is told, under exchange=ddp."""
+    """Arguments of torch's DistributedDataParallel, under exchange=ddp."""
 
     static_graph: bool = False
     bucket_mb: float = 25.0
@@ -230,7 +230,7 @@ SETTING_INFO = {
     "promise.check": SettingInfo("check at steps 0, 1, 2, 4, 8 and later that the promise of equal bits holds", False),
     "promise.pause": SettingInfo("seconds between two checks after step 8", False),
     "promise.broken": SettingInfo("stop; or tell, and lower the promise; auto: stop before step 10", False),
-    "stuck.after": SettingInfo("seconds without progress after which it is told who waits for whom; 0: never", False),
+    "stuck.after": SettingInfo("seconds without progress after which a run reports a hang; 0: never", False),
     "stuck.then": SettingInfo("what happens then: the run ends; who is to blame is killed; or it waits on", False),
 }
 

@@ -22,14 +22,18 @@ _classes = {"local": "unisono.local_sgd.sites:LocalSGD"}
 
 
 class SyncPoint(NamedTuple):
-    """All processes are after the same step: what they agreed on, and the steps done when that was so before."""
+    """A moment at which all processes have done the same steps.
+
+    agreed  flags that all processes share: a stop, a checkpoint
+    before  steps done at the previous synchronization point
+    """
 
     agreed: Mapping[str, int]
     before: int
 
 
 class SyncPoints(Protocol):
-    """When all processes are after the same step, and how they hold one model in between.
+    """Decide when all processes hold the same model, and give them one model in between.
 
     told  entries of result.json
     """
@@ -47,23 +51,23 @@ class SyncPoints(Protocol):
 
 
 class NoLocalSGD:
-    """All processes make every step together, as under all exchanges but one: nothing to do."""
+    """Synchronize all processes in every step: every exchange but local SGD."""
 
     told: Mapping[str, Any] = {}
 
     def begin(self, engine: StepLoop, done: int) -> None:
-        """The loop begins after so many steps."""
+        """Begin the loop after `done` steps."""
 
     def after(self, engine: StepLoop, step: Step) -> SyncPoint | None:
-        """A step is done. Are all processes together now? None: not before a later one."""
+        """Return the synchronization point after this step, or None if there is none."""
         return SyncPoint(engine.agreed, step.number)
 
     def as_one(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-        """In it, these models are the same on all processes."""
+        """Return a block in which these models are equal on all processes."""
         return nullcontext()
 
     def rest(self, step: Step | None) -> None:
-        """No more steps will come: what is left is the same on all processes."""
+        """Synchronize for the last time: no more steps follow."""
 
 
 def sync_points(settings: Settings, *collaborators: Any) -> SyncPoints:
