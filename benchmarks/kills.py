@@ -1,10 +1,11 @@
 """Kill processes of runs at random moments: does each run end with the fingerprint of an undisturbed one?
 
     python -m benchmarks.kills                                              a quick look: 8 kills of each kind
-    python -m benchmarks.kills --random 140 --early 40 --workers 20 --torchrun 20
+    python -m benchmarks.kills --random 100 --early 40 --checked 40 --workers 20 --torchrun 20
 
     --random    kills after the first step of a run, of any rank or of two at once, and of those that replace them
     --early     kills before the first step: while Python starts, in the script's own code, while processes connect
+    --checked   kills in the first nine steps, of which five check the promise; every second run has replicas of shards
     --workers   kills of loader workers
     --torchrun  runs under `torchrun --max-restarts 3`, with one to three moments in each at which ranks are killed,
                 also while all are starting again
@@ -86,11 +87,14 @@ def main(run):
         time.sleep(run.settings.pause)
         return ((output - targets) ** 2).sum(), len(inputs)
 
+    (run.dir / "loop").touch()
     for step in run.steps(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
         step.run(model, loss)
         step.update(optimizer)
         if step.number == 0:
             (run.dir / "first-step").touch()
+        if step.number == 8:
+            (run.dir / "ninth-step").touch()
 
 if __name__ == "__main__":
     unisono.main(main, Settings)
@@ -108,13 +112,14 @@ class Case(NamedTuple):
     sets: tuple[str, ...] = ()
 
 
-REPLICAS = Case("replicas", 3)
+SHARDS = Case("replicas of shards", 4, ("parallel.shard=2",))
 CASES = (
-    REPLICAS,
+    Case("replicas", 3),
     Case("two replicas", 2),
     Case("wide sums", 2, ("exchange=wide",)),
     Case("shards", 2, ("parallel.shard=2",)),
-    Case("replicas of shards", 4, ("parallel.shard=2",)),
+    SHARDS,
+    Case("replicas of shards, by layer", 4, ("parallel.shard=2", "parallel.gather=layer")),
     Case("shards with buddies", 2, ("parallel.shard=2", "parallel.buddy=true")),
     Case("pipeline", 2, ("parallel.pipeline=2",)),
 )
@@ -123,11 +128,12 @@ TORCHRUN = (Case("torchrun, two", 2), Case("torchrun, three", 3), Case("torchrun
 
 
 class Known(NamedTuple):
-    """An undisturbed run: its fingerprint, and seconds from the first process to the first step, and on to the end."""
+    """An undisturbed run: its fingerprint, and what its parts took, in seconds."""
 
     fingerprint: str
-    start: float
-    loop: float
+    start: float  # from the first process to the end of the first step
+    checked: float  # from the start of the loop to the end of the ninth step
+    loop: float  # from the end of the first step to the end of the run
 
 
 class Ended(NamedTuple):
@@ -168,9 +174,13 @@ class Running:
     def over(self) -> bool:
         return self.popen.poll() is not None
 
+    def has(self, mark: str) -> bool:
+        """Return whether the script has touched this file: "loop", "first-step" or "ninth-step"."""
+        return (self.folder / "out" / mark).exists()
+
     @property
     def has_stepped(self) -> bool:
-        return (self.folder / "out" / "first-step").exists()
+        return self.has("first-step")
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes that train, in the order of their start."""
@@ -234,13 +244,15 @@ def undisturbed(folder: Path, case: Case, *, torchrun: bool = False) -> Known:
     """Run a case without any kill."""
     running = Running(folder, case, torchrun=torchrun)
     running.wait_for(running.ranks)
-    first = time.monotonic()
-    running.wait_for(lambda: running.has_stepped)
-    stepped = time.monotonic()
+    times = [time.monotonic()]
+    for mark in ("loop", "first-step", "ninth-step"):
+        running.wait_for(lambda mark=mark: running.has(mark))  # type: ignore[misc]
+        times.append(time.monotonic())
     fingerprint = running.end()
     if not fingerprint:
         raise SystemExit(f"{case.name}: the undisturbed run failed\n{(folder / 'output').read_text()}")
-    return Known(fingerprint, stepped - first, time.monotonic() - stepped)
+    first, loop, stepped, ninth = times
+    return Known(fingerprint, stepped - first, ninth - loop, time.monotonic() - stepped)
 
 
 def victims(found: list[psutil.Process], chance: random.Random) -> list[psutil.Process]:
@@ -278,6 +290,16 @@ def later(running: Running, known: Known, chance: random.Random) -> None:
         time.sleep(chance.uniform(0.0, known.start))
 
 
+def checked(running: Running, known: Known, chance: random.Random) -> None:
+    """Kill in the first nine steps, and perhaps again a moment later."""
+    running.wait_for(lambda: running.has("loop"))
+    for _ in range(chance.choice((1, 1, 2))):
+        time.sleep(chance.uniform(0.0, known.checked))
+        if running.has("ninth-step"):
+            return
+        running.kill(victims(running.ranks(), chance))
+
+
 def workers(running: Running, known: Known, chance: random.Random) -> None:
     """Kill loader workers."""
     running.wait_for(lambda: running.has_stepped)
@@ -298,7 +320,7 @@ def under_torchrun(running: Running, known: Known, chance: random.Random) -> Non
         running.kill(victims(running.ranks(), chance))
 
 
-KINDS = {"random": later, "early": early, "workers": workers, "torchrun": under_torchrun}
+KINDS = {"random": later, "early": early, "checked": checked, "workers": workers, "torchrun": under_torchrun}
 
 
 def trial(kind: str, case: Case, known: Known, folder: Path, seed: str) -> Ended:
@@ -315,7 +337,8 @@ def trial(kind: str, case: Case, known: Known, folder: Path, seed: str) -> Ended
 
 def cases(kind: str) -> Sequence[Case]:
     """Return what this kind draws from."""
-    return {"workers": (WORKERS,), "torchrun": TORCHRUN}.get(kind, CASES)
+    of_kind = {"workers": (WORKERS,), "torchrun": TORCHRUN, "checked": (*CASES, *[SHARDS] * len(CASES))}
+    return of_kind.get(kind, CASES)
 
 
 def series(kind: str, wanted: int, folder: Path, seed: int, at_once: int) -> list[Ended]:
@@ -345,14 +368,14 @@ def series(kind: str, wanted: int, folder: Path, seed: int, at_once: int) -> lis
 
 def table(ended: Sequence[Ended]) -> str:
     """A line for each kind and placement."""
-    rows = [f"{'kills':10} {'placement':20} {'runs':>5} {'kills':>6} {'same':>6} {'not':>4} {'seconds':>8}"]
+    rows = [f"{'kills':10} {'placement':28} {'runs':>5} {'kills':>6} {'same':>6} {'not':>4} {'seconds':>8}"]
     for kind in KINDS:
-        for case in cases(kind):
+        for case in dict.fromkeys(cases(kind)):
             of = [each for each in ended if (each.kind, each.case) == (kind, case)]
             if of:
                 same = sum(not each.problem for each in of)
                 numbers = f"{len(of):5} {sum(each.kills for each in of):6} {same:6} {len(of) - same:4}"
-                rows.append(f"{kind:10} {case.name:20} {numbers} {sum(each.seconds for each in of):8.0f}")
+                rows.append(f"{kind:10} {case.name:28} {numbers} {sum(each.seconds for each in of):8.0f}")
     same = sum(not each.problem for each in ended)
     kills = sum(each.kills for each in ended)
     rows.append(f"{len(ended)} runs, {kills} kills: {same} with the undisturbed fingerprint")
