@@ -35,6 +35,8 @@ def join(world: World, folder: Path) -> None:
     """As scripts do that start their processes themselves."""
     store = dist.FileStore(str(folder / "own-store"), world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    store.set(f"joined-{world.rank}", "1")  # a process that ends now would break the connections that others still make
+    store.wait([f"joined-{rank}" for rank in range(world.size)])
 
 
 def script(world: World, folder: str, when: str, run_dir: str, times: int = 1) -> bool:
