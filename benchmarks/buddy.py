@@ -21,7 +21,7 @@ BESIDE = {"layer, buddy": "layer", "step, buddy": "step"}
 
 def build(course: Course, loop: str) -> Iterator[Turn]:
     gather: Any = loop.split(",")[0]
-    parallel = ParallelSettings(shard=course.group.size, gather=gather, buddy=loop.endswith("buddy"))
+    parallel = ParallelSettings(shard=course.group.size, reshard=gather, replicate_shards=loop.endswith("buddy"))
     return ours(course, replace(course.settings, parallel=parallel), course.group, loop)
 
 

@@ -55,7 +55,7 @@ class Counter:
 def counted(world: World, kind: str, gather: Any, model: Model, folder: str) -> dict[str, int]:
     """The bytes of a step."""
     precision, param_dtype = KINDS[kind]
-    parallel = ParallelSettings(shard=world.size, gather=gather, param_dtype=param_dtype)  # type: ignore[arg-type]
+    parallel = ParallelSettings(shard=world.size, reshard=gather, param_dtype=param_dtype)  # type: ignore[arg-type]
     config = Settings(steps=2, batch=16, precision=precision, parallel=parallel)  # type: ignore[arg-type]
     counter = Counter()
     with join(world) as group:

@@ -28,16 +28,16 @@ ROWS: list[tuple[str, ...]] = [
     (),
     ("exchange=wide",),
     ("exchange=ddp",),
-    *((f"compress.kind={kind}", "compress.nodes=2") for kind in ("fp16", "bf16", "int8")),
+    *((f"compress.kind={kind}", "compress.groups=2") for kind in ("fp16", "bf16", "int8")),
     ("compress.kind=int8",),
     ("compress.kind=topk",),
-    ("compress.kind=topk", "compress.keep=0.1"),
-    ("compress.kind=topk", "compress.keep=0.25"),
-    ("compress.kind=topk", "compress.keep=0.25", "compress.begin=50"),
+    ("compress.kind=topk", "compress.ratio=0.1"),
+    ("compress.kind=topk", "compress.ratio=0.25"),
+    ("compress.kind=topk", "compress.ratio=0.25", "compress.start_step=50"),
     ("compress.kind=powersgd",),
-    ("compress.kind=powersgd", "compress.begin=50"),
+    ("compress.kind=powersgd", "compress.start_step=50"),
     ("compress.kind=powersgd", "compress.rank=16"),
-    ("compress.kind=powersgd", "compress.rank=16", "compress.begin=30"),
+    ("compress.kind=powersgd", "compress.rank=16", "compress.start_step=30"),
 ]
 SMALL = ["model.width=64", "model.depth=2", "model.heads=2", "model.context=64", "batch=32", "validate_bytes=32768"]
 WIDE = ["model.width=512", "batch=8", "model.context=16", "steps=2", "validate_bytes=500"]

@@ -119,8 +119,8 @@ CASES = (
     Case("wide sums", 2, ("exchange=wide",)),
     Case("shards", 2, ("parallel.shard=2",)),
     SHARDS,
-    Case("replicas of shards, by layer", 4, ("parallel.shard=2", "parallel.gather=layer")),
-    Case("shards with buddies", 2, ("parallel.shard=2", "parallel.buddy=true")),
+    Case("replicas of shards, by layer", 4, ("parallel.shard=2", "parallel.reshard=layer")),
+    Case("shards with buddies", 2, ("parallel.shard=2", "parallel.replicate_shards=true")),
     Case("pipeline", 2, ("parallel.pipeline=2",)),
 )
 WORKERS = Case("loader workers", 2, ("loader.workers=1",))

@@ -55,9 +55,9 @@ model). If a placement is right, the two trainings are the same but for rounding
   *other*, to rounding.
 - **parameters, gradients, optimizer**: how much memory they take, on the process that has most, each at its largest.
 - **share**: the worst of these three over its theoretical share: one process's, divided by the shards (with
-  `gather=step`, which keeps whole parameters and gradients during a step, of the optimizer state only) and by the parts
-  of every matrix; in a pipeline, of the parameters of this process's own layers. 1.00 is right; above {share:.2f} is
-  told.
+  `reshard=step`, which keeps whole parameters and gradients during a step, of the optimizer state only) and by the
+  parts of every matrix; in a pipeline, of the parameters of this process's own layers. 1.00 is right; above {share:.2f}
+  is told.
 - **s a step**: the median without the first one. It says little: all processes share the cores of one machine.
 
 Below a table stands which placements a model is refused for, and why; and where a pipeline's stretches of the layers

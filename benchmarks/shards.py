@@ -56,7 +56,7 @@ def whole_norm(model: torch.nn.Module) -> float:
 
 def build(course: Course, loop: str) -> Iterator[Turn]:
     if loop in ("layer", "step"):
-        parallel = ParallelSettings(shard=course.group.size, gather="layer" if loop == "layer" else "step")
+        parallel = ParallelSettings(shard=course.group.size, reshard="layer" if loop == "layer" else "step")
         return ours(course, replace(course.settings, parallel=parallel), course.group, loop)
     return by_hand(course, by_layer=loop == "layer by hand", dtype=torch.float64 if loop == "float64" else None)
 

@@ -32,15 +32,20 @@ DELAY_SECONDS, BITS_PER_SECOND = 0.02, 100e6
 EVERY = 50
 
 COMMON = {"batch": 16, "model.context": 32, "model.depth": 2, "virtual_ranks": 4, "lr": 3e-3}
-DILOCO = {"exchange": "local", "local.every": EVERY, "local.momentum": 0.5}
+DILOCO = {"exchange": "local_sgd", "local_sgd.sync_every": EVERY, "local_sgd.outer_momentum": 0.5}
 """The paper's momentum of 0.9 is for hundreds of meetings, and these runs have dozens."""
 WAYS: dict[str, dict[str, Any]] = {
     "tree": {},
     "DiLoCo": DILOCO,
-    "DiLoCo, 8 bits": {**DILOCO, "local.bits": 8},
-    "DiLoCo, 4 bits": {**DILOCO, "local.bits": 4},
-    "DiLoCo, 4 bits, streaming": {**DILOCO, "local.bits": 4, "local.fragments": 5, "local.overlap": 5},
-    "local SGD": {"exchange": "local", "local.every": EVERY, "local.outer": "average"},
+    "DiLoCo, 8 bits": {**DILOCO, "local_sgd.bits": 8},
+    "DiLoCo, 4 bits": {**DILOCO, "local_sgd.bits": 4},
+    "DiLoCo, 4 bits, streaming": {
+        **DILOCO,
+        "local_sgd.bits": 4,
+        "local_sgd.num_fragments": 5,
+        "local_sgd.sync_delay": 5,
+    },
+    "local SGD": {"exchange": "local_sgd", "local_sgd.sync_every": EVERY, "local_sgd.outer_optimizer": "average"},
 }
 TIMED = ("tree", "DiLoCo", "DiLoCo, 8 bits", "DiLoCo, 4 bits", "DiLoCo, 4 bits, streaming")
 

@@ -33,7 +33,7 @@ from benchmarks.machine import parser, show
 from benchmarks.tasks import Task, loss_of, mlp, text
 from benchmarks.turns import Course, Race, Turn, measure, ours, table
 from unisono import phases
-from unisono.config import DealSettings
+from unisono.config import BalanceSettings
 
 TIMES = 3.0
 DEVICE_SECONDS = 0.004
@@ -99,16 +99,16 @@ def ddp(course: Course) -> Iterator[Turn]:
 
 
 DEALS = {
-    "even": DealSettings(by_speed=False),
-    "by speed": DealSettings(by_speed=True),
-    "claims": DealSettings(by_speed=True, claim=True),
+    "even": BalanceSettings(by_speed=False),
+    "by speed": BalanceSettings(by_speed=True),
+    "claims": BalanceSettings(by_speed=True, work_stealing=True),
 }
 
 
 def build(course: Course, loop: str) -> Iterator[Turn]:
     if loop == "DDP":
         return ddp(course)
-    return ours(course, replace(course.settings, deal=DEALS[loop]), course.group, loop)
+    return ours(course, replace(course.settings, balance=DEALS[loop]), course.group, loop)
 
 
 SCENES = {

@@ -40,15 +40,19 @@ class Arm(NamedTuple):
 
 def arms() -> list[Arm]:
     compressed = [Arm(f"tree, {kind}", 2, (f"compress.kind={kind}",)) for kind in ("fp16", "bf16", "int8")]
-    late_forms = ("compress.begin=100",)  # what is left out of early gradients comes too late to be of use
+    late_forms = ("compress.start_step=100",)  # what is left out of early gradients comes too late to be of use
     compressed += [
-        Arm("tree, topk", 2, ("compress.kind=topk", "compress.keep=0.25", *late_forms)),
+        Arm("tree, topk", 2, ("compress.kind=topk", "compress.ratio=0.25", *late_forms)),
         Arm("tree, powersgd of rank 4", 2, ("compress.kind=powersgd", *late_forms)),
         Arm("tree, powersgd of rank 16", 2, ("compress.kind=powersgd", "compress.rank=16", *late_forms)),
         Arm("tree, powersgd of rank 24", 2, ("compress.kind=powersgd", "compress.rank=24", *late_forms)),
     ]
-    sites = ("exchange=local", "local.every=20", "local.momentum=0.5")  # 0.9 is for runs with hundreds of meetings
-    mean = ("exchange=local", "local.every=20", "local.outer=average")
+    sites = (
+        "exchange=local_sgd",
+        "local_sgd.sync_every=20",
+        "local_sgd.outer_momentum=0.5",
+    )  # 0.9 is for runs with hundreds of meetings
+    mean = ("exchange=local_sgd", "local_sgd.sync_every=20", "local_sgd.outer_optimizer=average")
     late = ("momentum=0.0", "lr=2e-3")  # what steps in common bear is too much for gradients that are late
     return [
         Arm("tree", 2, ()),
@@ -62,14 +66,14 @@ def arms() -> list[Arm]:
         Arm("server, at most 2 updates late", 4, ("exchange=server", "server.staleness=2", *late)),
         Arm("server, asynchronous", 4, ("exchange=server", "server.staleness=none", *late)),
         Arm("local SGD, every 20 steps", 2, mean),
-        Arm("post-local SGD, from step 100 on", 2, (*mean, "local.begin=100")),
+        Arm("post-local SGD, from step 100 on", 2, (*mean, "local_sgd.warmup_steps=100")),
         Arm("DiLoCo, every 20 steps", 2, sites),
-        Arm("DiLoCo, 8 bits", 2, (*sites, "local.bits=8")),
-        Arm("DiLoCo, 4 bits", 2, (*sites, "local.bits=4")),
+        Arm("DiLoCo, 8 bits", 2, (*sites, "local_sgd.bits=8")),
+        Arm("DiLoCo, 4 bits", 2, (*sites, "local_sgd.bits=4")),
         Arm(
             "DiLoCo, 4 bits, 2 fragments, overlapped",
             2,
-            (*sites, "local.bits=4", "local.fragments=2", "local.overlap=2"),
+            (*sites, "local_sgd.bits=4", "local_sgd.num_fragments=2", "local_sgd.sync_delay=2"),
         ),
     ]
 

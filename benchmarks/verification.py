@@ -34,7 +34,7 @@ SCENES: dict[str, tuple[int, int, ParallelSettings]] = {
     "one process": (1, 64, ParallelSettings()),
     "two processes": (2, 96, ParallelSettings()),
     "two shards, gathered by layer": (2, 32, ParallelSettings(shard=2)),
-    "two shards, gathered once a step": (2, 64, ParallelSettings(shard=2, gather="step")),
+    "two shards, gathered once a step": (2, 64, ParallelSettings(shard=2, reshard="step")),
 }
 """Processes, the width of the model (so that a step takes about 30 ms), and how they share it."""
 

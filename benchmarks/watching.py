@@ -42,7 +42,7 @@ from torch import nn
 from benchmarks.machine import parser, ratio, show
 from benchmarks.tasks import TASKS, loss_of
 from unisono import phases
-from unisono.config import DivergenceSettings, Settings, StuckSettings
+from unisono.config import DivergenceSettings, Settings, WatchdogSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.environment import World
@@ -71,7 +71,7 @@ class Threads:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        with StatusThread(StuckSettings(), self.world) as watch:
+        with StatusThread(WatchdogSettings(), self.world) as watch:
             self.company._left.clear()
             beat = threading.Thread(target=self.company._beat, name="company", daemon=True)
             beat.start()

@@ -133,7 +133,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             dry_run(train, loaded.settings, world)
         return
     divided = loaded.settings.parallel.shard != 1
-    with StatusThread(loaded.settings.stuck, world), join(world, divided=divided) as group, ExitStack() as kept:
+    with StatusThread(loaded.settings.watchdog, world), join(world, divided=divided) as group, ExitStack() as kept:
         shown, path, resumes = _on_main(group, lambda: (*asked.run_dir(kept), request.resume))
         run_dir = Path(path)  # absolute, because the script may change its folder; people see what they typed
         request = replace(asked.request, run_dir=Path(shown), resume=resumes)

@@ -226,7 +226,7 @@ def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Com
     whole = undisturbed(command)
     ended = command.run(
         *("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=6:1"),
-        *("--set", "parallel.shard=2", "--set", "parallel.buddy=true"),
+        *("--set", "parallel.shard=2", "--set", "parallel.replicate_shards=true"),
         times=2,
     )
     assert ended.status == 0, ended.err

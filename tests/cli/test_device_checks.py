@@ -12,7 +12,7 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
 
 
 @only_cpu
-@pytest.mark.parametrize("way", ["split", "threads"])
+@pytest.mark.parametrize("way", ["model_parallel_devices", "data_parallel_devices"])
 def test_several_devices_of_one_process(ask: Ask, way: str) -> None:
     (problem,) = ask("run", "train.py", "--set", f"parallel.{way}=2")
     assert problem.asked == f"parallel.{way} = 2"

@@ -81,7 +81,7 @@ def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_lo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [(), ("parallel.shard=2",), ("parallel.shard=2", "parallel.buddy=true")],
+    [(), ("parallel.shard=2",), ("parallel.shard=2", "parallel.replicate_shards=true")],
     ids=["whole", "shards", "buddies"],
 )
 def test_two_at_once_and_again_after_the_restart(command: Command, words: tuple[str, ...]) -> None:

@@ -60,7 +60,7 @@ def proved(
 
 
 def test_what_is_divided_only_agrees_to_the_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    placements = ["replicate=2", "shard=2", "shard=2,gather=step"]
+    placements = ["replicate=2", "shard=2", "shard=2,reshard=step"]
     status, proof = proved(tmp_path, text_of({}), placements)
     assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True), proof.rows
     for row in proof.rows:
@@ -244,28 +244,33 @@ def test_every_placement_that_fits() -> None:
     assert {placement.processes for placement in found} == {2, 4}
     named = {axis for placement in found for axis, size in placement.axes._asdict().items() if size > 1}
     assert named == set(LayoutSpec({}).axes._fields)
-    wanted = {"replicate=4", "shard=4,gather=step", "replicate=2,shard=2", "pipeline=2,schedule=Interleaved1F1B"}
-    wanted |= {"shard=2,tensor=2", "replicate=2,tensor=2", "replicate=2,context=2", "tensor=2,sequence=true,loss=true"}
+    wanted = {"replicate=4", "shard=4,reshard=step", "replicate=2,shard=2", "pipeline=2,schedule=Interleaved1F1B"}
+    wanted |= {
+        "shard=2,tensor=2",
+        "replicate=2,tensor=2",
+        "replicate=2,context=2",
+        "tensor=2,sequence_parallel=true,loss_parallel=true",
+    }
     wanted |= {"replicate=2,pipeline=2", "tensor=2,pipeline=2"}
     assert wanted <= set(map(str, found))
 
 
 def test_a_placement_in_short() -> None:
-    found = placement_of('parallel.shard=2, layers=["A","B"], replicate=3', LINE)
-    assert str(found) == 'shard=2,layers=["A","B"],replicate=3'
+    found = placement_of('parallel.shard=2, layer_classes=["A","B"], replicate=3', LINE)
+    assert str(found) == 'shard=2,layer_classes=["A","B"],replicate=3'
     assert found.processes == 6
-    assert {"parallel.shard=2", "parallel.tensor=1", 'parallel.layers=["A","B"]'} <= set(found.sets)
+    assert {"parallel.shard=2", "parallel.tensor=1", 'parallel.layer_classes=["A","B"]'} <= set(found.sets)
     assert (found.share("parameters"), found.is_exact) == (0.5, True)
-    by_step = placement_of("shard=2,gather=step,tensor=2", LINE)
+    by_step = placement_of("shard=2,reshard=step,tensor=2", LINE)
     assert (by_step.share("gradients"), by_step.share("optimizer"), by_step.is_exact) == (0.5, 0.25, False)
 
 
 def test_what_to_type_next_is_said_of_the_placement() -> None:
-    placement = placement_of("shard=16,gather=step", LINE)
+    placement = placement_of("shard=16,reshard=step", LINE)
     line = LayoutLine(LINE.flag("--parallel", str(placement)).words, placement)
-    assert str(line.in_processes(8)) == "unisono prove script.py --parallel shard=8,gather=step"
-    assert str(line.setting("parallel.gather=layer")) == "unisono prove script.py --parallel shard=16,gather=layer"
-    assert str(line.setting("batch=4")) == "unisono prove script.py --parallel shard=16,gather=step --set batch=4"
+    assert str(line.in_processes(8)) == "unisono prove script.py --parallel shard=8,reshard=step"
+    assert str(line.setting("parallel.reshard=layer")) == "unisono prove script.py --parallel shard=16,reshard=layer"
+    assert str(line.setting("batch=4")) == "unisono prove script.py --parallel shard=16,reshard=step --set batch=4"
 
 
 def test_a_row_is_a_line_of_the_table() -> None:
@@ -287,9 +292,9 @@ def test_a_row_is_a_line_of_the_table() -> None:
         (["train.py", "--parallel", "shard"], "takes key=value", "unisono prove train.py --parallel shard=2"),
         (["train.py", "--parallel", "shard=-1"], "number of processes", "unisono prove train.py --parallel shard=2"),
         (
-            ["train.py", "--parallel", "shard=2,gather=all"],
-            "parallel.gather takes one of layer, step",
-            "unisono prove train.py --parallel shard=2,gather=layer",
+            ["train.py", "--parallel", "shard=2,reshard=all"],
+            "parallel.reshard takes one of layer, step",
+            "unisono prove train.py --parallel shard=2,reshard=layer",
         ),
         (
             ["train.py", "--parallel", "replicate=2", "--parallel", "shard=16"],

@@ -192,7 +192,11 @@ def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None
         (["replay", "run", "--step", "1", "--virtual-rank", "8"], "8 virtual ranks", "unisono replay run --step 1 --v"),
         (["replay", "local", "--step", "1"], "Between two meetings each site", "look at its losses in local/timeline"),
         (["audit", "run", "--set", "lr=1"], "with the settings that it had", "unisono audit run"),
-        (["audit", "train.py", "--set", "exchange=local"], "audit_every = 1 and exchange = local", "unisono audit"),
+        (
+            ["audit", "train.py", "--set", "exchange=local_sgd"],
+            "audit_every = 1 and exchange = local_sgd",
+            "unisono audit",
+        ),
         (["audit", "odd"], "a script that it does not name", "unisono audit odd --json --script SCRIPT.py"),
         (
             ["audit", "odd", "--script", "no.py"],
@@ -204,7 +208,7 @@ def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None
     ],
 )
 def test_wrong_requests(ask: Ask, tmp_path: Path, words: list[str], said: str, do: str) -> None:
-    for name, exchange in (("run", "tree"), ("local", "local"), ("odd", "tree")):
+    for name, exchange in (("run", "tree"), ("local", "local_sgd"), ("odd", "tree")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "settings.toml").write_text(f'steps = 10\nvirtual_ranks = 8\nexchange = "{exchange}"\n')
         about = {"script": str(tmp_path / "train.py"), "folder": str(tmp_path)}

@@ -23,7 +23,9 @@ def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_th
     refused = command.end(command.start_python(*again, "--accept-change", "zzz", "--set", "seed=1"))
     assert refused.status == 2
     told = refused.err.partition("There are ")[2]
-    assert {"batch", "clip", "exchange", "instruction_set", "length", "local.every", "lr"} <= set(told.split(", "))
+    assert {"batch", "clip", "exchange", "instruction_set", "length", "local_sgd.sync_every", "lr"} <= set(
+        told.split(", ")
+    )
     assert "(without it)" in refused.err
     assert "The run was to be resumed with seed = 1." in refused.err  # at once
 

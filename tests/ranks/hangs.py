@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ranks import training
-from unisono.config import LoaderSettings, Settings, StuckSettings
+from unisono.config import LoaderSettings, Settings, WatchdogSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.launcher import failure_record
@@ -109,11 +109,11 @@ def train_here(world: World, folder: str, name: str, size: int) -> None:
         world = replace(world, rank=world.rank + 1, size=size + 1, store=store)
     config = replace(
         Settings(steps=6, batch=16, virtual_ranks=size),
-        stuck=StuckSettings(after=LIMIT_SECONDS),
+        watchdog=WatchdogSettings(timeout=LIMIT_SECONDS),
         loader=LoaderSettings(workers=int(body == "worker")),
     )
     data = Sleepy(world.rank) if body == "worker" else training.Points(101)
-    with StatusThread(config.stuck, world), join(world) as group:
+    with StatusThread(config.watchdog, world), join(world) as group:
         if name == "before the first step" and world.rank == 1:
             sleep()
         run = build_run(config, world, group, Path(folder) / "run")

@@ -33,12 +33,12 @@ from unisono.recipes.text import GPT, Model
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
-WAYS = ("layer", "selective")
+WAYS = ("full", "selective")
 PLACEMENTS = {
     "one process": (1, ParallelSettings()),
     "two processes": (2, ParallelSettings()),
     "two shards": (2, ParallelSettings(shard=2)),
-    "two shards, gathered once a step": (2, ParallelSettings(shard=2, gather="step")),
+    "two shards, gathered once a step": (2, ParallelSettings(shard=2, reshard="step")),
 }
 
 
@@ -98,7 +98,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.parametrize(("placement", "how"), every_pair(PLACEMENTS, WAYS))
 def test_the_second_time_is_the_first(tmp_path: Path, kept: list[Any], how: Any, placement: str) -> None:
     size, parallel = PLACEMENTS[placement]
-    config = replace(CONFIG, parallel=replace(parallel, recompute=how))
+    config = replace(CONFIG, parallel=replace(parallel, activation_checkpoint=how))
     assert run_ranks(attempt, size, tmp_path, odd, config) == [kept] * size
 
 
@@ -123,12 +123,12 @@ def checkpointed(run: Run[Any]) -> Any:
 
 def test_a_checkpoint_in_the_script_counts_as_without_the_setting(tmp_path: Path) -> None:
     def told(how: Any, size: int) -> Any:
-        config = replace(CONFIG, parallel=ParallelSettings(recompute=how))
+        config = replace(CONFIG, parallel=ParallelSettings(activation_checkpoint=how))
         return run_ranks(attempt, size, tmp_path, checkpointed, config)[-1]
 
     kept = told("none", 1)
     assert isinstance(kept, list), kept
-    assert [told("layer", 1), told("selective", 2)] == [kept] * 2
+    assert [told("full", 1), told("selective", 2)] == [kept] * 2
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"virtual_ranks": 1}, {"micro_batch": 1}])
@@ -137,7 +137,7 @@ def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> No
     config = settings(**changes)
     short = partial(train_kind, length=53)
     (kept,) = run_ranks(short, 1, "gpt", config, str(tmp_path / "kept"))
-    config = replace(config, parallel=ParallelSettings(recompute="layer"))
+    config = replace(config, parallel=ParallelSettings(activation_checkpoint="full"))
     (again,) = run_ranks(short, 1, "gpt", config, str(tmp_path / "again"))
     assert (again["state"], again["losses"], again["norms"]) == (kept["state"], kept["losses"], kept["norms"])
     assert again["result"]["promise"] == "exact"
@@ -156,7 +156,9 @@ def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> No
     """There the bits are those of the same layout, when everything is kept."""
 
     def told(how: Any) -> tuple[list[float], set[str]]:
-        config = settings(batch=12, virtual_ranks=4, steps=2, parallel=ParallelSettings(recompute=how, **axes))
+        config = settings(
+            batch=12, virtual_ranks=4, steps=2, parallel=ParallelSettings(activation_checkpoint=how, **axes)
+        )
         came = run_ranks(come, prod(axes.values()), str(tmp_path / how), config)
         return came[0].losses, {one.fingerprint for one in came}
 
@@ -169,13 +171,15 @@ def test_a_graph_that_is_walked_twice(tmp_path: Path) -> None:
     """A zero-bubble schedule goes backward to what came in first, and to the weights later."""
 
     def told(how: Any) -> list[float]:
-        parallel = ParallelSettings(recompute=how, pipeline=2, schedule="InterleavedZeroBubble", loops=1)
+        parallel = ParallelSettings(
+            activation_checkpoint=how, pipeline=2, schedule="InterleavedZeroBubble", stages_per_rank=1
+        )
         config = settings(batch=12, virtual_ranks=4, steps=2, parallel=parallel)
         (first, second) = run_ranks(come, 2, str(tmp_path / how), config)
         assert first.fingerprint == second.fingerprint
         return [*first.losses, *first.norms]
 
-    assert told("layer") == told("none")
+    assert told("full") == told("none")
 
 
 def gpt(how: str = "none") -> nn.Module:
@@ -210,11 +214,11 @@ def flops(how: str) -> int:
 
 
 def test_layers_keep_their_inputs_only() -> None:
-    assert bytes_kept("layer") < 0.3 * bytes_kept("none")
+    assert bytes_kept("full") < 0.3 * bytes_kept("none")
 
 
 def test_selective_computes_no_product_again() -> None:
-    assert flops("selective") == flops("none") < flops("layer")
+    assert flops("selective") == flops("none") < flops("full")
 
 
 def test_attention_that_drops_out_is_not_kept() -> None:
@@ -295,7 +299,7 @@ class Codebook(nn.Linear):
 
 
 def test_a_large_buffer_that_changes_is_told(tmp_path: Path) -> None:
-    config = replace(CONFIG, parallel=ParallelSettings(recompute="layer"))
+    config = replace(CONFIG, parallel=ParallelSettings(activation_checkpoint="full"))
     (told,) = run_ranks(attempt, 1, tmp_path, codebook, config)
     assert f"Its buffer codes has {LARGE + 1} elements" in told, told
 
@@ -315,15 +319,15 @@ def overwritten(run: Run[Any]) -> Any:
 
 
 def test_a_product_that_is_written_over_is_told(tmp_path: Path) -> None:
-    config = replace(CONFIG, parallel=ParallelSettings(recompute="selective"))
+    config = replace(CONFIG, parallel=ParallelSettings(activation_checkpoint="selective"))
     (told,) = run_ranks(attempt, 1, tmp_path, overwritten, config)
     assert "has been mutated" in told, told
-    assert "--set parallel.recompute=layer" in told
+    assert "--set parallel.activation_checkpoint=full" in told
     (told,) = run_ranks(attempt, 1, tmp_path / "layer", overwritten, replace(config, parallel=LAYER))
     assert isinstance(told, list), told
 
 
-LAYER = ParallelSettings(recompute="layer")
+LAYER = ParallelSettings(activation_checkpoint="full")
 
 
 # -- compiled
@@ -370,12 +374,12 @@ def test_compiled_layers_agree_among_processes(tmp_path: Path) -> None:
     assert (eager[-1], alone[-1]) == (False, True)
     assert alone[:2] == pytest.approx(eager[:2], rel=1e-5)
     assert told(2, compile=True, shard=2) == alone
-    assert told(1, compile=True, recompute="layer")[:2] == pytest.approx(eager[:2], rel=1e-5)
+    assert told(1, compile=True, activation_checkpoint="full")[:2] == pytest.approx(eager[:2], rel=1e-5)
 
 
 def test_compiling_waits_for_the_first_forward_pass() -> None:
     """The order of things: a layer can be taken over by shards after it is wrapped, and its names are the same."""
-    model, plain = gpt("layer"), gpt()
+    model, plain = gpt("full"), gpt()
     apply_compile(model, [])
     assert list(model.state_dict()) == list(plain.state_dict())
     assert copy.deepcopy(model).state_dict().keys() == plain.state_dict().keys()

@@ -64,7 +64,7 @@ def work(
 ) -> Any:
     if not aligned:
         alignment.align_ = lambda tensors: None
-    config = replace(SETTINGS, steps=4, batch=4, parallel=ParallelSettings(shard=shard, gather=gather))
+    config = replace(SETTINGS, steps=4, batch=4, parallel=ParallelSettings(shard=shard, reshard=gather))
     return attempt(world, Path(folder), partial(loop, stop_after=stop_after), config, resume=resume)
 
 

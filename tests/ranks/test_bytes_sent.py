@@ -21,8 +21,8 @@ ELEMENTS, PADDED = 581, 608
         ({}, 4 * PADDED),  # half of a partial sum there, half of the sum back
         ({"exchange": "allreduce"}, 4 * PADDED),
         ({"exchange": "ddp"}, 4 * ELEMENTS),
-        ({"compress": CompressSettings(kind="bf16", nodes=2)}, 2 * 1024),  # in blocks of 256
-        ({"parallel": ParallelSettings(shard=2, gather="step")}, 4 * PADDED),
+        ({"compress": CompressSettings(kind="bf16", groups=2)}, 2 * 1024),  # in blocks of 256
+        ({"parallel": ParallelSettings(shard=2, reshard="step")}, 4 * PADDED),
     ],
 )
 def test_of_two_processes(tmp_path: Path, changes: dict[str, Any], sent: int) -> None:

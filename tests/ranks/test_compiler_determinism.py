@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono import phases
-from unisono.config.schema import StuckSettings
+from unisono.config.schema import WatchdogSettings
 from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.monitor.status_thread import COMPILE_TIMES, StatusThread
@@ -101,7 +101,7 @@ def test_too_many_variants_are_named() -> None:
 
 def test_while_a_process_compiles_its_limit_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases.Position, "steps", 5)
-    watch = StatusThread(StuckSettings(after=10.0), World())
+    watch = StatusThread(WatchdogSettings(timeout=10.0), World())
     assert watch._limit == 10.0
     config = SimpleNamespace(automatic_dynamic_shapes=False)
     monkeypatch.setitem(sys.modules, "torch._dynamo.config", config)

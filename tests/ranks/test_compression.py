@@ -26,11 +26,11 @@ from unisono.train.run import Run
 KINDS: list[Any] = ["fp16", "bf16", "int8", "topk", "powersgd"]
 
 
-OF_ITS_OWN: dict[str, dict[str, Any]] = {"topk": {"keep": 0.05}, "powersgd": {"rank": 1}}
+OF_ITS_OWN: dict[str, dict[str, Any]] = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 1}}
 
 
 def compressed(kind: Any, **changes: Any) -> Settings:
-    about = {name: changes.pop(name) for name in ("begin", "nodes") if name in changes}
+    about = {name: changes.pop(name) for name in ("start_step", "groups") if name in changes}
     return settings(compress=CompressSettings(kind=kind, **OF_ITS_OWN.get(kind, {}) | about), **changes)
 
 
@@ -44,7 +44,7 @@ def compressed(kind: Any, **changes: Any) -> Settings:
 )
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, nodes: int | None) -> None:
     """Also where a node's virtual ranks are several processes'; in the last step of an epoch some have nothing."""
-    config = compressed(kind, nodes=nodes)
+    config = compressed(kind, groups=nodes)
     sizes = (1, 3, 4) if nodes is None else (1, 2, 8)
     runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, length=53)]
     same(runs)
@@ -62,7 +62,7 @@ def test_ties_and_unused_parameters_on_five_processes(tmp_path: Path, kind: str)
 
 @pytest.mark.parametrize(("kind", "nodes"), every_pair(KINDS, [None, 2]))
 def test_a_resume_elsewhere_goes_on_with_what_was_left_over(tmp_path: Path, kind: str, nodes: int | None) -> None:
-    config = compressed(kind, nodes=nodes)
+    config = compressed(kind, groups=nodes)
     whole = results(tmp_path, 1, "mlp", config)[0]
     halves = str(tmp_path / "halves")
     run_ranks(partial(train, stop_after=3), 2, "mlp", config, halves)
@@ -73,7 +73,7 @@ def test_a_resume_elsewhere_goes_on_with_what_was_left_over(tmp_path: Path, kind
 @pytest.mark.parametrize("begin", [2, 3, 6])
 def test_it_may_begin_later(tmp_path: Path, begin: int) -> None:
     """Before, at and after the step where the run is stopped and goes on elsewhere."""
-    config = compressed("powersgd", begin=begin)
+    config = compressed("powersgd", start_step=begin)
     whole = results(tmp_path, 1, "mlp", config)[0]
     halves = str(tmp_path / "halves")
     run_ranks(partial(train, stop_after=2), 2, "mlp", config, halves)
@@ -127,7 +127,7 @@ def shown(world: World, kind: Any, steps: int, base: str = "tree", nodes: int | 
     """The sum of the means of several steps, what they should have been, and how many bytes the last one sent."""
     with join(world) as group:
         params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        about = CompressSettings(kind=kind, nodes=nodes, rank=4, keep=0.1)
+        about = CompressSettings(kind=kind, groups=nodes, rank=4, ratio=0.1)
         exchange = {"tree": CompressedTree, "allreduce": CompressedAllReduce}[base](params, 8, group, settings=about)
         spans = assign_evenly(8, group.size)
         mine = range(*spans[group.rank])
@@ -187,7 +187,7 @@ def lost(world: World, kind: Any) -> list[Any]:
     """A step whose gradient is no number, between two that are right."""
     with join(world) as group:
         p = nn.Parameter(torch.zeros(16, 16))
-        exchange = CompressedTree([p], 2, group, settings=CompressSettings(kind=kind, rank=1, keep=0.5))
+        exchange = CompressedTree([p], 2, group, settings=CompressSettings(kind=kind, rank=1, ratio=0.5))
         spans = assign_evenly(2, group.size)
         out = []
         mine = range(*spans[group.rank])

@@ -230,7 +230,7 @@ BESIDE = {
     "two models": (4, ParallelSettings(context=2)),
     "three models": (6, ParallelSettings(context=2)),
     "two shards": (4, ParallelSettings(context=2, shard=2)),
-    "two shards, gathered once a step": (4, ParallelSettings(context=2, shard=2, gather="step")),
+    "two shards, gathered once a step": (4, ParallelSettings(context=2, shard=2, reshard="step")),
 }
 
 

@@ -183,7 +183,7 @@ ONE_BY_ONE: list[tuple[Callable[[Run[Any]], Any], Settings, list[str]]] = [
     (late, replace(SETTINGS, compress=CompressSettings(kind="int8")), ["compress.kind = int8", "--set compress.kind"]),
     (
         late,
-        replace(SETTINGS, parallel=ParallelSettings(shard=2, gather="step")),
+        replace(SETTINGS, parallel=ParallelSettings(shard=2, reshard="step")),
         ["Late as its exchange, and parallel.shard = 2", "whole models"],
     ),
 ]

@@ -59,7 +59,7 @@ def stacked(run: Run[Any]) -> Any:
 
 
 CONFIG = settings(batch=16, virtual_ranks=4, steps=3, clip=0.5)
-TWO = ParallelSettings(split=2, devices=["cpu", "cpu"])
+TWO = ParallelSettings(model_parallel_devices=2, devices=["cpu", "cpu"])
 
 
 @pytest.mark.parametrize("changes", [{}, {"virtual_ranks": 1}])
@@ -67,11 +67,11 @@ def test_the_bits_are_those_of_one_device(tmp_path: Path, changes: dict[str, Any
     config = replace(CONFIG, **changes)
     (told,) = run_ranks(attempt, 1, tmp_path / "one", stacked, config)
     assert isinstance(told, list), told
-    for name, parallel in {"two": TWO, "again": replace(TWO, recompute="layer")}.items():
+    for name, parallel in {"two": TWO, "again": replace(TWO, activation_checkpoint="full")}.items():
         split = replace(config, parallel=parallel)
         assert run_ranks(attempt, 1, tmp_path / name, stacked, split) == [told]
     if not changes:
-        config = replace(CONFIG, parallel=replace(TWO, split=3, devices=["cpu"] * 3))
+        config = replace(CONFIG, parallel=replace(TWO, model_parallel_devices=3, devices=["cpu"] * 3))
         assert run_ranks(attempt, 2, tmp_path / "three, on two processes", stacked, config) == [told] * 2
 
 
@@ -115,7 +115,7 @@ def test_the_largest_share_is_as_small_as_it_can_be(sizes: list[int], count: int
 
 
 def test_more_devices_than_parts_are_refused() -> None:
-    with pytest.raises(LoopError, match=r"(?s)has 2 parts.*--set parallel\.split=2"):
+    with pytest.raises(LoopError, match=r"(?s)has 2 parts.*--set parallel\.model_parallel_devices=2"):
         apply_device_map(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), [CPU] * 3, CPU, [])
 
 
@@ -129,7 +129,9 @@ class Scattered(Stack):
 def test_tensors_of_two_devices_are_told_with_what_to_do() -> None:
     model = Scattered()
     apply_device_map(model, [CPU, CPU], CPU, [])
-    with pytest.raises(LoopError, match=r"(?s)Scattered was to compute on 2 devices.*same device.*parallel\.layers"):
+    with pytest.raises(
+        LoopError, match=r"(?s)Scattered was to compute on 2 devices.*same device.*parallel\.layer_classes"
+    ):
         model(torch.zeros(2, 3))
 
 

@@ -41,7 +41,7 @@ def watched(world: World, folder: Path, cases: dict[str, tuple[Settings, BitFlip
 
 
 def watching(every: int, **changes: Any) -> Settings:
-    return replace(SEVEN, divergence=DivergenceSettings(every=every, heal=changes.pop("heal", False)), **changes)
+    return replace(SEVEN, divergence=DivergenceSettings(every=every, repair=changes.pop("repair", False)), **changes)
 
 
 def test_who_holds_other_weights_is_told(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_who_holds_other_weights_is_told(tmp_path: Path) -> None:
 
 
 def test_the_majority_heals(tmp_path: Path) -> None:
-    cases: dict[str, tuple[Settings, BitFlip | None]] = {"healed": (watching(2, heal=True), flip())}
+    cases: dict[str, tuple[Settings, BitFlip | None]] = {"healed": (watching(2, repair=True), flip())}
     found = [rank["healed"] for rank in run_ranks(watched, 3, tmp_path, cases, 1)]
     assert found[0]["told"] == found[1]["told"] == found[2]["told"]
     result = found[0]["result"]
@@ -81,7 +81,7 @@ def test_the_majority_heals(tmp_path: Path) -> None:
 
 
 def test_two_cannot_say_who_is_right(tmp_path: Path) -> None:
-    cases: dict[str, tuple[Settings, BitFlip | None]] = {"two": (watching(2, heal=True), flip())}
+    cases: dict[str, tuple[Settings, BitFlip | None]] = {"two": (watching(2, repair=True), flip())}
     one, other = (rank["two"] for rank in run_ranks(watched, 2, tmp_path, cases, 0))
     assert one == other
     assert "Ranks 0 and 1 hold different values of weight, and no majority says which is right (1 of 2" in one
@@ -93,7 +93,7 @@ def test_replicas_of_shards_are_compared_with_their_like(tmp_path: Path) -> None
     shards = ParallelSettings(replicate=2, shard=2)
     cases: dict[str, tuple[Settings, BitFlip | None]] = {
         "sound": (watching(1, parallel=shards), None),
-        "gathered": (watching(1, parallel=replace(shards, gather="step")), None),
+        "gathered": (watching(1, parallel=replace(shards, reshard="step")), None),
         "shards": (watching(2, parallel=shards), flip()),
     }
     found = run_ranks(watched, 4, tmp_path, cases, 3)

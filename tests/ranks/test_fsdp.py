@@ -29,8 +29,8 @@ PLACEMENTS = {
     "two shards": (2, ParallelSettings(shard=2)),
     "three shards": (3, ParallelSettings(shard=3)),
     "two models of two shards": (4, ParallelSettings(shard=2)),
-    "three shards, gathered once a step": (3, ParallelSettings(shard=3, gather="step")),
-    "two models of two shards, gathered once a step": (4, ParallelSettings(shard=2, gather="step")),
+    "three shards, gathered once a step": (3, ParallelSettings(shard=3, reshard="step")),
+    "two models of two shards, gathered once a step": (4, ParallelSettings(shard=2, reshard="step")),
     "two shards in the CPU's memory": (2, ParallelSettings(shard=2, offload=True)),
 }
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> No
     for size, parallel, stop in stops:
         part = partial(short, resume=stop > 2, stop_after=stop)
         run_ranks(part, size, "gpt", replace(config, parallel=parallel), str(folder))
-    last = replace(config, parallel=ParallelSettings(shard=3, gather="step"))
+    last = replace(config, parallel=ParallelSettings(shard=3, reshard="step"))
     ended = run_ranks(partial(short, resume=True), 3, "gpt", last, str(folder))[0]
     assert ended["state"] == never_stopped["state"]
 
@@ -123,7 +123,7 @@ def test_running_statistics_and_a_layer_that_is_called_twice(tmp_path: Path, loo
     (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
     assert isinstance(told, list), told
     for size in (2, 4):
-        config = replace(config, parallel=ParallelSettings(shard=2, gather=gather))
+        config = replace(config, parallel=ParallelSettings(shard=2, reshard=gather))
         assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [told] * size
 
 
@@ -154,7 +154,7 @@ def test_norms_do_not_depend_on_how_a_parameter_lies_in_memory(tmp_path: Path, g
     config = settings(batch=16, virtual_ranks=4, steps=6)
     (told,) = run_ranks(attempt, 1, tmp_path / "1", transposed, config)
     assert isinstance(told, list), told
-    config = replace(config, parallel=ParallelSettings(shard=2, gather=gather))
+    config = replace(config, parallel=ParallelSettings(shard=2, reshard=gather))
     assert run_ranks(attempt, 2, tmp_path / "2", transposed, config) == [told] * 2
 
 
@@ -164,7 +164,7 @@ def test_passes_with_a_gradient_each(tmp_path: Path, loop: Any) -> None:
     config = replace(CONFIG, batch=12, steps=3)
     (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
     assert "Error" not in str(told)
-    config = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    config = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
     assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
 
 
@@ -190,7 +190,7 @@ def test_evaluation_and_prediction(tmp_path: Path, size: int, gather: Any) -> No
     config = settings(batch=8, virtual_ranks=4)
     (told,) = run_ranks(attempt, 1, tmp_path / "1", outputs, config)
     assert isinstance(told, list), told
-    config = replace(config, parallel=ParallelSettings(shard=size, gather=gather))
+    config = replace(config, parallel=ParallelSettings(shard=size, reshard=gather))
     assert run_ranks(attempt, size, tmp_path / "n", outputs, config) == [told] * size
 
 
@@ -302,7 +302,7 @@ def test_gathered_once_a_step_it_does_not_matter_who_calls_which_layer(tmp_path:
     config = settings(batch=8, virtual_ranks=8, micro_batch=1, steps=3)
     (told,) = run_ranks(attempt, 1, tmp_path / "1", chosen, config)
     assert isinstance(told, list), told
-    config = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    config = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
     assert run_ranks(attempt, 2, tmp_path / "2", chosen, config) == [told] * 2
 
 
@@ -356,42 +356,46 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a layer called twice": (
         repeated,
         {},
-        "The Linear rows.0 was called twice in one forward pass.*parallel.gather=step",
+        "The Linear rows.0 was called twice in one forward pass.*parallel.reshard=step",
     ),
     "a parameter without a dimension": (scaled, {}, "1 of its parameters are single numbers.*scale.*torch.ones"),
     "a layer of two kinds": (
         of_two_kinds,
         {},
-        "one kind of numbers: wide is float64 and weight is float32.*layers=",
+        "one kind of numbers: wide is float64 and weight is float32.*layer_classes=",
     ),
     "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
-    "a parameter without elements": (empty, {}, "spare has no elements.*parallel.gather=step"),
-    "a weight outside of its layer": (penalised, {}, "outside of its layer's call.*parallel.gather=step.*weight_decay"),
+    "a parameter without elements": (empty, {}, "spare has no elements.*parallel.reshard=step"),
+    "a weight outside of its layer": (
+        penalised,
+        {},
+        "outside of its layer's call.*parallel.reshard=step.*weight_decay",
+    ),
     "a copy of the model": (averaged, {}, "A placed model was copied.*average = run.place.*parallel.shard=1"),
-    "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.gather=step"),
+    "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.reshard=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "another layer for other samples": (
         chosen,
         CHOOSE,
-        "was to gather the Linear rows.[01]; at that moment, on process .*gather the Linear rows.*gather=step",
+        "was to gather the Linear rows.[01]; at that moment, on process .*gather the Linear rows.*reshard=step",
     ),
     "a layer that some samples skip": (
         partial(skips, where="forward"),
         CHOOSE,
-        "gather the Linear rows.1.*gather=step",
+        "gather the Linear rows.1.*reshard=step",
     ),
     "a layer whose output some samples do not use": (
         partial(skips, where="loss"),
         CHOOSE,
-        "the Linear rows.1.*gather=step",
+        "the Linear rows.1.*reshard=step",
     ),
     "another layer in an evaluation": (evaluated_otherwise, CHOOSE, "the Linear rows.1.*|gone or silent.*"),
     "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),
     "a class that the model has not": (
         unknown_layer,
-        {"parallel": replace(SHARED, layers=["Block"])},
-        "parallel.layers names Block.*Linear",
+        {"parallel": replace(SHARED, layer_classes=["Block"])},
+        "parallel.layer_classes names Block.*Linear",
     ),
 }
 

@@ -44,7 +44,7 @@ def test_who_does_the_same_hears_nothing(tmp_path: Path, at_once: bool) -> None:
 @pytest.mark.parametrize("what", OTHERWISE)
 def test_what_is_compared_at_the_end_is_told_to_all(tmp_path: Path, what: str) -> None:
     for told in run_ranks(steps, 3, tmp_path, False, OTHERWISE[what]):
-        assert re.search(r"to (gather layer|be done).*to (gather layer|be done).*gather=step", told, re.DOTALL), told
+        assert re.search(r"to (gather layer|be done).*to (gather layer|be done).*reshard=step", told, re.DOTALL), told
 
 
 def test_at_once_all_hear_of_another_layer(tmp_path: Path) -> None:

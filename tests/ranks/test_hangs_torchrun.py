@@ -55,7 +55,16 @@ unisono.main(main)
 """
 
 LIMIT_SECONDS = 2.0
-SETS = ("--set", "batch=8", "--set", "steps=1000000", "--set", "epochs=none", "--set", f"stuck.after={LIMIT_SECONDS}")
+SETS = (
+    "--set",
+    "batch=8",
+    "--set",
+    "steps=1000000",
+    "--set",
+    "epochs=none",
+    "--set",
+    f"watchdog.timeout={LIMIT_SECONDS}",
+)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 

@@ -34,11 +34,11 @@ def honest(world: World, folder: Path) -> dict[str, Any]:
         "worker": (train, replace(LONGER, loader=LoaderSettings(workers=1))),
         "slopes": (sloped, LONGER),
         "growing": (partial(train, build=Growing), LONGER),
-        "claims": (train, replace(LONGER, deal=replace(LONGER.deal, claim=world.size > 1))),
+        "claims": (train, replace(LONGER, balance=replace(LONGER.balance, work_stealing=world.size > 1))),
     }
     if world.size == 2:
         for gather in ("layer", "step"):
-            config = replace(LONGER, parallel=ParallelSettings(shard=2, gather=gather))
+            config = replace(LONGER, parallel=ParallelSettings(shard=2, reshard=gather))
             cases[f"shards by {gather}"] = (partial(train, build=odd), config)
             cases[f"own optimizer by {gather}"] = (partial(train, build=odd, make=Warm), config)
             cases[f"shards in pieces by {gather}"] = (partial(train, build=odd), replace(config, micro_batch=1))

@@ -39,7 +39,7 @@ def llama(*, tied: bool, layers: int = 4) -> nn.Module:
         vocab_size=VOCABULARY,
         max_position_embeddings=32,
         tie_word_embeddings=tied,
-        use_cache=False,  # for parallel.recompute
+        use_cache=False,  # for parallel.activation_checkpoint
     )
     model: nn.Module = transformers.LlamaForCausalLM(config)
     return model
@@ -157,7 +157,11 @@ def same_bits(came: Any, true: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", [llama_untied, gpt2_untied])
 def test_a_pipeline_has_the_bits_of_one_process(tmp_path: Path, alone: Alone, loop: Any) -> None:
-    ways = [{"schedule": "1F1B"}, {"schedule": "Interleaved1F1B"}, *([{"recompute": "layer"}] * (loop is llama_untied))]
+    ways = [
+        {"schedule": "1F1B"},
+        {"schedule": "Interleaved1F1B"},
+        *([{"activation_checkpoint": "full"}] * (loop is llama_untied)),
+    ]
     for came in come_of(2, tmp_path, *((loop, {"pipeline": 2, **axes}, {}) for axes in ways)):
         same_bits(came, alone(loop))
 

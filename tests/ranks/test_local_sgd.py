@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.ranks.loops import attempt
-from unisono.config import CheckpointSettings, LocalSettings, Settings
+from unisono.config import CheckpointSettings, LocalSGDSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.mesh import build_sites
 from unisono.environment import World
@@ -56,7 +56,12 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def settings(steps: int = 13, **local: Any) -> Settings:
     return Settings(
-        steps=steps, batch=24, virtual_ranks=12, seed=4, exchange="local", local=LocalSettings(**{"every": 4, **local})
+        steps=steps,
+        batch=24,
+        virtual_ranks=12,
+        seed=4,
+        exchange="local_sgd",
+        local_sgd=LocalSGDSettings(**{"sync_every": 4, **local}),
     )
 
 
@@ -94,7 +99,7 @@ def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw:
 def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
     """The same sites one after the other in plain torch, step by step. What is left at the end: their mean."""
     local, order = (
-        asked.local,
+        asked.local_sgd,
         BatchOrder(length=LENGTH, batch=asked.batch, virtual_ranks=asked.virtual_ranks, seed=asked.seed),
     )
     x, y = points()
@@ -105,8 +110,8 @@ def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
     inner = [adamw(model) for model in models]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30) for optimizer in inner]
     anchor = [nn.Parameter(torch.tensor(b)) for b in begun]
-    outer = torch.optim.SGD(anchor, lr=local.lr, momentum=local.momentum, nesterov=True)
-    if local.outer == "average":
+    outer = torch.optim.SGD(anchor, lr=local.outer_lr, momentum=local.outer_momentum, nesterov=True)
+    if local.outer_optimizer == "average":
         outer = torch.optim.SGD(anchor, lr=1.0)
     share = asked.virtual_ranks // local.sites
     for number in range(asked.steps or 0):
@@ -114,7 +119,7 @@ def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
             [i for v in range(s * share, (s + 1) * share) for part in order.micro_batches(number, v) for i in part]
             for s in range(local.sites)
         ]
-        if number < local.begin:
+        if number < local.warmup_steps:
             parts = [list(chain(*parts))] * local.sites
         for model, optimizer, schedule, samples in zip(models, inner, schedules, parts, strict=True):
             optimizer.zero_grad()
@@ -122,10 +127,10 @@ def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
             optimizer.step()
             schedule.step()
         done = number + 1
-        if done == local.begin:
+        if done == local.warmup_steps:
             for a, p in zip(anchor, models[0].parameters(), strict=True):
                 a.data.copy_(p.detach())
-        if done > local.begin and (done - local.begin) % local.every == 0:
+        if done > local.warmup_steps and (done - local.warmup_steps) % local.sync_every == 0:
             for a, *ps in zip(anchor, *[model.parameters() for model in models], strict=True):
                 a.grad = sum(((a - p).detach() for p in ps), torch.zeros_like(a)) / local.sites
             outer.step()
@@ -142,16 +147,16 @@ def trained(world: World, folder: Path, asked: Settings, how: dict[str, Any] | N
 @pytest.mark.parametrize(
     "asked",
     [
-        settings(outer="average"),
+        settings(outer_optimizer="average"),
         settings(),
-        settings(begin=5, lr=0.5, momentum=0.8),
-        settings(sites=3, every=3),
-        settings(every=1, outer="average"),
+        settings(warmup_steps=5, outer_lr=0.5, outer_momentum=0.8),
+        settings(sites=3, sync_every=3),
+        settings(sync_every=1, outer_optimizer="average"),
     ],
     ids=["average", "nesterov", "post-local", "three sites", "every step"],
 )
 def test_the_outer_step_is_that_of_a_loop_by_hand(asked: Settings, tmp_path: Path) -> None:
-    ranks = run_ranks(trained, asked.local.sites, tmp_path, asked)
+    ranks = run_ranks(trained, asked.local_sgd.sites, tmp_path, asked)
     expected = by_hand(ranks[0]["begun"], asked)
     for rank in ranks:
         for ours, theirs in zip(rank["weights"], expected, strict=True):
@@ -162,7 +167,7 @@ def test_the_outer_step_is_that_of_a_loop_by_hand(asked: Settings, tmp_path: Pat
 
 
 def test_the_processes_of_a_site_change_no_bit(tmp_path: Path) -> None:
-    for number, asked in enumerate([settings(), settings(bits=4, fragments=2, overlap=1, begin=2)]):
+    for number, asked in enumerate([settings(), settings(bits=4, num_fragments=2, sync_delay=1, warmup_steps=2)]):
         found = [
             (rank["result"]["weights_sha256"], rank["losses"])
             for size in (2, 4, 6)
@@ -201,7 +206,7 @@ def test_what_quantising_loses_is_sent_the_next_time() -> None:
 
 # -- checkpoints, stops and ends
 
-STREAMING = settings(14, bits=4, fragments=2, overlap=1, begin=2)
+STREAMING = settings(14, bits=4, num_fragments=2, sync_delay=1, warmup_steps=2)
 
 
 def one_stops(run: Run[Settings], step: Any, model: nn.Module) -> None:
@@ -242,7 +247,7 @@ def test_an_end_between_two_meetings_leaves_no_mark_on_a_longer_run(asked: Setti
     assert ended["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
 
 
-@pytest.mark.parametrize("asked", [settings(14, every=4, overlap=2), STREAMING], ids=["one fragment", "two"])
+@pytest.mark.parametrize("asked", [settings(14, sync_every=4, sync_delay=2), STREAMING], ids=["one fragment", "two"])
 def test_a_parameter_that_thaws_while_others_meet_does_so_the_next_time(asked: Settings, tmp_path: Path) -> None:
     (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked, {"thaw": 4})
     assert undisturbed["result"]["steps"] == 14
@@ -254,7 +259,9 @@ def test_a_parameter_that_thaws_while_others_meet_does_so_the_next_time(asked: S
 
 def test_another_exchange_goes_on_from_the_model_and_drops_the_rest(tmp_path: Path) -> None:
     run_ranks(trained, 2, tmp_path, settings(8))
-    (tree,) = run_ranks(trained, 1, tmp_path, replace(settings(10), exchange="tree", local=LocalSettings()), None, True)
+    (tree,) = run_ranks(
+        trained, 1, tmp_path, replace(settings(10), exchange="tree", local_sgd=LocalSGDSettings()), None, True
+    )
     assert tree["result"]["steps"] == 10
     ranks = run_ranks(trained, 3, tmp_path, settings(16, sites=3), None, True)
     assert {rank["result"]["steps"] for rank in ranks} == {16}
@@ -336,8 +343,8 @@ def test_weights_that_are_not_finite_are_named_with_their_site(tmp_path: Path) -
 
 
 def test_more_fragments_than_parameters_are_refused(tmp_path: Path) -> None:
-    for rank in run_ranks(trained, 2, tmp_path, settings(every=9, fragments=5)):
-        assert "It has 4 parameters that train.\n  Next: --set local.fragments=4" in rank
+    for rank in run_ranks(trained, 2, tmp_path, settings(sync_every=9, num_fragments=5)):
+        assert "It has 4 parameters that train.\n  Next: --set local_sgd.num_fragments=4" in rank
 
 
 def test_an_epoch_whose_last_step_has_nothing_for_a_site_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from tests.ranks import test_collectives, training
 from tests.standin import standin
-from unisono.config import CompressSettings, DealSettings, LocalSettings, ServerSettings, Settings
+from unisono.config import BalanceSettings, CompressSettings, LocalSGDSettings, ServerSettings, Settings
 from unisono.distributed import init
 from unisono.distributed.collectives import Collectives
 from unisono.distributed.init import join_process_group as join
@@ -146,7 +146,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "powersgd": {"compress": CompressSettings(kind="powersgd", rank=2)},
     "server": {"exchange": "server", "server": ServerSettings(count=1)},
     "bf16": {"precision": "bf16"},
-    "local": {"exchange": "local", "local": LocalSettings(every=2, sites=2)},
+    "local_sgd": {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(sync_every=2, sites=2)},
     "one virtual rank each": {"virtual_ranks": 2},
 }
 
@@ -180,7 +180,7 @@ def slowed(world: World, library: str, slow: int, config: Settings, folder: str)
 def test_claims(accelerator: str, tmp_path: Path) -> None:
     from tests.ranks.test_rebalance import claimed
 
-    config = training.settings(steps=10, deal=DealSettings(claim=True))
+    config = training.settings(steps=10, balance=BalanceSettings(work_stealing=True))
     (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), "gpt", 1.0)
     found = run_ranks(claimed_beside, 2, accelerator, config, str(tmp_path / "claimed"))
     assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)

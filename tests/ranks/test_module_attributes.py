@@ -281,7 +281,7 @@ def saved_attributes(run: Run[Any]) -> Any:
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_marks_of_fully_shard_are_not_saved(tmp_path: Path, gather: Any) -> None:
-    config = replace(SETTINGS, parallel=ParallelSettings(shard=2, gather=gather))
+    config = replace(SETTINGS, parallel=ParallelSettings(shard=2, reshard=gather))
     assert run_ranks(attempt, 2, tmp_path, saved_attributes, config) == [{}, {}]
 
 
@@ -324,7 +324,7 @@ def test_processes_in_turn_promise_nothing_of_what_micro_batches_carry(tmp_path:
     config = replace(SETTINGS, batch=18, virtual_ranks=3, micro_batch=2, steps=4)
     (alone,) = run_ranks(in_turns, 1, tmp_path / "alone", config)
     assert [promise[0] for _, promise in alone] == ["exact"] * 3
-    by_step = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    by_step = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
     for found in run_ranks(in_turns, 2, tmp_path / "step", by_step):
         assert [(sha, promise[0]) for sha, promise in found] == [(sha, "exact") for sha, _ in alone]
     by_layer = replace(config, parallel=ParallelSettings(shard=2))
@@ -332,7 +332,7 @@ def test_processes_in_turn_promise_nothing_of_what_micro_batches_carry(tmp_path:
         for name, promise in (("largest", largest[1]), ("first", initialized[1])):
             assert promise[0] == "tolerance"
             assert f"changes its attribute {name}" in promise[1]
-            assert "parallel.gather=step" in promise[1]
+            assert "parallel.reshard=step" in promise[1]
         assert noted == (alone[2][0], ("exact", noted[1][1]))
 
 

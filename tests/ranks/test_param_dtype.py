@@ -38,10 +38,10 @@ PLACEMENTS = {
     "three shards": (3, Low(shard=3)),
     "four shards": (4, Low(shard=4)),
     "two models of two shards": (4, Low(shard=2)),
-    "three shards, gathered once a step": (3, Low(shard=3, gather="step")),
-    "two models of two shards, gathered once a step": (4, Low(shard=2, gather="step")),
+    "three shards, gathered once a step": (3, Low(shard=3, reshard="step")),
+    "two models of two shards, gathered once a step": (4, Low(shard=2, reshard="step")),
     "two shards in the CPU's memory": (2, Low(shard=2, offload=True)),
-    "two shards in the CPU's memory, gathered once a step": (2, Low(shard=2, offload=True, gather="step")),
+    "two shards in the CPU's memory, gathered once a step": (2, Low(shard=2, offload=True, reshard="step")),
 }
 
 CASES = {name: changes for name, changes in test_fsdp.CASES.items() if "bf16" not in name}
@@ -142,18 +142,18 @@ def rows(run: Run[Any], build: Any = Rows, **place: Any) -> Any:
 plain = partial(rows, build=Plain, sequence=unisono.SequenceDims())
 
 CONFIG = settings(steps=3, batch=12, virtual_ranks=6)
-TWO_DEVICES: dict[str, Any] = {"split": 2, "devices": ["cpu", "cpu"]}
+TWO_DEVICES: dict[str, Any] = {"model_parallel_devices": 2, "devices": ["cpu", "cpu"]}
 
 
 @pytest.mark.parametrize(
-    ("recompute", "others"),
-    every_pair(["none", "layer", "selective"], [{"shard": 2}, {"shard": 2, "gather": "step"}, {}]),
+    ("activation_checkpoint", "others"),
+    every_pair(["none", "full", "selective"], [{"shard": 2}, {"shard": 2, "reshard": "step"}, {}]),
 )
-def test_layers_that_are_computed_again(tmp_path: Path, recompute: Any, others: Any) -> None:
+def test_layers_that_are_computed_again(tmp_path: Path, activation_checkpoint: Any, others: Any) -> None:
     """The bits of keeping everything on one process."""
     (told,) = run_ranks(attempt, 1, tmp_path / "1", rows, replace(CONFIG, parallel=Low()))
     assert isinstance(told, list), told
-    config = replace(CONFIG, parallel=Low(recompute=recompute, **others))
+    config = replace(CONFIG, parallel=Low(activation_checkpoint=activation_checkpoint, **others))
     assert run_ranks(attempt, others.get("shard", 1), tmp_path / "n", rows, config) == [told] * others.get("shard", 1)
 
 
@@ -168,8 +168,8 @@ def test_layers_over_two_devices_of_one_process(tmp_path: Path) -> None:
     [
         {"context": 2},
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor": 2, "sequence": True}, marks=pytest.mark.slow),
-        pytest.param({"context": 2, "recompute": "layer"}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2, "sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "activation_checkpoint": "full"}, marks=pytest.mark.slow),
     ],
 )
 def test_beside_an_axis_that_divides_what_is_computed(tmp_path: Path, other: Any) -> None:
@@ -179,7 +179,7 @@ def test_beside_an_axis_that_divides_what_is_computed(tmp_path: Path, other: Any
     assert isinstance(two[0], list), two[0]
     assert two == [two[0]] * 2
     assert two[0][1] == pytest.approx(one[1], rel=1e-2)
-    divided: list[dict[str, Any]] = [{}, {"shard": 2}, {"shard": 2, "gather": "step"}]
+    divided: list[dict[str, Any]] = [{}, {"shard": 2}, {"shard": 2, "reshard": "step"}]
     for shards in divided:
         config = replace(CONFIG, parallel=Low(**other, **shards))
         assert run_ranks(attempt, 4, tmp_path / str(shards), plain, config) == [two[0]] * 4
@@ -215,16 +215,16 @@ def test_compiled_layers(tmp_path: Path) -> None:
     eager, alone = told(1), told(1, compile=True)
     assert alone[:4] == pytest.approx(eager[:4], rel=1e-2)
     assert told(2, compile=True, shard=2) == alone
-    assert told(2, compile=True, shard=2, gather="step") == alone
-    again = told(1, compile=True, recompute="layer")
-    assert told(2, compile=True, shard=2, recompute="layer") == again
+    assert told(2, compile=True, shard=2, reshard="step") == alone
+    again = told(1, compile=True, activation_checkpoint="full")
+    assert told(2, compile=True, shard=2, activation_checkpoint="full") == again
 
 
 def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
     """What is saved is float32, so nothing is lost when the state is divided anew."""
     config, folder = settings(clip=0.5, parallel=Low()), tmp_path / "parts"
     never_stopped = run_ranks(short, 1, "gpt", config, str(tmp_path / "whole"))[0]
-    stops = [(2, Low(shard=2), 2), (2, Low(), 4), (4, Low(shard=2, gather="step"), 6)]
+    stops = [(2, Low(shard=2), 2), (2, Low(), 4), (4, Low(shard=2, reshard="step"), 6)]
     for size, parallel, stop in stops:
         part = partial(short, resume=stop > 2, stop_after=stop)
         run_ranks(part, size, "gpt", replace(config, parallel=parallel), str(folder))
@@ -299,7 +299,7 @@ def beside_torch(run: Run[Any]) -> Any:
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_two_shards_have_the_gradient_of_stock_fsdp(tmp_path: Path, gather: Any) -> None:
     """To the bit, where only two micro-batches are added up, in whatever order."""
-    config = settings(steps=1, batch=8, virtual_ranks=2, parallel=Low(shard=2, gather=gather))
+    config = settings(steps=1, batch=8, virtual_ranks=2, parallel=Low(shard=2, reshard=gather))
     for found in run_ranks(attempt, 2, tmp_path, beside_torch, config):
         assert found == [True] * len(found)
         assert len(found) > 20
@@ -328,7 +328,7 @@ def test_another_order_in_memory_and_a_copy(tmp_path: Path) -> None:
     (told,) = run_ranks(attempt, 1, tmp_path / "1", pictures, config)
     assert isinstance(told, list), told
     for gather in ("layer", "step"):
-        config = replace(config, parallel=Low(shard=2, gather=gather))
+        config = replace(config, parallel=Low(shard=2, reshard=gather))
         assert run_ranks(attempt, 2, tmp_path / gather, pictures, config) == [told] * 2
 
 
@@ -356,7 +356,7 @@ def test_what_is_called_several_times(tmp_path: Path) -> None:
     config = settings(steps=3, batch=12, virtual_ranks=4, parallel=Low())
     (told,) = run_ranks(attempt, 1, tmp_path / "1", twice, config)
     assert isinstance(told, list), told
-    config = replace(config, parallel=Low(shard=2, gather="step"))
+    config = replace(config, parallel=Low(shard=2, reshard="step"))
     assert run_ranks(attempt, 2, tmp_path / "2", twice, config) == [told] * 2
 
 
@@ -403,7 +403,7 @@ def test_weights_used_elsewhere_and_layers_that_thaw(tmp_path: Path, loop: Any, 
     config = settings(steps=3, batch=8, virtual_ranks=4, parallel=Low())
     (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
     assert isinstance(told, list), told
-    config = replace(config, parallel=Low(shard=2, gather=gather))
+    config = replace(config, parallel=Low(shard=2, reshard=gather))
     assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
 
 

@@ -82,7 +82,7 @@ def test_several_pipelines_beside_each_other(tmp_path: Path, alone: Any, schedul
 
 
 def test_three_stages_for_each_process(tmp_path: Path, alone: Any) -> None:
-    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule="LoopedBFS", loops=3))
+    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule="LoopedBFS", stages_per_rank=3))
     assert run_ranks(attempt, 2, tmp_path, deep, config) == [alone] * 2
 
 
@@ -229,7 +229,9 @@ def test_the_number_of_replicas_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_eight_processes(tmp_path: Path, alone: Any, pipeline: int) -> None:
-    config = replace(UNEVEN, parallel=ParallelSettings(pipeline=pipeline, schedule="InterleavedZeroBubble", loops=1))
+    config = replace(
+        UNEVEN, parallel=ParallelSettings(pipeline=pipeline, schedule="InterleavedZeroBubble", stages_per_rank=1)
+    )
     assert run_ranks(attempt, 8, tmp_path, deep, config) == [alone] * 8
 
 
@@ -311,12 +313,12 @@ def test_each_process_keeps_its_own_stages_only(tmp_path: Path) -> None:
         ["0", "1", "2", "3", "4"],
         ["5", "6", "7", "8", "11"],
     ]
-    named = replace(parallel, stages=["2"])
+    named = replace(parallel, split_points=["2"])
     assert run_ranks(attempt, 2, tmp_path / "b", places, replace(UNEVEN, parallel=named)) == [
         ["0", "1"],
         ["2", "3", "4", "5", "6", "7", "8", "11"],
     ]
-    in_v = replace(parallel, schedule="DualPipeV", stages=["1", "3", "6"])
+    in_v = replace(parallel, schedule="DualPipeV", split_points=["1", "3", "6"])
     assert run_ranks(attempt, 2, tmp_path / "c", places, replace(UNEVEN, parallel=in_v)) == [
         ["0", "6", "7", "8", "11"],
         ["1", "2", "3", "4", "5"],

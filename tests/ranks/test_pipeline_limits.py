@@ -118,10 +118,14 @@ WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
     ),
     "a name that is none": (
         plain,
-        replace(PIPED, stages=["4"]),
-        r"parallel.stages = \['4'\].*in which Sequential calls them: 1, 2",
+        replace(PIPED, split_points=["4"]),
+        r"parallel.split_points = \['4'\].*in which Sequential calls them: 1, 2",
     ),
-    "a stage without parameters": (building(flat_end), replace(PIPED, stages=["2"]), "Stage 1 would have no parameter"),
+    "a stage without parameters": (
+        building(flat_end),
+        replace(PIPED, split_points=["2"]),
+        "Stage 1 would have no parameter",
+    ),
     "a plain loop": (plain, PIPED, "was iterated over.*parallel.pipeline=2.*step.run"),
     "a pass": (passes, PIPED, "began a pass.*step.run"),
     "two models": (two, PIPED, "after a Sequential.*one model"),

@@ -71,7 +71,7 @@ def test_the_cut_is_where_time_says(tmp_path: Path) -> None:
         assert 1 <= len(first) < 4
         assert sorted(first + second) == [f"{row}.{i}" for row in ("early", "late") for i in range(4)]
         assert re.fullmatch(r"pipeline: 2 stages, early.0 to early.\d \(\d+ %\), early.\d to late.3 .*, by time", said)
-    named = replace(PIPED, parallel=ParallelSettings(pipeline=2, stages=["late.2"]))
+    named = replace(PIPED, parallel=ParallelSettings(pipeline=2, split_points=["late.2"]))
     (first, (said,)), _ = run_ranks(attempt, 2, tmp_path / "named", by_time, named)
     assert len(first) == 6
     assert said.endswith("as named (shares by time)")
@@ -109,7 +109,7 @@ def test_an_example_changes_no_bit(tmp_path: Path) -> None:
     assert isinstance(alone, list), alone
     assert run_ranks(attempt, 1, tmp_path / "unseen", unseen, UNEVEN) == [alone]
     for size, parallel in (
-        (2, ParallelSettings(pipeline=2, recompute="layer")),
+        (2, ParallelSettings(pipeline=2, activation_checkpoint="full")),
         (2, ParallelSettings(pipeline=2, schedule="ZBVZeroBubble")),
         (4, ParallelSettings(pipeline=2, schedule="Interleaved1F1B")),
     ):

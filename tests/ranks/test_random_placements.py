@@ -11,10 +11,10 @@ import pytest
 
 from tests.ranks import training
 from unisono.config import (
+    BalanceSettings,
     CheckpointSettings,
     CommandLine,
     CompressSettings,
-    DealSettings,
     DivergenceSettings,
     LoaderSettings,
     ParallelSettings,
@@ -38,7 +38,7 @@ FORMS = (
     CompressSettings(kind="fp16"),
     CompressSettings(kind="bf16"),
     CompressSettings(kind="int8"),
-    CompressSettings(kind="topk", keep=0.1),
+    CompressSettings(kind="topk", ratio=0.1),
     CompressSettings(kind="powersgd", rank=2),
 )
 
@@ -57,7 +57,7 @@ def draw_run(draw: Random) -> Drawn:
         exchange=draw.choice(["tree", "tree", "tree", "wide", "server"]),
     )
     if config.exchange == "tree" and draw.random() < 0.3:
-        form = replace(draw.choice(FORMS), nodes=draw.choice([None, 2]), begin=draw.choice([0, 2]))
+        form = replace(draw.choice(FORMS), groups=draw.choice([None, 2]), start_step=draw.choice([0, 2]))
         config = replace(config, compress=form)
     length = max(batch, draw.choice([batch + 1, 2 * batch - 1, 57, 101]))
     return Drawn(config, draw.choice(["mlp", "gpt", "sometimes", "tensors", "weighted"]), length, draw.random() < 0.3)
@@ -71,14 +71,14 @@ def draw_placement(draw: Random, run: Drawn) -> tuple[int, Settings]:
             run.settings,
             parallel=ParallelSettings(
                 shard=1 if run.noise else draw.choice([1, 1, 2, size]),
-                gather=draw.choice(["layer", "step"]),
+                reshard=draw.choice(["layer", "step"]),
                 offload=draw.random() < 0.2,
-                buddy=draw.random() < 0.2,
-                recompute=draw.choice(["none", "none", "layer", "selective"]),
+                replicate_shards=draw.random() < 0.2,
+                activation_checkpoint=draw.choice(["none", "none", "full", "selective"]),
             ),
             loader=LoaderSettings(workers=draw.choice([0, 0, 0, 1, 2]), prefetch=draw.choice([1, 2])),
             server=ServerSettings(count=1 if run.noise else draw.choice([1, 2])),
-            deal=DealSettings(by_speed=draw.random() < 0.5, claim=draw.random() < 0.3),
+            balance=BalanceSettings(by_speed=draw.random() < 0.5, work_stealing=draw.random() < 0.3),
             divergence=DivergenceSettings(every=draw.choice([0, 1, 3])),
             checkpoint=CheckpointSettings(every=draw.choice([0, 1, 3]), async_save=draw.random() < 0.5),
             audit_every=draw.choice([0, 0, 0, 2]),

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tests.pairs import every_pair
 from tests.ranks import training
-from unisono.config import DealSettings, LoaderSettings, Settings
+from unisono.config import BalanceSettings, LoaderSettings, Settings
 from unisono.data.loader import Schedule
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
@@ -52,7 +52,7 @@ def test_a_slow_process_computes_less_and_the_bits_stay(tmp_path: Path, size: in
 
 
 def test_switched_off_nothing_moves(tmp_path: Path) -> None:
-    config = replace(training.settings(steps=40), deal=DealSettings(by_speed=False))
+    config = replace(training.settings(steps=40), balance=BalanceSettings(by_speed=False))
     found = run_ranks(slowed, 2, config, str(tmp_path), 1, 4.0)
     assert "deals" not in found[0]["result"]
     assert abs(found[0]["rounds"] - found[1]["rounds"]) <= 3  # the last batch of an epoch is short
@@ -98,7 +98,7 @@ def claimed(world: World, config: Settings, folder: str, kind: str, times: float
 @pytest.mark.parametrize(("case", "kind"), every_pair(CLAIMED, ["mlp", "gpt"]))
 def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: tuple[int, dict[str, Any]]) -> None:
     size, changes = case
-    config = training.settings(steps=10, deal=DealSettings(claim=True), **changes)
+    config = training.settings(steps=10, balance=BalanceSettings(work_stealing=True), **changes)
     (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), kind, 1.0)
     found = run_ranks(claimed, size, config, str(tmp_path / "claimed"), kind, 5.0)
     assert {f["state"] for f in found} == {alone["state"]}

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.ranks import training
 from tests.ranks.loops import SETTINGS, attempt, loss_of, train
-from unisono.config import DealSettings, DivergenceSettings, Settings
+from unisono.config import BalanceSettings, DivergenceSettings, Settings
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.testing.faults import BitFlip, flip_
@@ -142,7 +142,7 @@ def test_an_audit_changes_no_bit(kind: str, tmp_path: Path) -> None:
         {"exchange": "allreduce"},
         {"exchange": "ddp"},
         {"precision": "fp16"},
-        {"deal": DealSettings(claim=True)},
+        {"balance": BalanceSettings(work_stealing=True)},
         {"exchange": "ring"},
     ],
     ids=str,

@@ -34,7 +34,7 @@ STEP_IS_SLOW = ["layer", pytest.param("step", marks=pytest.mark.slow)]
 @pytest.mark.parametrize(("gather", "death"), every_pair(["layer", "step"], DEATHS))
 def test_the_other_replica_finishes_the_step(tmp_path: Path, gather: Gather, death: tuple[str, int]) -> None:
     losses, state = undisturbed(tmp_path, noise=False)
-    config = settings(parallel=ParallelSettings(shard=2, gather=gather))
+    config = settings(parallel=ParallelSettings(shard=2, reshard=gather))
     with Company(work, 4, config, tmp_path, {1: death}) as company:
         company.killed = {1}
         found = company.results()
@@ -73,7 +73,7 @@ def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead:
 def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:
     """What a replica computes with layers that it could not gather is not compared."""
     (alone,) = run_ranks(dies_beside_spare_rounds, 1, settings(), tmp_path / "alone", -1)
-    config = settings(parallel=ParallelSettings(shard=2, gather="layer"))
+    config = settings(parallel=ParallelSettings(shard=2, reshard="layer"))
     with Company(dies_beside_spare_rounds, 4, config, tmp_path, 1) as company:
         company.killed = {1}
         found = company.results()
@@ -86,7 +86,7 @@ def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gather", STEP_IS_SLOW)
 def test_a_replica_joins(tmp_path: Path, gather: Gather) -> None:
     losses, state = undisturbed(tmp_path, noise=False, steps=30)
-    config = settings(steps=30, parallel=ParallelSettings(shard=2, gather=gather))
+    config = settings(steps=30, parallel=ParallelSettings(shard=2, reshard=gather))
     with Company(work, 4, config, tmp_path, {3: ("forward", 9)}) as company:
         company.killed = {3}
         company.start(6, joins=True)
@@ -105,7 +105,7 @@ def test_a_replica_joins(tmp_path: Path, gather: Gather) -> None:
 def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, gather: Gather) -> None:
     checkpoint = CheckpointSettings(every=2)
     expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
-    config = settings(checkpoint=checkpoint, parallel=ParallelSettings(shard=2, gather=gather))
+    config = settings(checkpoint=checkpoint, parallel=ParallelSettings(shard=2, reshard=gather))
     for death in (("evaluate", 2), ("checkpoint", 2)):
         with Company(evaluated, 4, config, tmp_path / death[0], {0: death}) as company:
             company.killed = {0}
@@ -117,7 +117,7 @@ def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, gather: Ga
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_two_passes_wait_for_one_update(tmp_path: Path, gather: Gather) -> None:
     """Each pass goes through both models, and what the other has made stays."""
-    alone, shared = settings(), settings(parallel=ParallelSettings(shard=2, gather=gather))
+    alone, shared = settings(), settings(parallel=ParallelSettings(shard=2, reshard=gather))
     (expected,) = run_ranks(two_passes, 1, alone, tmp_path / "alone", {})
     assert run_ranks(two_passes, 2, shared, tmp_path / "shared", {}) == [expected, expected]
 
@@ -126,7 +126,7 @@ def test_two_passes_wait_for_one_update(tmp_path: Path, gather: Gather) -> None:
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_a_step_of_two_passes_goes_on(tmp_path: Path, gather: Gather) -> None:
     expected = run_ranks(two_passes, 1, settings(), tmp_path / "alone", {})[0]
-    config = settings(parallel=ParallelSettings(shard=2, gather=gather))
+    config = settings(parallel=ParallelSettings(shard=2, reshard=gather))
     for times in (4, 5, 8, 9):
         with Company(two_passes, 4, config, tmp_path / str(times), {1: ("exchange", times)}) as company:
             company.killed = {1}
@@ -151,7 +151,7 @@ def dies_with_its_result(world: World, config: Settings, folder: Path, step: int
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_what_all_hold_is_not_made_again(tmp_path: Path, gather: Gather) -> None:
     losses, state = undisturbed(tmp_path, noise=False)
-    config = settings(parallel=ParallelSettings(shard=2, gather=gather))
+    config = settings(parallel=ParallelSettings(shard=2, reshard=gather))
     with Company(dies_with_its_result, 4, config, tmp_path, 3) as company:
         company.killed = {1}
         found = company.results()
@@ -177,7 +177,7 @@ def test_a_soak_of_kills(tmp_path: Path, gather: Gather) -> None:
     """Any process but those of one replica that knows the run's state, at any moment; new replicas come."""
     chance = random.Random(3)
     config = settings(
-        steps=10_000, checkpoint=CheckpointSettings(every=7), parallel=ParallelSettings(shard=2, gather=gather)
+        steps=10_000, checkpoint=CheckpointSettings(every=7), parallel=ParallelSettings(shard=2, reshard=gather)
     )
     with Company(long_work, 4, config, tmp_path / "soak", {}, seconds=120) as company:
         kills = 0
@@ -223,7 +223,7 @@ def clips(world: World, config: Settings, folder: Path, dead: int) -> Any:
 @pytest.mark.parametrize("gather", STEP_IS_SLOW)
 def test_a_death_while_others_clip(tmp_path: Path, gather: Gather) -> None:
     losses, state = undisturbed(tmp_path, noise=False, clip=0.1)
-    config = settings(clip=0.1, parallel=ParallelSettings(shard=2, gather=gather))
+    config = settings(clip=0.1, parallel=ParallelSettings(shard=2, reshard=gather))
     with Company(clips, 4, config, tmp_path, 3) as company:
         company.killed = {2, 3}
         found = company.results()

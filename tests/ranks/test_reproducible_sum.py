@@ -47,7 +47,7 @@ def test_micro_batches_and_scaled_losses_too(tmp_path: Path, changes: dict[str, 
 
 def test_shards_that_are_gathered_once_a_step_have_the_same_bits(tmp_path: Path) -> None:
     config = settings(exchange="wide", steps=4)
-    shards = replace(config, parallel=ParallelSettings(shard=2, gather="step"))
+    shards = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
     same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 4, "mlp", shards)])
 
 

@@ -121,7 +121,7 @@ def test_all_processes_have_the_same_bits(tmp_path: Path) -> None:
 
 def test_it_goes_with_shards(tmp_path: Path) -> None:
     (tree,) = results(tmp_path, 1, "mlp")
-    parallel = ParallelSettings(shard=2, gather="step")
+    parallel = ParallelSettings(shard=2, reshard="step")
     for run in results(tmp_path, 4, "mlp", exchange="ring", parallel=parallel):
         assert run["losses"] == pytest.approx(tree["losses"], rel=1e-3)
 

@@ -54,14 +54,16 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
 @pytest.mark.parametrize(
     "ways",
     [
-        pytest.param({"loss": True}, id="loss", marks=pytest.mark.slow),
-        pytest.param({"schedule": "ZBVZeroBubble", "recompute": "layer"}, id="ZBVZeroBubble", marks=pytest.mark.slow),
+        pytest.param({"loss_parallel": True}, id="loss", marks=pytest.mark.slow),
+        pytest.param(
+            {"schedule": "ZBVZeroBubble", "activation_checkpoint": "full"}, id="ZBVZeroBubble", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_divided_sequences_and_logits_go_through_a_pipeline(tmp_path: Path, ways: dict[str, Any]) -> None:
     """Sequences of 11 positions: 6 of them on the first process and 5 on the second."""
     (truth,) = run_ranks(come, 1, str(tmp_path / "alone"), CONFIG, GPT, None, False, 11)
-    agree(beside(1, tmp_path, length=11, sequence=True, **ways), truth)
+    agree(beside(1, tmp_path, length=11, sequence_parallel=True, **ways), truth)
 
 
 def forward(run: Run[Any]) -> Any:
@@ -75,7 +77,9 @@ def forward(run: Run[Any]) -> Any:
 def test_what_comes_out_of_it_is_whole(tmp_path: Path) -> None:
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", forward, CONFIG)
     assert isinstance(truth, list), truth
-    config = replace(CONFIG, parallel=ParallelSettings(tensor=2, pipeline=2, sequence=True, loss=True))
+    config = replace(
+        CONFIG, parallel=ParallelSettings(tensor=2, pipeline=2, sequence_parallel=True, loss_parallel=True)
+    )
     for rows in run_ranks(attempt, 4, tmp_path / "4", forward, config):
         assert rows == pytest.approx(truth, rel=1e-4, abs=1e-6)
 

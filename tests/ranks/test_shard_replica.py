@@ -153,15 +153,15 @@ PLACEMENTS: dict[str, tuple[int, ParallelSettings, tuple[int, ...]]] = {
     "the last of three": (3, ParallelSettings(shard=3), (2,)),
     "two of four that are not neighbours": (4, ParallelSettings(shard=4), (0, 2)),
     "one of two models of two shards": (4, ParallelSettings(shard=2), (3,)),
-    "one of each of two models": (4, ParallelSettings(shard=2, gather="step"), (0, 3)),
-    "one of three, gathered once a step": (3, ParallelSettings(shard=3, gather="step"), (1,)),
+    "one of each of two models": (4, ParallelSettings(shard=2, reshard="step"), (0, 3)),
+    "one of three, gathered once a step": (3, ParallelSettings(shard=3, reshard="step"), (1,)),
 }
 
 
 @pytest.mark.parametrize(("what", "make"), every_pair(PLACEMENTS, MAKES))
 def test_what_is_lost_comes_back(tmp_path: Path, alone: dict[Any, list[Any]], what: str, make: Any) -> None:
     size, parallel, lost = PLACEMENTS[what]
-    config = replace(CONFIG, parallel=replace(parallel, buddy=True))
+    config = replace(CONFIG, parallel=replace(parallel, replicate_shards=True))
     meddle = partial(lose, lost=lost, new=make is normed)
     for states in run_ranks(attempt, size, tmp_path, partial(loop, make=make, meddle=meddle), config):
         assert states == alone[make]
@@ -172,7 +172,7 @@ def test_what_is_divided_by_matrices_as_well(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(shard=2, tensor=2))
     told = run_ranks(attempt, 4, tmp_path / "undisturbed", partial(loop, make=pairs), config)
     assert isinstance(told[0], list), told[0]
-    config = replace(config, parallel=replace(config.parallel, buddy=True))
+    config = replace(config, parallel=replace(config.parallel, replicate_shards=True))
     meddle = partial(lose, lost=(1,), new=True)
     assert run_ranks(attempt, 4, tmp_path / "restored", partial(loop, make=pairs, meddle=meddle), config) == told
 
@@ -191,7 +191,7 @@ def half_way(run: Run[Any], model: nn.Module, steppers: list[Any], states: list[
 
 
 def test_all_go_back_to_a_step_that_is_whole_everywhere(tmp_path: Path) -> None:
-    config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
+    config = replace(CONFIG, parallel=ParallelSettings(shard=3, replicate_shards=True))
     told = run_ranks(attempt, 3, tmp_path, partial(loop, make=gpt, meddle=half_way), config)
     assert told == [[LOST_AT - 1, True, False]] * 3
 
@@ -229,13 +229,13 @@ def count(agree: Callable[[Any], None], agreed: list[int], content: Any) -> None
 
 def test_what_stood_still_and_moves_later(tmp_path: Path) -> None:
     ((state, _),) = run_ranks(attempt, 1, tmp_path / "1", late, CONFIG)
-    config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
+    config = replace(CONFIG, parallel=ParallelSettings(shard=3, replicate_shards=True))
     # written to, lost, training, lost again; and not in the step between
     assert run_ranks(attempt, 3, tmp_path / "3", late, config) == [[state, 4]] * 3
 
 
 def test_two_neighbours_are_too_many(tmp_path: Path) -> None:
-    config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
+    config = replace(CONFIG, parallel=ParallelSettings(shard=3, replicate_shards=True))
     meddle = partial(lose, lost=(0, 2))
     for words in run_ranks(attempt, 3, tmp_path, partial(loop, make=gpt, meddle=meddle), config):
         assert isinstance(words, str)
@@ -260,7 +260,7 @@ def wide(run: Run[Any]) -> Made:
 
 
 def test_four_times_a_shard_is_all_the_room_it_takes(tmp_path: Path) -> None:
-    config = replace(CONFIG, parallel=ParallelSettings(shard=3, buddy=True))
+    config = replace(CONFIG, parallel=ParallelSettings(shard=3, replicate_shards=True))
     for has, kept in run_ranks(attempt, 3, tmp_path, partial(loop, make=wide, meddle=room), config):
         assert 4 * has <= kept <= 4.05 * has
 
@@ -282,8 +282,11 @@ def test_survival_is_told() -> None:
     assert survival_of(ParallelSettings(shard=2), MeshShape(shard=2)) == "checkpoint"
     assert survival_of(ParallelSettings(), MeshShape(tensor=2, pipeline=2)) == "checkpoint"
     assert survival_of(ParallelSettings(shard=2), MeshShape(shard=2, replicate=2)) == "replicas"
-    assert survival_of(ParallelSettings(shard=2, buddy=True), MeshShape(shard=2)) == "buddy"
-    assert survival_of(ParallelSettings(shard=2, buddy=True), MeshShape(shard=2, replicate=2)) == "replicas and buddy"
+    assert survival_of(ParallelSettings(shard=2, replicate_shards=True), MeshShape(shard=2)) == "buddy"
+    assert (
+        survival_of(ParallelSettings(shard=2, replicate_shards=True), MeshShape(shard=2, replicate=2))
+        == "replicas and buddy"
+    )
 
 
 def leaves_early(run: Run[Any]) -> Any:
@@ -302,5 +305,5 @@ def leaves_early(run: Run[Any]) -> Any:
 
 
 def test_a_loop_that_is_left_early_waits_for_its_copies(tmp_path: Path) -> None:
-    config = replace(CONFIG, parallel=ParallelSettings(shard=2, buddy=True))
+    config = replace(CONFIG, parallel=ParallelSettings(shard=2, replicate_shards=True))
     assert run_ranks(attempt, 2, tmp_path, leaves_early, config) == [[True, True, 2]] * 2

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Loop, Any]] = {
 def all_of_them(world: World, folder: Path) -> dict[str, Any]:
     told = {}
     for name, (body, gather) in CASES.items():
-        config = replace(SETTINGS, parallel=ParallelSettings(shard=world.size, gather=gather))
+        config = replace(SETTINGS, parallel=ParallelSettings(shard=world.size, reshard=gather))
         told[name] = attempt(world, folder / name, body, config)
     return told
 

@@ -68,7 +68,7 @@ def all_of_them(world: World, folder: Path) -> dict[str, Any]:
 
 
 def in_shards(world: World, folder: Path) -> Any:
-    config = replace(SETTINGS, batch=16, parallel=ParallelSettings(shard=world.size, gather="step"))
+    config = replace(SETTINGS, batch=16, parallel=ParallelSettings(shard=world.size, reshard="step"))
     return attempt(world, folder, loop(clip=0.1), config)
 
 

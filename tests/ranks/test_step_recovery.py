@@ -17,7 +17,7 @@ from tests.ranks.company import Company, die_at
 from tests.ranks.training import MLP, Points, loop, settings, train
 from unisono import phases
 from unisono.checkpoint.load import newest
-from unisono.config import CheckpointSettings, DealSettings, LoaderSettings, Settings
+from unisono.config import BalanceSettings, CheckpointSettings, LoaderSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run, run_ranks
@@ -263,7 +263,7 @@ def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processe
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "sometimes"])
 def test_claims_loader_workers_and_odd_models_go_on(tmp_path: Path, kind: str) -> None:
-    more = {"deal": DealSettings(claim=True), "loader": LoaderSettings(workers=1), "micro_batch": 1}
+    more = {"balance": BalanceSettings(work_stealing=True), "loader": LoaderSettings(workers=1), "micro_batch": 1}
     (alone,) = run_ranks(train, 1, kind, settings(micro_batch=1), str(tmp_path / "alone"), 101, False, None, None, True)
     with Company(work, 3, settings(**more), tmp_path, {0: ("backward", 12), 2: ("exchange", 9)}, kind) as company:
         company.killed = {0, 2}

@@ -177,7 +177,7 @@ def test_evaluation_of_a_stream(data: Path, tmp_path: Path) -> None:
 
 def damaged(world: World, data: str, folder: str) -> dict[str, Any]:
     loop = partial(told, form="tar", data=data)
-    skip = replace(SETTINGS, loader=LoaderSettings(damaged="skip"))
+    skip = replace(SETTINGS, loader=LoaderSettings(on_error="skip"))
     longer = attempt(world, Path(folder) / "skip", loop, skip)
     return {"stop": attempt(world, Path(folder) / "stop", loop), "skip": longer}
 

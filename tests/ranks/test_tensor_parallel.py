@@ -48,9 +48,9 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Came:
     [
         (2, {"tensor": 2}),
         pytest.param(4, {"tensor": 4}, marks=pytest.mark.slow),
-        (2, {"tensor": 2, "sequence": True}),
-        pytest.param(2, {"tensor": 2, "loss": True}, marks=pytest.mark.slow),
-        (4, {"tensor": 4, "sequence": True, "loss": True}),
+        (2, {"tensor": 2, "sequence_parallel": True}),
+        pytest.param(2, {"tensor": 2, "loss_parallel": True}, marks=pytest.mark.slow),
+        (4, {"tensor": 4, "sequence_parallel": True, "loss_parallel": True}),
     ],
 )
 def test_it_agrees_with_one_process(tmp_path: Path, truth: Came, size: int, axes: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def marks(run: Run[Any]) -> Any:
     return [(name, p.requires_grad, p.__dict__["no_decay"]) for name, p in run.place(Marked).named_parameters()]
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2, "sequence": True}, {"shard": 2}])
+@pytest.mark.parametrize("axes", [{"tensor": 2, "sequence_parallel": True}, {"shard": 2}])
 def test_divided_parameters_train_and_are_marked_as_the_whole_ones_were(tmp_path: Path, axes: dict[str, Any]) -> None:
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", marks)
     config = replace(CONFIG, parallel=ParallelSettings(**axes))
@@ -155,12 +155,12 @@ def test_data_may_be_divided_in_any_way_with_the_same_bits(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_and_gathered_once_a_step(tmp_path: Path) -> None:
-    same_bits(tmp_path, [(4, {"shard": 2, "gather": "step"})])
+    same_bits(tmp_path, [(4, {"shard": 2, "reshard": "step"})])
 
 
 @pytest.mark.slow
 def test_that_holds_for_divided_sequences_too(tmp_path: Path) -> None:
-    same_bits(tmp_path, [(4, {"shard": 2})], sequence=True)
+    same_bits(tmp_path, [(4, {"shard": 2})], sequence_parallel=True)
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def predicted(run: Run[Any]) -> Any:
     return run.predict(model, Sentences(5)).flatten().tolist()
 
 
-@pytest.mark.parametrize("ways", [{}, {"loss": True, "sequence": True}])
+@pytest.mark.parametrize("ways", [{}, {"loss_parallel": True, "sequence_parallel": True}])
 def test_predictions_are_whole(tmp_path: Path, ways: dict[str, Any]) -> None:
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", predicted, CONFIG)
     config = replace(CONFIG, parallel=ParallelSettings(tensor=2, **ways))
@@ -284,14 +284,14 @@ WRONG = {
     no_such_module: (2, r"no module called block.\*.up.*names of its own"),
     whole_beside_parts: (
         2,
-        r"Placed whose matrices are divided.*aten.add.Tensor, test_tensor_parallel.py.*sequence=false",
+        r"Placed whose matrices are divided.*aten.add.Tensor, test_tensor_parallel.py.*sequence_parallel=false",
     ),
     counting: (2, r"heads are 2 wide with a part of its matrices, and 4.*unflatten\(-1, \(-1, head_width\)\)"),
     by_hand_counting: (2, r"heads are 2 wide with a part of its matrices, and 4"),
     four_wide: (2, r"cannot go on: shape .*unflatten"),
     no_style: (2, r"'blocks.\*.down': 'rowwise', which is no style.*a style is an object"),
     not_for_norms: (2, r"cannot follow it: ColwiseParallel currently only support.*SequenceParallel for norms"),
-    attention_in_slices: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence=false"),
+    attention_in_slices: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence_parallel=false"),
     tied_in_two_ways: (2, r"share a parameter of shape \(24, 16\).*do not tie"),
 }
 
@@ -299,7 +299,7 @@ WRONG = {
 @pytest.mark.parametrize("loop", WRONG)
 def test_what_cannot_be_cut_is_told_on_every_process(tmp_path: Path, loop: Any) -> None:
     size, words = WRONG[loop]
-    parallel = ParallelSettings(tensor=size, sequence=loop in (whole_beside_parts, attention_in_slices))
+    parallel = ParallelSettings(tensor=size, sequence_parallel=loop in (whole_beside_parts, attention_in_slices))
     for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
         assert isinstance(told, str), told
         assert re.search(words, told, re.DOTALL), told

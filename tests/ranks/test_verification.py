@@ -304,7 +304,7 @@ def test_what_breaks_a_promise_is_named_in_the_first_steps(tmp_path: Path, size:
             assert isinstance(came[name], str), f"{name}: nothing was found"
             assert "PromiseBrokenError" in came[name], came[name]
             assert re.search(BROKEN[name][4], came[name], re.S), f"{name}: {came[name]}"
-            assert "--set promise.broken=tell" in came[name]
+            assert "--set promise.on_violation=warn" in came[name]
 
 
 # -- what happens then
@@ -326,7 +326,7 @@ def lowered(world: World, folder: Path, settings: Settings) -> Any:
 
 
 def test_the_promise_is_lowered_where_the_settings_say_so(tmp_path: Path) -> None:
-    settings = replace(LONGER, promise=PromiseSettings(broken="tell"))
+    settings = replace(LONGER, promise=PromiseSettings(on_violation="warn"))
     for told, events in run_ranks(lowered, 2, tmp_path, settings):
         assert told["promise"] == "tolerance"
         assert told["reason"].startswith("from step 0 on: a second computation of virtual rank")

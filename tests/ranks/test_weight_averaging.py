@@ -47,7 +47,7 @@ def measure(out: torch.Tensor, _: Any, y: torch.Tensor) -> tuple[torch.Tensor, i
     [
         (3, ParallelSettings()),
         (2, ParallelSettings(shard=2)),
-        (2, ParallelSettings(shard=2, gather="step")),
+        (2, ParallelSettings(shard=2, reshard="step")),
         (4, ParallelSettings(shard=2, offload=True)),
     ],
 )

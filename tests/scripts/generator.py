@@ -112,7 +112,7 @@ def exchanges(draft: Draft, virtual_ranks: int) -> None:
     elif kind == "compress" and virtual_ranks > 1:
         draft.traits.add("compressed")
         form = draft.pick(["fp16", "bf16", "int8", "topk", "powersgd"])
-        draft.words += [f"compress.kind={form}"] + ["compress.keep=0.3"] * (form == "topk")
+        draft.words += [f"compress.kind={form}"] + ["compress.ratio=0.3"] * (form == "topk")
     elif kind == "audit":
         draft.settings["audit_every: int"] = "2"
 

@@ -49,14 +49,14 @@ def draw_placement(random: Random, script: Script, size: int, left_out: Collecti
     known |= {"clips by hand in shards"} if "gradients: norm" in script.traits else set()
     divided = shards and size == 2 and not known & set(left_out) and "compressed" not in script.traits
     sets.append(f"parallel.shard={2 if divided else 1}")
-    sets.append(f"parallel.gather={gather}")
-    sets.append(f"parallel.buddy={str(divided and buddy).lower()}")
+    sets.append(f"parallel.reshard={gather}")
+    sets.append(f"parallel.replicate_shards={str(divided and buddy).lower()}")
     sets.append(f"parallel.offload={str(divided and offload).lower()}")
-    recompute = random.choice(["none", "none", "none", "none", "layer", "selective"])
-    sets.append(f"parallel.recompute={recompute}")
+    recompute = random.choice(["none", "none", "none", "none", "full", "selective"])
+    sets.append(f"parallel.activation_checkpoint={recompute}")
     if not divided and size > 1 and random.random() < 0.15 and "compressed" not in script.traits:
-        sets.append("deal.claim=true")
+        sets.append("balance.work_stealing=true")
     else:
-        sets.append("deal.claim=false")
+        sets.append("balance.work_stealing=false")
     sets.append(f"checkpoint.async_save={random.choice(['true', 'false'])}")
     return Placement(size, tuple(sets))

@@ -205,7 +205,7 @@ def test_another_type_lets_no_setting_of_every_run_be_what_it_cannot_be() -> Non
         ("batch = 16.0 in the script", "It takes a whole number.", "Change the default of batch in the script."),
         (
             "exchange = alreduce in the script",
-            "It takes one of tree, wide, allreduce, ring, ddp, server, local.",
+            "It takes one of tree, wide, allreduce, ring, ddp, server, local_sgd.",
             "Change the default of exchange in the script.",
         ),
     ]

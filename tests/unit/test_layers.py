@@ -48,7 +48,7 @@ def test_what_stands_on_a_shelf_is_a_layer_and_the_shelf_is_none() -> None:
 
 
 def test_a_class_that_is_not_there_is_told() -> None:
-    with pytest.raises(LoopError, match=r"(?s)parallel\.layers names Bolck.*class Block, Linear"):
+    with pytest.raises(LoopError, match=r"(?s)parallel\.layer_classes names Bolck.*class Block, Linear"):
         layers_of(Net(), ["Bolck"])
 
 

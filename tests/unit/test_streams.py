@@ -167,7 +167,7 @@ def test_a_damaged_tar_is_named_with_its_offset(
     message = stop(Stream.tar(pattern))
     assert f"The shard {path} was to be read." in message
     assert f"Sample {whole} of it cannot be: {told}" in message.replace("ReadError: unexpected", "unexpected")
-    assert "--set loader.damaged=skip" in message
+    assert "--set loader.on_error=skip" in message
     with caplog.at_level(logging.WARNING):
         assert skip(Stream.tar(pattern)) == [*range(7), *range(7, 7 + whole), *range(20, 25)]
     assert f"{path}: sample {whole} is skipped." in caplog.text

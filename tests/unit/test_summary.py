@@ -202,7 +202,7 @@ def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
     text = " ".join(" ".join(closing_lines(told, tmp_path)).split())
     assert "sent 555 kB of gradients a step, by a process, 1.1% of what it would be uncompressed promise" in text
     more = " ".join(" ".join(closing_lines({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
-    assert "117.9% of what it would be uncompressed: fewer nodes send less (compress.nodes)" in more
+    assert "117.9% of what it would be uncompressed: fewer nodes send less (compress.groups)" in more
     assert "sent 812 B of gradients a step, by a process promise" in " ".join(
         " ".join(closing_lines({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
     )

@@ -139,11 +139,11 @@ def test_an_earlier_run_counts_more_than_the_script_and_less_than_what_is_asked_
 def test_none_is_a_choice_where_a_literal_has_it(tmp_path: Path) -> None:
     """Once given by --set, it is what the run goes on with."""
     ran = tmp_path / "settings.toml"
-    given = ["parallel.recompute=none", "compress.kind=none", "micro_batch=none"]
+    given = ["parallel.activation_checkpoint=none", "compress.kind=none", "micro_batch=none"]
     ran.write_text(provenance_lines(*load(unisono.Settings, sets=given)))
     loaded, sources = load(unisono.Settings, earlier=ran)
-    assert (loaded.parallel.recompute, loaded.compress.kind, loaded.micro_batch) == ("none", "none", None)
-    assert sources["parallel.recompute"] == sources["micro_batch"] == "--set"
+    assert (loaded.parallel.activation_checkpoint, loaded.compress.kind, loaded.micro_batch) == ("none", "none", None)
+    assert sources["parallel.activation_checkpoint"] == sources["micro_batch"] == "--set"
 
 
 def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from unisono.config import (
+    BalanceSettings,
     CommandLine,
     CompressSettings,
     DdpSettings,
-    DealSettings,
     LoaderSettings,
-    LocalSettings,
+    LocalSGDSettings,
     ParallelSettings,
     ServerSettings,
     Settings,
@@ -34,7 +34,7 @@ LINE = CommandLine(("unisono", "run", "train.py"))
         ),
         (
             {"exchange": "allreduce", "parallel": ParallelSettings(shard=2)},
-            "exchange = allreduce and parallel.shard = 2: .*layer by layer.*exchange=tree.*parallel.gather=step",
+            "exchange = allreduce and parallel.shard = 2: .*layer by layer.*exchange=tree.*parallel.reshard=step",
         ),
         (
             {"exchange": "wide", "parallel": ParallelSettings(pipeline=2)},
@@ -49,25 +49,32 @@ LINE = CommandLine(("unisono", "run", "train.py"))
             "compress.kind = fp16 and parallel.tensor = 2: .*hold parts.*compress.kind=none.*parallel.tensor=1",
         ),
         (
-            {"compress": CompressSettings(kind="topk"), "parallel": ParallelSettings(shard=2, gather="step")},
+            {"compress": CompressSettings(kind="topk"), "parallel": ParallelSettings(shard=2, reshard="step")},
             "compress.kind = topk and parallel.shard = 2: .*hold parts",
         ),
         (
-            {"compress": CompressSettings(kind="topk"), "deal": DealSettings(claim=True)},
-            "compress.kind = topk and deal.claim = true: .*settled before a step.*deal.claim=false",
+            {"compress": CompressSettings(kind="topk"), "balance": BalanceSettings(work_stealing=True)},
+            "compress.kind = topk and balance.work_stealing = true: .*settled before a "
+            "step.*balance.work_stealing=false",
         ),
-        ({"compress": CompressSettings(kind="topk", keep=0.0)}, "compress.keep = 0.0: .*1 at most.*keep=0.01"),
-        ({"compress": CompressSettings(kind="int8", nodes=6)}, "compress.nodes = 6: .*2, 4, 8 nodes.*nodes=4"),
+        ({"compress": CompressSettings(kind="topk", ratio=0.0)}, "compress.ratio = 0.0: .*1 at most.*ratio=0.01"),
+        ({"compress": CompressSettings(kind="int8", groups=6)}, "compress.groups = 6: .*2, 4, 8 nodes.*groups=4"),
         ({"compress": CompressSettings(kind="int8", rank=2)}, "rank = 2: .*for compress.kind=powersgd.*rank=4"),
-        ({"compress": CompressSettings(nodes=2)}, "nodes = 2: .*for forms, and .*none.*nodes=none"),
+        ({"compress": CompressSettings(groups=2)}, "groups = 2: .*for forms, and .*none.*groups=none"),
         (
-            {"exchange": "allreduce", "compress": CompressSettings(kind="int8", nodes=2)},
-            "compress.nodes = 2: .*each process has added up.*exchange=tree",
+            {"exchange": "allreduce", "compress": CompressSettings(kind="int8", groups=2)},
+            "compress.groups = 2: .*each process has added up.*exchange=tree",
         ),
         ({"ddp": DdpSettings(static_graph=True)}, "ddp.static_graph = true: .*for exchange=ddp.*static_graph=false"),
-        ({"local": LocalSettings(every=10)}, "local.every = 10: .*for exchange=local.*exchange=local.*local.every=50"),
+        (
+            {"local_sgd": LocalSGDSettings(sync_every=10)},
+            "local_sgd.sync_every = 10: .*for exchange=local.*exchange=local.*local_sgd.sync_every=50",
+        ),
         ({"server": ServerSettings(staleness=None)}, "server.staleness = none: .*for exchange=server"),
-        ({"exchange": "local", "local": LocalSettings(every=0)}, "local.every = 0: .*at least 1.*local.every=1"),
+        (
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(sync_every=0)},
+            "local_sgd.sync_every = 0: .*at least 1.*local_sgd.sync_every=1",
+        ),
         (
             {"exchange": "server", "server": ServerSettings(staleness=-1)},
             "server.staleness = -1: .*at least 0.*server.staleness=0",
@@ -105,40 +112,55 @@ LINE = CommandLine(("unisono", "run", "train.py"))
             "server.staleness = none and loader.workers = 2: .*fetched ahead.*loader.workers=0",
         ),
         (
-            {"exchange": "allreduce", "deal": DealSettings(claim=True)},
-            "deal.claim = true and exchange = allreduce: .*the tree.*deal.claim=false.*exchange=tree",
+            {"exchange": "allreduce", "balance": BalanceSettings(work_stealing=True)},
+            "balance.work_stealing = true and exchange = allreduce: .*the "
+            "tree.*balance.work_stealing=false.*exchange=tree",
         ),
         (
-            {"parallel": ParallelSettings(tensor=2), "deal": DealSettings(claim=True)},
-            "deal.claim = true and parallel.tensor = 2: .*deal.claim=false.*parallel.tensor=1",
+            {"parallel": ParallelSettings(tensor=2), "balance": BalanceSettings(work_stealing=True)},
+            "balance.work_stealing = true and parallel.tensor = 2: .*balance.work_stealing=false.*parallel.tensor=1",
         ),
         (
-            {"exchange": "local", "virtual_ranks": 8, "local": LocalSettings(sites=3)},
-            "virtual_ranks = 8 and local.sites = 3: .*multiples of 3.*virtual_ranks=6.*virtual_ranks=9.*local.sites=2",
+            {"exchange": "local_sgd", "virtual_ranks": 8, "local_sgd": LocalSGDSettings(sites=3)},
+            "virtual_ranks = 8 and local_sgd.sites = 3: .*multiples of "
+            "3.*virtual_ranks=6.*virtual_ranks=9.*local_sgd.sites=2",
         ),
         (
-            {"exchange": "local", "virtual_ranks": 9, "local": LocalSettings(sites=3)},
-            "4 processes and local.sites = 3: .*multiples of 3.*--ranks 6.*--ranks 3.*local.sites=2",
+            {"exchange": "local_sgd", "virtual_ranks": 9, "local_sgd": LocalSGDSettings(sites=3)},
+            "4 processes and local_sgd.sites = 3: .*multiples of 3.*--ranks 6.*--ranks 3.*local_sgd.sites=2",
         ),
         (
-            {"exchange": "local", "local": LocalSettings(every=4, fragments=5)},
-            "local.fragments = 5: .*every 4 steps.*local.fragments=4.*local.every=5",
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(sync_every=4, num_fragments=5)},
+            "local_sgd.num_fragments = 5: .*every 4 steps.*local_sgd.num_fragments=4.*local_sgd.sync_every=5",
         ),
         (
-            {"exchange": "local", "local": LocalSettings(every=4, overlap=4)},
-            "local.overlap = 4: .*4 steps later.*local.overlap=3.*local.every=5",
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(sync_every=4, sync_delay=4)},
+            "local_sgd.sync_delay = 4: .*4 steps later.*local_sgd.sync_delay=3.*local_sgd.sync_every=5",
         ),
-        ({"exchange": "local", "local": LocalSettings(lr=0.0)}, "local.lr = 0.0: .*above 0.*local.lr=0.7"),
-        ({"exchange": "local", "local": LocalSettings(lr=inf)}, "local.lr = inf: .*finite.*local.lr=0.7"),
-        ({"exchange": "local", "local": LocalSettings(momentum=1.0)}, "local.momentum = 1.0: .*below 1"),
         (
-            {"exchange": "local", "local": LocalSettings(outer="average", momentum=0.5)},
-            "local.momentum = 0.5: .*mean of the sites.*local.outer=nesterov.*local.momentum=0.9",
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(outer_lr=0.0)},
+            "local_sgd.outer_lr = 0.0: .*above 0.*local_sgd.outer_lr=0.7",
         ),
-        ({"exchange": "local", "local": LocalSettings(sites=1)}, "local.sites = 1: .*at least 2.*local.sites=2"),
         (
-            {"exchange": "local", "parallel": ParallelSettings(shard=2)},
-            "exchange = local and parallel.shard = 2: .*whole models",
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(outer_lr=inf)},
+            "local_sgd.outer_lr = inf: .*finite.*local_sgd.outer_lr=0.7",
+        ),
+        (
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(outer_momentum=1.0)},
+            "local_sgd.outer_momentum = 1.0: .*below 1",
+        ),
+        (
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(outer_optimizer="average", outer_momentum=0.5)},
+            "local_sgd.outer_momentum = 0.5: .*mean of the "
+            "sites.*local_sgd.outer_optimizer=nesterov.*local_sgd.outer_momentum=0.9",
+        ),
+        (
+            {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(sites=1)},
+            "local_sgd.sites = 1: .*at least 2.*local_sgd.sites=2",
+        ),
+        (
+            {"exchange": "local_sgd", "parallel": ParallelSettings(shard=2)},
+            "exchange = local_sgd and parallel.shard = 2: .*whole models",
         ),
     ],
 )
@@ -181,7 +203,7 @@ def test_an_axis_that_is_refused_is_told_also_where_the_processes_do_not_fit() -
 
 
 def test_all_that_was_asked_and_does_not_fit_is_told_at_once() -> None:
-    asked: dict[str, Any] = {"local": LocalSettings(every=10, sites=3), "server": ServerSettings(count=2)}
+    asked: dict[str, Any] = {"local_sgd": LocalSGDSettings(sync_every=10, sites=3), "server": ServerSettings(count=2)}
     assert len(check(Settings(steps=1, **asked), 2, LINE)) == 3
 
 
@@ -194,5 +216,5 @@ def test_nothing_travels_with_one_virtual_rank() -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 5), (4, 5), (5, 5), (3, 3), (2, 2), (8, 8), (64, 100)])
 def test_levels_of_the_tree_can_be_compressed(nodes: int, ranks: int) -> None:
-    asked = Settings(steps=1, batch=100, virtual_ranks=ranks, compress=CompressSettings(kind="int8", nodes=nodes))
+    asked = Settings(steps=1, batch=100, virtual_ranks=ranks, compress=CompressSettings(kind="int8", groups=nodes))
     assert check(asked, 2, LINE) == []

@@ -23,33 +23,51 @@ LINE = CommandLine(("unisono", "run", "text"))
     ("parallel", "asked", "do"),
     [
         (
-            {"split": 2, "threads": 3},
-            "parallel.split = 2 and parallel.threads = 3",
-            "--set parallel.threads=1, or: unisono run text --set parallel.split=1",
+            {"model_parallel_devices": 2, "data_parallel_devices": 3},
+            "parallel.model_parallel_devices = 2 and parallel.data_parallel_devices = 3",
+            "--set parallel.data_parallel_devices=1, or: unisono run text --set parallel.model_parallel_devices=1",
         ),
         (
-            {"split": 2, "shard": 2},
-            "parallel.split = 2 and parallel.shard = 2",
-            "--set parallel.split=1, or: unisono run text --set parallel.shard=1",
+            {"model_parallel_devices": 2, "shard": 2},
+            "parallel.model_parallel_devices = 2 and parallel.shard = 2",
+            "--set parallel.model_parallel_devices=1, or: unisono run text --set parallel.shard=1",
         ),
         (
-            {"threads": 2, "recompute": "layer"},
-            "parallel.threads = 2 and parallel.recompute = layer",
-            "unisono run text --set parallel.threads=1 --ranks 2, or: unisono run text --set parallel.recompute=none",
+            {"data_parallel_devices": 2, "activation_checkpoint": "full"},
+            "parallel.data_parallel_devices = 2 and parallel.activation_checkpoint = full",
+            "unisono run text --set parallel.data_parallel_devices=1 --ranks 2, or: unisono run text --set "
+            "parallel.activation_checkpoint=none",
         ),
-        ({"threads": 2, "compile": True}, "parallel.threads = 2 and parallel.compile = true", "parallel.compile=false"),
-        ({"devices": ["cpu", "cpu"]}, "parallel.devices = ['cpu', 'cpu']", "--set parallel.split=2, or: "),
-        ({"devices": ["cpu"], "split": 2}, "parallel.devices = ['cpu']", "--set parallel.split=1, or: "),
         (
-            {"buddy": True},
-            "parallel.buddy = true",
-            "--ranks 2 --set parallel.shard=2, or: unisono run text --set parallel.buddy=false",
+            {"data_parallel_devices": 2, "compile": True},
+            "parallel.data_parallel_devices = 2 and parallel.compile = true",
+            "parallel.compile=false",
         ),
-        ({"split": 0}, "parallel.split = 0", "--set parallel.split=1"),
         (
-            {"param_dtype": "bf16", "threads": 2},
-            "parallel.param_dtype = bf16 and parallel.threads = 2",
-            "--set parallel.threads=1, or: unisono run text --set parallel.param_dtype=fp32 --set precision=bf16",
+            {"devices": ["cpu", "cpu"]},
+            "parallel.devices = ['cpu', 'cpu']",
+            "--set parallel.model_parallel_devices=2, or: ",
+        ),
+        (
+            {"devices": ["cpu"], "model_parallel_devices": 2},
+            "parallel.devices = ['cpu']",
+            "--set parallel.model_parallel_devices=1, or: ",
+        ),
+        (
+            {"replicate_shards": True},
+            "parallel.replicate_shards = true",
+            "--ranks 2 --set parallel.shard=2, or: unisono run text --set parallel.replicate_shards=false",
+        ),
+        (
+            {"model_parallel_devices": 0},
+            "parallel.model_parallel_devices = 0",
+            "--set parallel.model_parallel_devices=1",
+        ),
+        (
+            {"param_dtype": "bf16", "data_parallel_devices": 2},
+            "parallel.param_dtype = bf16 and parallel.data_parallel_devices = 2",
+            "--set parallel.data_parallel_devices=1, or: unisono run text --set parallel.param_dtype=fp32 --set "
+            "precision=bf16",
         ),
         (
             {"param_dtype": "bf16", "pipeline": 2},
@@ -73,8 +91,12 @@ def test_two_kinds_of_half_precision() -> None:
 
 
 def test_what_does() -> None:
-    assert check(Settings(steps=1, parallel=ParallelSettings(shard=2, buddy=True)), 4, LINE) == []
-    for parallel in ({"split": 2}, {"threads": 2}, {"recompute": "selective", "compile": True}):
+    assert check(Settings(steps=1, parallel=ParallelSettings(shard=2, replicate_shards=True)), 4, LINE) == []
+    for parallel in (
+        {"model_parallel_devices": 2},
+        {"data_parallel_devices": 2},
+        {"activation_checkpoint": "selective", "compile": True},
+    ):
         assert check(Settings(steps=1, parallel=ParallelSettings(**parallel)), 1, LINE) == []
 
 
@@ -86,15 +108,23 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
     ("parallel", "true", "do"),
     [
         (
-            {"split": 2},
+            {"model_parallel_devices": 2},
             "This machine has 0 accelerators, and its CPU is one device",
-            "unisono run text --set parallel.split=1 --set parallel.shard=2 --ranks 2",
+            "unisono run text --set parallel.model_parallel_devices=1 --set parallel.shard=2 --ranks 2",
         ),
-        ({"split": 2}, "0 accelerators", '--set parallel.devices=["cpu","cpu"]'),
-        ({"threads": 3}, "This machine has 0 accelerators", "--set parallel.threads=1 --ranks 3"),
-        ({"threads": 2, "devices": ["cpu", "cpu"]}, "needs a second accelerator", "--ranks 2"),
-        ({"split": 2, "devices": ["cpu", "cuda:0"]}, "This run computes on cpu, and the bits of cuda", "--ranks 2"),
-        ({"split": 2, "devices": ["cpu", "gpu"]}, "torch knows no device 'gpu'", "--ranks 2"),
+        ({"model_parallel_devices": 2}, "0 accelerators", '--set parallel.devices=["cpu","cpu"]'),
+        (
+            {"data_parallel_devices": 3},
+            "This machine has 0 accelerators",
+            "--set parallel.data_parallel_devices=1 --ranks 3",
+        ),
+        ({"data_parallel_devices": 2, "devices": ["cpu", "cpu"]}, "needs a second accelerator", "--ranks 2"),
+        (
+            {"model_parallel_devices": 2, "devices": ["cpu", "cuda:0"]},
+            "This run computes on cpu, and the bits of cuda",
+            "--ranks 2",
+        ),
+        ({"model_parallel_devices": 2, "devices": ["cpu", "gpu"]}, "torch knows no device 'gpu'", "--ranks 2"),
     ],
 )
 def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
@@ -105,21 +135,21 @@ def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
 
 @only_cpu
 def test_the_cpu_may_stand_for_several_devices() -> None:
-    parallel = ParallelSettings(split=2, devices=["cpu:0", "cpu:1"])
+    parallel = ParallelSettings(model_parallel_devices=2, devices=["cpu:0", "cpu:1"])
     assert device_problems(parallel, 3, LINE) == []
     assert devices_of(parallel, torch.device("cpu")) == [torch.device("cpu")] * 2
 
 
 def test_devices_are_the_first_ones_unless_they_are_named() -> None:
     cuda = torch.device("cuda", 0)
-    assert devices_of(ParallelSettings(split=2), cuda) == [cuda, torch.device("cuda", 1)]
-    assert devices_of(ParallelSettings(threads=2), cuda) == [cuda, torch.device("cuda", 1)]
+    assert devices_of(ParallelSettings(model_parallel_devices=2), cuda) == [cuda, torch.device("cuda", 1)]
+    assert devices_of(ParallelSettings(data_parallel_devices=2), cuda) == [cuda, torch.device("cuda", 1)]
 
 
 def test_threads_promise_less() -> None:
     exchange = ("exact", "a tree")
-    assert promise_of_parallel(exchange, ParallelSettings(split=2), MeshShape(), []) == exchange
-    assert promise_of_parallel(exchange, ParallelSettings(threads=2), MeshShape(), [])[0] == "tolerance"
+    assert promise_of_parallel(exchange, ParallelSettings(model_parallel_devices=2), MeshShape(), []) == exchange
+    assert promise_of_parallel(exchange, ParallelSettings(data_parallel_devices=2), MeshShape(), [])[0] == "tolerance"
 
 
 def test_a_copy_that_a_thread_computes_with_has_its_own_forward() -> None:

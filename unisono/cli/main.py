@@ -72,7 +72,7 @@ Examples:
 PROVE_EXAMPLES = """\
 Examples:
   unisono prove train.py                  every placement that fits on 4 processes
-  unisono prove text --parallel shard=2 --parallel replicate=2,shard=2,gather=step
+  unisono prove text --parallel shard=2 --parallel replicate=2,shard=2,reshard=step
   unisono prove text --parallel shard=4 --steps 10 --set model.depth=2
 """
 REPLAY_EXAMPLES = """\

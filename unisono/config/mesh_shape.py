@@ -80,7 +80,7 @@ def layout(parallel: Any, axes: MeshShape) -> str:
     train/pipelining/stage_state.py). These do not: a sum over features, say, is made in parts.
     """
     sizes = [f"{name}={size}" for name in ("context", "tensor") if (size := getattr(axes, name)) > 1]
-    ways = [name for name in ("sequence", "loss") if axes.tensor > 1 and getattr(parallel, name)]
+    ways = [name for name in ("sequence_parallel", "loss_parallel") if axes.tensor > 1 and getattr(parallel, name)]
     return " ".join(sizes + ways) or "whole"
 
 

@@ -23,7 +23,7 @@ class LoaderSettings:
 
     workers: int = 0
     prefetch: int = 2
-    damaged: Literal["stop", "skip"] = "stop"
+    on_error: Literal["stop", "skip"] = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +35,23 @@ class ParallelSettings:
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
-    sequence: bool = False
-    loss: bool = False
-    gather: Literal["layer", "step"] = "layer"
-    buddy: bool = False
-    layers: list[str] = field(default_factory=list)
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    reshard: Literal["layer", "step"] = "layer"
+    replicate_shards: bool = False
+    layer_classes: list[str] = field(default_factory=list)
     offload: bool = False
     param_dtype: Literal["fp32", "bf16"] = "fp32"
-    split: int = 1
-    threads: int = 1
+    model_parallel_devices: int = 1
+    data_parallel_devices: int = 1
     devices: list[str] = field(default_factory=list)
-    recompute: Literal["none", "layer", "selective"] = "none"
+    activation_checkpoint: Literal["none", "full", "selective"] = "none"
     compile: bool = False
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    stages: list[str] = field(default_factory=list)
-    loops: int = 2
+    split_points: list[str] = field(default_factory=list)
+    stages_per_rank: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +67,10 @@ class CompressSettings:
     """In which form gradients travel."""
 
     kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
-    begin: int = 0
-    nodes: int | None = None
+    start_step: int = 0
+    groups: int | None = None
     rank: int = 4
-    keep: float = 0.01
+    ratio: float = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,26 +82,26 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSettings:
+class LocalSGDSettings:
     """Sites that train by themselves from one meeting to the next, under exchange=local."""
 
     sites: int = 2
-    every: int = 50
-    begin: int = 0
-    outer: Literal["average", "nesterov"] = "nesterov"
-    lr: float = 0.7
-    momentum: float = 0.9
+    sync_every: int = 50
+    warmup_steps: int = 0
+    outer_optimizer: Literal["average", "nesterov"] = "nesterov"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
     bits: Literal[32, 8, 4] = 32
-    fragments: int = 1
-    overlap: int = 0
+    num_fragments: int = 1
+    sync_delay: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class DealSettings:
+class BalanceSettings:
     """How virtual ranks find their processes. It never changes the result."""
 
     by_speed: bool = True
-    claim: bool = False
+    work_stealing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class DivergenceSettings:
     """When processes compare what all of them hold, and what is done when it is not the same."""
 
     every: int = 1000
-    heal: bool = False
+    repair: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +117,16 @@ class PromiseSettings:
     """When a run checks its own promise, and what happens when it does not hold."""
 
     check: bool = True
-    pause: float = 120.0
-    broken: Literal["auto", "stop", "tell"] = "auto"
+    min_interval: float = 120.0
+    on_violation: Literal["auto", "stop", "warn"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StuckSettings:
+class WatchdogSettings:
     """When a run counts as stuck, and what is done then."""
 
-    after: float = 600.0
-    then: Literal["end", "kill", "wait"] = "end"
+    timeout: float = 600.0
+    action: Literal["end", "kill", "wait"] = "end"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Settings:
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip: float | None = None
-    exchange: Literal["tree", "wide", "allreduce", "ring", "ddp", "server", "local"] = "tree"
+    exchange: Literal["tree", "wide", "allreduce", "ring", "ddp", "server", "local_sgd"] = "tree"
     threads: int = 1
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
@@ -149,12 +149,12 @@ class Settings:
     ddp: DdpSettings = field(default_factory=DdpSettings)
     compress: CompressSettings = field(default_factory=CompressSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
-    local: LocalSettings = field(default_factory=LocalSettings)
-    deal: DealSettings = field(default_factory=DealSettings)
+    local_sgd: LocalSGDSettings = field(default_factory=LocalSGDSettings)
+    balance: BalanceSettings = field(default_factory=BalanceSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
     audit_every: int = 0
     promise: PromiseSettings = field(default_factory=PromiseSettings)
-    stuck: StuckSettings = field(default_factory=StuckSettings)
+    watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
 
 
 class SettingInfo(NamedTuple):
@@ -166,72 +166,110 @@ class SettingInfo(NamedTuple):
 
 # A table and not the fields' metadata, because a script that gives a field another default replaces the whole field.
 SETTING_INFO = {
-    "steps": SettingInfo("optimizer steps in all; these or epochs", False),
-    "epochs": SettingInfo("passes over the training data; these or steps", False),
-    "batch": SettingInfo("samples in one step, over all processes", True),
-    "micro_batch": SettingInfo("most samples in one forward pass; none: a whole share", True),
-    "virtual_ranks": SettingInfo("shares of a batch: so many processes can help", True),
-    "seed": SettingInfo("where all randomness comes from", True),
-    "precision": SettingInfo("numbers that forward and backward compute with", True),
-    "clip": SettingInfo("the gradient's largest norm; none: no clipping", True),
-    "exchange": SettingInfo("tree: the same bits on any number of processes", True),
-    "threads": SettingInfo("threads of torch in each process", True),
-    "checkpoint.every": SettingInfo("steps between checkpoints; 0: at a stop and the end", False),
-    "checkpoint.keep": SettingInfo("how many of the newest checkpoints stay", False),
-    "checkpoint.keep_every": SettingInfo("those after a multiple of so many steps stay as well; 0: none", False),
-    "checkpoint.async_save": SettingInfo("write beside the next steps, which wait only for a copy", False),
-    "checkpoint.dir": SettingInfo("where: a folder, or a URL (s3://bucket/{run}); none: the run directory", False),
-    "loader.workers": SettingInfo("processes that fetch data, for each that trains", False),
-    "loader.prefetch": SettingInfo("micro-batches that each worker fetches ahead", False),
-    "loader.damaged": SettingInfo("what a damaged sample of a stream does to the run", True),
-    "parallel.replicate": SettingInfo("whole models, each for its part of a batch; -1: what is left", False),
-    "parallel.shard": SettingInfo("processes that share one model's parameters", False),
-    "parallel.tensor": SettingInfo("processes that share every matrix, and compute with their parts of it", False),
-    "parallel.pipeline": SettingInfo("processes that hold one stretch of the layers each", False),
-    "parallel.context": SettingInfo("processes that share every sequence", False),
-    "parallel.sequence": SettingInfo("between blocks, divide sequences over the axis tensor", False),
-    "parallel.loss": SettingInfo("leave logits divided by classes over the axis tensor", False),
-    "parallel.gather": SettingInfo("what shards gather at once: a layer, or, once a step, all", False),
-    "parallel.buddy": SettingInfo("each shard, with its optimizer state, has a copy on the next process", False),
-    "parallel.layers": SettingInfo("classes of the model's layers; none: found", False),
-    "parallel.offload": SettingInfo("keep shards in the CPU's memory between uses", False),
-    "parallel.param_dtype": SettingInfo("numbers that layers compute with, and that shards are gathered in", True),
-    "parallel.split": SettingInfo("devices of one process that share the layers of one model", False),
-    "parallel.threads": SettingInfo("devices of one process that each compute a piece of a micro-batch", True),
-    "parallel.devices": SettingInfo("which devices these two use, as torch names them; none: the first ones", False),
-    "parallel.recompute": SettingInfo("what is computed again in backward, instead of kept", False),
-    "parallel.compile": SettingInfo("compile layers with torch.compile", True),
-    "parallel.schedule": SettingInfo("in which order a pipeline's stages compute what; torch's schedules", False),
-    "parallel.stages": SettingInfo("modules with which the second and further stages begin; none: balanced", False),
-    "parallel.loops": SettingInfo("stages of each process, under the schedules that have several", False),
-    "ddp.static_graph": SettingInfo("every step uses the same parameters in the same way", False),
-    "ddp.bucket_mb": SettingInfo("megabytes of gradient that travel together", False),
-    "compress.kind": SettingInfo("the form in which gradients travel", True),
-    "compress.begin": SettingInfo("steps whose gradients travel as they are, before that", True),
-    "compress.nodes": SettingInfo("partial sums that are compressed, of the virtual ranks'; none: one for each", True),
-    "compress.rank": SettingInfo("columns that powersgd sends of each matrix", True),
-    "compress.keep": SettingInfo("the part of a gradient that topk sends", True),
-    "server.count": SettingInfo("processes that are parameter servers, the first ones", False),
-    "server.staleness": SettingInfo("updates a gradient may be late by; 0: synchronous; none: any number", True),
-    "local.sites": SettingInfo("sites that train by themselves between two meetings", True),
-    "local.every": SettingInfo("steps from one meeting of the sites to the next", True),
-    "local.begin": SettingInfo("steps that all sites make together before that", True),
-    "local.outer": SettingInfo("what is done with the mean of the sites' ways", True),
-    "local.lr": SettingInfo("the outer learning rate, for nesterov", True),
-    "local.momentum": SettingInfo("the outer momentum, for nesterov", True),
-    "local.bits": SettingInfo("bits of every number that sites send each other", True),
-    "local.fragments": SettingInfo("parts of the model that meet one after the other", True),
-    "local.overlap": SettingInfo("steps that a site makes while a meeting's numbers travel", True),
-    "deal.by_speed": SettingInfo("give faster processes more virtual ranks", False),
-    "deal.claim": SettingInfo("let who is done first take what others have not begun", False),
-    "divergence.every": SettingInfo("steps after which processes compare weights and gradients; 0: never", False),
-    "divergence.heal": SettingInfo("who holds other weights than most gets theirs; false: the run stops", False),
-    "audit_every": SettingInfo("steps after which a virtual rank is computed in two places; 0: never", False),
-    "promise.check": SettingInfo("check at steps 0, 1, 2, 4, 8 and later that the promise of equal bits holds", False),
-    "promise.pause": SettingInfo("seconds between two checks after step 8", False),
-    "promise.broken": SettingInfo("stop; or tell, and lower the promise; auto: stop before step 10", False),
-    "stuck.after": SettingInfo("seconds without progress after which a run reports a hang; 0: never", False),
-    "stuck.then": SettingInfo("what happens then: the run ends; who is to blame is killed; or it waits on", False),
+    "steps": SettingInfo("number of optimizer steps; set this or epochs", False),
+    "epochs": SettingInfo("number of passes over the training data; set this or steps", False),
+    "batch": SettingInfo("global batch size: samples per step, over all processes", True),
+    "micro_batch": SettingInfo(
+        "largest number of samples per forward pass; none: the whole share of a virtual rank", True
+    ),
+    "virtual_ranks": SettingInfo(
+        "parts that each batch is divided into; at most this many processes can share a batch", True
+    ),
+    "seed": SettingInfo("seed of all random numbers", True),
+    "precision": SettingInfo("data type of forward and backward", True),
+    "clip": SettingInfo("largest norm of the gradient; none: no clipping", True),
+    "exchange": SettingInfo("how gradients are averaged; tree: the same bits on any number of processes", True),
+    "threads": SettingInfo("torch.set_num_threads in each process", True),
+    "checkpoint.every": SettingInfo("steps between checkpoints; 0: only at a stop and at the end", False),
+    "checkpoint.keep": SettingInfo("number of recent checkpoints to keep", False),
+    "checkpoint.keep_every": SettingInfo("also keep checkpoints of steps that are multiples of this; 0: none", False),
+    "checkpoint.async_save": SettingInfo("write in the background; training waits only for the copy", False),
+    "checkpoint.dir": SettingInfo(
+        "a folder or URL (s3://bucket/{run}) for checkpoints; none: the run directory", False
+    ),
+    "loader.workers": SettingInfo("loader worker processes per training process", False),
+    "loader.prefetch": SettingInfo("micro-batches that each worker loads ahead", False),
+    "loader.on_error": SettingInfo("what to do with a damaged sample of a stream", True),
+    "parallel.replicate": SettingInfo("number of model replicas (data parallel); -1: all remaining processes", False),
+    "parallel.shard": SettingInfo("number of processes that one replica's parameters are sharded over (FSDP)", False),
+    "parallel.tensor": SettingInfo("tensor parallel degree", False),
+    "parallel.pipeline": SettingInfo("number of processes that divide the layers (pipeline parallel)", False),
+    "parallel.context": SettingInfo("number of processes that each sequence is divided over", False),
+    "parallel.sequence_parallel": SettingInfo(
+        "divide sequences between blocks over the tensor parallel processes", False
+    ),
+    "parallel.loss_parallel": SettingInfo("keep logits divided by classes over the tensor parallel processes", False),
+    "parallel.reshard": SettingInfo(
+        "layer: gather and free shards layer by layer; step: gather all shards once a step", False
+    ),
+    "parallel.replicate_shards": SettingInfo(
+        "keep a copy of each shard and its optimizer state on the next process", False
+    ),
+    "parallel.layer_classes": SettingInfo(
+        "class names of the layers to shard one by one; none: found automatically", False
+    ),
+    "parallel.offload": SettingInfo("keep shards in CPU memory between uses", False),
+    "parallel.param_dtype": SettingInfo("data type that layers compute with and shards are gathered in", True),
+    "parallel.model_parallel_devices": SettingInfo(
+        "number of devices of one process that the layers of one model are divided over", False
+    ),
+    "parallel.data_parallel_devices": SettingInfo(
+        "number of devices of one process that compute parts of each micro-batch in threads", True
+    ),
+    "parallel.devices": SettingInfo(
+        "the devices of these two settings, as torch names them; none: the first ones", False
+    ),
+    "parallel.activation_checkpoint": SettingInfo(
+        "which activations to recompute in backward instead of storing them", False
+    ),
+    "parallel.compile": SettingInfo("compile each layer with torch.compile", True),
+    "parallel.schedule": SettingInfo("pipeline schedule, by torch's names", False),
+    "parallel.split_points": SettingInfo(
+        "names of the modules that start the second and later pipeline stages; none: balanced", False
+    ),
+    "parallel.stages_per_rank": SettingInfo("pipeline stages per process, under schedules that interleave them", False),
+    "ddp.static_graph": SettingInfo(
+        "static_graph of DistributedDataParallel: the same parameters are used in every step", False
+    ),
+    "ddp.bucket_mb": SettingInfo("bucket size of gradients, in megabytes", False),
+    "compress.kind": SettingInfo("how gradients are compressed before they are sent", True),
+    "compress.start_step": SettingInfo("first step whose gradients are compressed", True),
+    "compress.groups": SettingInfo("number of partial sums that are compressed; none: one per virtual rank", True),
+    "compress.rank": SettingInfo("rank of PowerSGD's approximation", True),
+    "compress.ratio": SettingInfo("fraction of the gradient's elements that topk sends", True),
+    "server.count": SettingInfo("number of parameter servers; the first ranks", False),
+    "server.staleness": SettingInfo(
+        "largest number of updates a gradient may be late; 0: synchronous; none: no limit", True
+    ),
+    "local_sgd.sites": SettingInfo("number of groups that train independently between synchronizations", True),
+    "local_sgd.sync_every": SettingInfo("local steps between two synchronizations", True),
+    "local_sgd.warmup_steps": SettingInfo("first steps, in which all sites train synchronously", True),
+    "local_sgd.outer_optimizer": SettingInfo("how the mean change of the sites is applied", True),
+    "local_sgd.outer_lr": SettingInfo("learning rate of the outer optimizer nesterov", True),
+    "local_sgd.outer_momentum": SettingInfo("momentum of the outer optimizer nesterov", True),
+    "local_sgd.bits": SettingInfo("bits per number that sites send to each other", True),
+    "local_sgd.num_fragments": SettingInfo("parts of the model that are synchronized one after the other", True),
+    "local_sgd.sync_delay": SettingInfo("local steps that overlap with a synchronization", True),
+    "balance.by_speed": SettingInfo("assign more virtual ranks to faster processes", False),
+    "balance.work_stealing": SettingInfo(
+        "let idle processes take virtual ranks that have not started elsewhere", False
+    ),
+    "divergence.every": SettingInfo(
+        "steps between comparisons of weights and gradients among processes; 0: never", False
+    ),
+    "divergence.repair": SettingInfo(
+        "overwrite weights that differ from those of the majority; false: stop the run", False
+    ),
+    "audit_every": SettingInfo(
+        "steps between audits, which compute one virtual rank on two processes; 0: never", False
+    ),
+    "promise.check": SettingInfo("check that results are bit-identical, at steps 0, 1, 2, 4, 8 and later", False),
+    "promise.min_interval": SettingInfo("seconds between two checks after step 8", False),
+    "promise.on_violation": SettingInfo(
+        "stop the run, or warn and lower the promise; auto: stop before step 10", False
+    ),
+    "watchdog.timeout": SettingInfo("seconds without progress after which a hang is reported; 0: never", False),
+    "watchdog.action": SettingInfo("end the run, kill the process that causes the hang, or only report it", False),
 }
 
 SECTIONS = (
@@ -242,9 +280,9 @@ SECTIONS = (
     DdpSettings,
     CompressSettings,
     ServerSettings,
-    LocalSettings,
-    DealSettings,
+    LocalSGDSettings,
+    BalanceSettings,
     DivergenceSettings,
     PromiseSettings,
-    StuckSettings,
+    WatchdogSettings,
 )

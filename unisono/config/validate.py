@@ -150,20 +150,29 @@ def _pipeline(values: dict[str, Any], axes: MeshShape, line: CommandLine) -> lis
         if (size := getattr(axes, other)) > 1:
             do = str(line.setting(f"parallel.{other}=1"))
             problems.append(Problem(f"{asked} and parallel.{other} = {size}", true, do))
-    schedule, loops, stages = (values.get(f"parallel.{name}") for name in ("schedule", "loops", "stages"))
-    if schedule in TWICE_BACK and values.get("parallel.recompute") == "selective":
+    schedule, loops, stages = (
+        values.get(f"parallel.{name}") for name in ("schedule", "stages_per_rank", "split_points")
+    )
+    if schedule in TWICE_BACK and values.get("parallel.activation_checkpoint") == "selective":
         true = "It goes backward through a layer twice, and the first time uses up what selective recompute has kept."
-        do = f"{line.setting('parallel.recompute=layer')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
-        problems.append(Problem(f"parallel.schedule = {schedule} and parallel.recompute = selective", true, do))
+        do = (
+            f"{line.setting('parallel.activation_checkpoint=full')}, or: "
+            f"{line.setting('parallel.schedule=Interleaved1F1B')}"
+        )
+        problems.append(
+            Problem(f"parallel.schedule = {schedule} and parallel.activation_checkpoint = selective", true, do)
+        )
     if schedule in IN_V and loops not in (2, None):
-        do = f"{line.setting('parallel.loops=2')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
-        problems.append(Problem(f"parallel.schedule = {schedule} and parallel.loops = {loops}", "It has 2 each.", do))
+        do = f"{line.setting('parallel.stages_per_rank=2')}, or: {line.setting('parallel.schedule=Interleaved1F1B')}"
+        problems.append(
+            Problem(f"parallel.schedule = {schedule} and parallel.stages_per_rank = {loops}", "It has 2 each.", do)
+        )
     elif stages and loops is not None and schedule is not None:
         count = axes.pipeline * (1 if schedule in STRAIGHT else loops)
         if len(stages) != count - 1:
             true = f"{plural(count, 'stage')} begin with the model and with {plural(count - 1, 'module')}."
             problems.append(
-                Problem(f"parallel.stages = {shown(stages)}", true, str(line.setting("parallel.stages=[]")))
+                Problem(f"parallel.split_points = {shown(stages)}", true, str(line.setting("parallel.split_points=[]")))
             )
     return problems
 
@@ -204,21 +213,21 @@ LIMITS: dict[str, tuple[float, float]] = {
     "audit_every": (0, float("inf")),
     "checkpoint.keep": (1, float("inf")),
     "checkpoint.keep_every": (0, float("inf")),
-    "parallel.loops": (1, float("inf")),
+    "parallel.stages_per_rank": (1, float("inf")),
     "loader.workers": (0, float("inf")),
     "loader.prefetch": (1, float("inf")),
-    "parallel.split": (1, float("inf")),
-    "parallel.threads": (1, float("inf")),
+    "parallel.model_parallel_devices": (1, float("inf")),
+    "parallel.data_parallel_devices": (1, float("inf")),
     "ddp.bucket_mb": (0.001, float("inf")),
-    "compress.begin": (0, float("inf")),
-    "compress.nodes": (2, float("inf")),
+    "compress.start_step": (0, float("inf")),
+    "compress.groups": (2, float("inf")),
     "compress.rank": (1, float("inf")),
     "server.count": (1, float("inf")),
     "server.staleness": (0, float("inf")),
-    "local.sites": (2, float("inf")),
-    "local.every": (1, float("inf")),
-    "local.begin": (0, float("inf")),
-    "local.fragments": (1, float("inf")),
-    "local.overlap": (0, float("inf")),
-    "stuck.after": (0, float("inf")),
+    "local_sgd.sites": (2, float("inf")),
+    "local_sgd.sync_every": (1, float("inf")),
+    "local_sgd.warmup_steps": (0, float("inf")),
+    "local_sgd.num_fragments": (1, float("inf")),
+    "local_sgd.sync_delay": (0, float("inf")),
+    "watchdog.timeout": (0, float("inf")),
 }

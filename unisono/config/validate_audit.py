@@ -11,7 +11,7 @@ from unisono.errors import Problem
 
 BESIDE_NOT = {
     "server": "Its processes are servers and workers, which hold different things.",
-    "local": "Its sites have different weights between two meetings, so each makes gradients of its own.",
+    "local_sgd": "Its sites have different weights between two meetings, so each makes gradients of its own.",
 }
 """Exchanges under which nobody else can compute the same."""
 

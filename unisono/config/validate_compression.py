@@ -14,7 +14,7 @@ from unisono.errors import Problem
 COMPRESSES = ("tree", "allreduce")
 """Exchanges whose sums can be compressed."""
 
-READ_BY = {"begin": None, "nodes": None, "rank": "powersgd", "keep": "topk"}
+READ_BY = {"start_step": None, "groups": None, "rank": "powersgd", "ratio": "topk"}
 """Which kind reads a setting of `compress`; None: every one."""
 
 
@@ -40,15 +40,15 @@ def problems_of_forms(exchange: str, values: Mapping[str, Any], axes: MeshShape,
         problems.append(
             Problem(f"{asked} and virtual_ranks = 1", true, f"{off}, or: {line.setting('virtual_ranks=8')}")
         )
-    if values.get("deal.claim"):
+    if values.get("balance.work_stealing"):
         true = "What a node has left over lies with its process, so who computes it is settled before a step."
-        do = f"{line.setting('deal.claim=false')}, or: {off}"
-        problems.append(Problem(f"{asked} and deal.claim = true", true, do))
-    keep = values.get("compress.keep")
+        do = f"{line.setting('balance.work_stealing=false')}, or: {off}"
+        problems.append(Problem(f"{asked} and balance.work_stealing = true", true, do))
+    keep = values.get("compress.ratio")
     if kind == "topk" and keep is not None and not 0 < keep <= 1:
         true = "It is a part of a gradient: above 0, and 1 at most."
-        problems.append(Problem(f"compress.keep = {shown(keep)}", true, str(line.setting("compress.keep=0.01"))))
-    return problems + _no_level(values.get("compress.nodes"), ranks, line)
+        problems.append(Problem(f"compress.ratio = {shown(keep)}", true, str(line.setting("compress.ratio=0.01"))))
+    return problems + _no_level(values.get("compress.groups"), ranks, line)
 
 
 def _no_level(nodes: int | None, ranks: int | None, line: CommandLine) -> list[Problem]:
@@ -60,7 +60,7 @@ def _no_level(nodes: int | None, ranks: int | None, line: CommandLine) -> list[P
         return []
     true = f"The tree over {ranks} virtual ranks has levels of {', '.join(map(str, levels))} nodes."
     best = min(levels, key=lambda n: abs(n - nodes))
-    return [Problem(f"compress.nodes = {nodes}", true, str(line.setting(f"compress.nodes={best}")))]
+    return [Problem(f"compress.groups = {nodes}", true, str(line.setting(f"compress.groups={best}")))]
 
 
 def _not_read(exchange: str, kind: str, values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
@@ -76,7 +76,7 @@ def _not_read(exchange: str, kind: str, values: Mapping[str, Any], line: Command
             wants = reader or "int8"
             true = f"It is for {f'compress.kind={reader}' if reader else 'forms'}, and compress.kind = {kind}."
             problems.append(Problem(asked, true, f"{line.setting(f'compress.kind={wants}')}, or: {drop}"))
-        elif name == "nodes" and exchange == "allreduce":
+        elif name == "groups" and exchange == "allreduce":
             true = "With exchange=allreduce what each process has added up is compressed as one."
             problems.append(Problem(asked, true, f"{line.setting('exchange=tree')}, or: {drop}"))
     return problems

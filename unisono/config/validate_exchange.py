@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.config.command_line import CommandLine
 from unisono.config.mesh_shape import MeshShape
-from unisono.config.schema import DdpSettings, LocalSettings, ServerSettings
+from unisono.config.schema import DdpSettings, LocalSGDSettings, ServerSettings
 from unisono.config.validate_compression import problems_of_forms
 from unisono.config.validate_local_sgd import problems_of_sites
 from unisono.config.validate_server import problems_of_roles
@@ -25,7 +25,7 @@ CARRIES: dict[str, tuple[str, ...]] = {
     "ring": DIVIDED,
     "ddp": (),
     "server": (),
-    "local": (),
+    "local_sgd": (),
 }
 """Axes that an exchange goes with, beside replicas."""
 
@@ -34,8 +34,8 @@ WHY_NOT = {
 }
 """Where that is not because it adds up gradients of whole models."""
 
-OWN = {"ddp": DdpSettings, "server": ServerSettings, "local": LocalSettings}
-"""Settings that only the exchange of their name reads."""
+OWN = {"ddp": DdpSettings, "server": ServerSettings, "local_sgd": LocalSGDSettings}
+"""Settings that one exchange alone reads."""
 
 
 def problems_of_exchange(values: Mapping[str, Any], axes: MeshShape | None, line: CommandLine) -> list[Problem]:
@@ -53,7 +53,7 @@ def problems_of_exchange(values: Mapping[str, Any], axes: MeshShape | None, line
 
 def _not_claimed(exchange: str, values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """What does not go together with claims."""
-    if not values.get("deal.claim"):
+    if not values.get("balance.work_stealing"):
         return []
     compress = values.get("compress.kind", "none")
     others: dict[str, tuple[Any, Any]] = {"exchange": (exchange, "tree"), "compress.kind": (compress, "none")}
@@ -61,9 +61,9 @@ def _not_claimed(exchange: str, values: Mapping[str, Any], axes: MeshShape, line
     true = "Whoever is free computes a whole virtual rank, and the tree adds up what it makes of it."
     return [
         Problem(
-            f"deal.claim = true and {name} = {value}",
+            f"balance.work_stealing = true and {name} = {value}",
             true,
-            f"{line.setting('deal.claim=false')}, or: {line.setting(f'{name}={instead}')}",
+            f"{line.setting('balance.work_stealing=false')}, or: {line.setting(f'{name}={instead}')}",
         )
         for name, (value, instead) in others.items()
         if value != instead
@@ -82,9 +82,9 @@ def _not_carried(exchange: str, values: Mapping[str, Any], axes: MeshShape, line
             true = WHY_NOT.get((exchange, axis), "This exchange adds up gradients of whole models.")
             do = f"{line.setting('exchange=tree')}, or: {line.setting(f'parallel.{axis}=1')}"
             problems.append(Problem(asked, true, do))
-        elif axis == "shard" and exchange != "tree" and values.get("parallel.gather") == "layer":
+        elif axis == "shard" and exchange != "tree" and values.get("parallel.reshard") == "layer":
             true = "Shards that are gathered layer by layer send each gradient through the tree at once."
-            do = f"{line.setting('exchange=tree')}, or: {line.setting('parallel.gather=step')}"
+            do = f"{line.setting('exchange=tree')}, or: {line.setting('parallel.reshard=step')}"
             problems.append(Problem(asked, true, do))
     return problems
 
@@ -104,6 +104,6 @@ def _not_read(exchange: str, values: Mapping[str, Any], line: CommandLine) -> li
 
 ALSO: dict[str, Callable[[Mapping[str, Any], MeshShape | None, CommandLine], list[Problem]]] = {
     "server": problems_of_roles,
-    "local": problems_of_sites,
+    "local_sgd": problems_of_sites,
 }
 """What else may be wrong with the settings of an exchange."""

@@ -10,7 +10,7 @@ from unisono.config.mesh_shape import MeshShape
 from unisono.config.schema import ParallelSettings, Settings
 from unisono.errors import Problem
 
-ONE_PROCESS = ("split", "threads")
+ONE_PROCESS = ("model_parallel_devices", "data_parallel_devices")
 """What uses several devices of one process."""
 
 SEVERAL = ("shard", "tensor", "pipeline", "context")
@@ -28,7 +28,10 @@ def problems_of_ways(values: Mapping[str, Any], line: CommandLine) -> list[Probl
     inside = [name for name in ONE_PROCESS if found.get(name, 1) > 1]
     if len(inside) > 1:
         asked = " and ".join(f"parallel.{name} = {found[name]}" for name in inside)
-        do = f"{line.setting('parallel.threads=1')}, or: {line.setting('parallel.split=1')}"
+        do = (
+            f"{line.setting('parallel.data_parallel_devices=1')}, or: "
+            f"{line.setting('parallel.model_parallel_devices=1')}"
+        )
         return [Problem(asked, "One deals the model over devices, the other copies it to all of them.", do)]
     problems: list[Problem] = []
     for way in inside:
@@ -38,7 +41,7 @@ def problems_of_ways(values: Mapping[str, Any], line: CommandLine) -> list[Probl
                 true = "It uses several devices of one process; the other lays the model over several processes."
                 do = f"{line.setting(f'parallel.{way}=1')}, or: {line.setting(f'parallel.{axis}=1')}"
                 problems.append(Problem(f"{asked} and parallel.{axis} = {found[axis]}", true, do))
-    if "threads" in inside:
+    if "data_parallel_devices" in inside:
         problems += _too_much_for_threads(found, line)
     return problems + _casts(found, values.get("precision"), line) + _devices(found, inside, line)
 
@@ -59,27 +62,30 @@ def problems_of_mixed(settings: Settings, line: CommandLine) -> list[Problem]:
 
 def problems_of_buddy(values: Mapping[str, Any], axes: MeshShape, line: CommandLine) -> list[Problem]:
     """A copy of each shard needs shards. `axes`: of the mesh that these values make."""
-    if not values.get("parallel.buddy") or "parallel.shard" not in values or axes.shard > 1:
+    if not values.get("parallel.replicate_shards") or "parallel.shard" not in values or axes.shard > 1:
         return []
     true = "It copies shards to the next process that has one, and with parallel.shard = 1 there are none."
     if axes.replicate > 1:
         true += f" All {axes.replicate} replicas are copies of each other."
-    off = str(line.setting("parallel.buddy=false"))
+    off = str(line.setting("parallel.replicate_shards=false"))
     if axes.pipeline > 1:  # which has no shards
-        return [Problem("parallel.buddy = true", true, off)]
+        return [Problem("parallel.replicate_shards = true", true, off)]
     wanted = [f"parallel.shard={max(axes.replicate, 2)}"]
     wanted += ["parallel.replicate=-1"] * (values.get("parallel.replicate", -1) != -1)
     more = line if axes.replicate > 1 else line.in_processes(2 * axes.size)
-    return [Problem("parallel.buddy = true", true, f"{more.setting(*wanted)}, or: {off}")]
+    return [Problem("parallel.replicate_shards = true", true, f"{more.setting(*wanted)}, or: {off}")]
 
 
 def _too_much_for_threads(found: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     problems = []
-    for name, off in (("recompute", "none"), ("compile", False)):
+    for name, off in (("activation_checkpoint", "none"), ("compile", False)):
         if found.get(name, off) != off:
-            asked = f"parallel.threads = {found['threads']} and parallel.{name} = {str(found[name]).lower()}"
+            asked = (
+                f"parallel.data_parallel_devices = {found['data_parallel_devices']} and parallel.{name} = "
+                f"{str(found[name]).lower()}"
+            )
             true = "torch.nn.DataParallel copies a model as it is written, in every forward pass anew."
-            instead = line.setting("parallel.threads=1").in_processes(found["threads"])
+            instead = line.setting("parallel.data_parallel_devices=1").in_processes(found["data_parallel_devices"])
             do = f"{instead}, or: {line.setting(f'parallel.{name}={str(off).lower()}')}"
             problems.append(Problem(asked, true, do))
     return problems
@@ -96,7 +102,10 @@ def _casts(found: Mapping[str, Any], precision: str | None, line: CommandLine) -
         do = f"{line.setting('precision=bf16')}, or: {whole}"
         problems.append(Problem(f"{asked} and precision = fp16", true, do))
     for name, true in (
-        ("threads", "torch.nn.DataParallel copies a model's own parameters, and those that are cast are not."),
+        (
+            "data_parallel_devices",
+            "torch.nn.DataParallel copies a model's own parameters, and those that are cast are not.",
+        ),
         ("pipeline", "A stage calls parts of the model, and never the layers or the model that would cast them."),
     ):
         if found.get(name, 1) != 1:
@@ -113,8 +122,17 @@ def _devices(found: Mapping[str, Any], inside: list[str], line: CommandLine) -> 
         return []
     asked = f"parallel.devices = {named}"
     if not inside:
-        do = f"{line.setting(f'parallel.split={len(named)}')}, or: {line.setting('parallel.devices=[]')}"
-        return [Problem(asked, "They are for parallel.split and parallel.threads, which are both 1.", do)]
+        do = (
+            f"{line.setting(f'parallel.model_parallel_devices={len(named)}')}, or: "
+            f"{line.setting('parallel.devices=[]')}"
+        )
+        return [
+            Problem(
+                asked,
+                "They are for parallel.model_parallel_devices and parallel.data_parallel_devices, which are both 1.",
+                do,
+            )
+        ]
     way = inside[0]
     if len(named) != found[way]:
         do = f"{line.setting(f'parallel.{way}={len(named)}')}, or: {line.setting('parallel.devices=[]')}"

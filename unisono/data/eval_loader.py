@@ -63,7 +63,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[EvalBatch]:
         refuse_made_batches(self.data, self.what)
-        settle_streams(self.data, self.group, self.settings.loader.damaged)
+        settle_streams(self.data, self.group, self.settings.loader.on_error)
         sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
         if sized and not isinstance(self.data, IterableDataset):
             return self._indexed()

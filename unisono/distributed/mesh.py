@@ -112,7 +112,7 @@ def _build(axes: MeshShape, world: ProcessGroup) -> Mesh:
 
 
 class SiteMesh(NamedTuple):
-    """The processes of a run in sites, as many in each (exchange=local). Ranks count through one site after the other:
+    """The processes of a run, divided into sites of equal size (exchange=local_sgd). Ranks of a site are consecutive:
 
         site 0      rank 0 --- rank 1          mesh     of this process's own site: its world is the site
                       |          |

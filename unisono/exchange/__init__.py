@@ -133,7 +133,7 @@ _files = {
     "compressed allreduce": "unisono.exchange.compression.compressed:CompressedAllReduce",
     "later": "unisono.exchange.warmup:WarmupExchange",
     "scatter": "unisono.exchange.tree.reduce_scatter:ReduceScatterTree",
-    "local": "unisono.local_sgd.inner:InnerExchange",
+    "local_sgd": "unisono.local_sgd.inner:InnerExchange",
 }
 
 _needs: dict[str, Callable[[Settings, ProcessGroup], dict[str, Any]]] = {
@@ -152,7 +152,7 @@ def _kind(name: str) -> Any:
 
 def _name(settings: Settings) -> str:
     """What the settings choose, as the tables above call it."""
-    if settings.deal.claim:
+    if settings.balance.work_stealing:
         return "claimed"
     return settings.exchange if settings.compress.kind == "none" else f"compressed {settings.exchange}"
 
@@ -167,10 +167,10 @@ def choose_exchange(
         more = _needs[name](settings, world or group) if name in _needs else {}
         return build_exchange(name, params, ranks, group, **more)
 
-    if name == settings.exchange or not settings.compress.begin:
+    if name == settings.exchange or not settings.compress.start_step:
         return build(name)
     later: Exchange = _kind("later")(
-        params, build(settings.exchange), _kind(name), lambda: build(name), settings.compress.begin
+        params, build(settings.exchange), _kind(name), lambda: build(name), settings.compress.start_step
     )
     return later
 

@@ -42,7 +42,10 @@ def judge(places: Sequence[ProcessStatus]) -> HangDiagnosis | None:
     step = next((place.step for place in places if place.step is not None), None)
     asked = "The run was to begin its first step." if step is None else f"Step {step} was to go on."
     true = f"Nothing has moved for {idle:.0f} s. {why}\n\n{table(places, guilty)}\n"
-    do = "look at that line; --set stuck.after=SECONDS waits longer (0: for ever), --set stuck.then=wait only tells."
+    do = (
+        "look at that line; --set watchdog.timeout=SECONDS waits longer (0: for ever), --set watchdog.action=wait "
+        "only tells."
+    )
     if works:
         do = f"wait: the run is not ended while somebody computes. Or {do}"
     then = "wait" if works else places[0].then

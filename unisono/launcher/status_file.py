@@ -55,7 +55,7 @@ class ProcessStatus:
     share    of a core that it and its workers use, since it is idle; None: not measured yet
     workers  its loader's, and what they do
     limit    seconds without progress that count as stuck, now
-    then     what should happen then: end, kill or wait, as the setting stuck.then
+    then     what should happen then: end, kill or wait, as the setting watchdog.action
     """
 
     rank: int

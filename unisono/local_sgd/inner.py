@@ -7,9 +7,9 @@
     ...                                           ...
                         a meeting: outer.py, site_transport.py, local_sgd/sites.py
 
-What a site computes depends on its virtual ranks, not on its processes: the bits are the same on any number of them.
-Up to `local.begin` all processes are one site, and this is the tree over all virtual ranks (post-local SGD: Lin et al.,
-Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217).
+What a site computes depends on its virtual ranks, not on its processes: the bits are the same on any number of them. Up
+to `local_sgd.warmup_steps` all processes are one site, and this is the tree over all virtual ranks (post-local SGD: Lin
+et al., Don't Use Large Mini-Batches, Use Local SGD, arXiv 1808.07217).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class InnerExchange(ExchangeWrapper):
 
     promise = "sites are part of the mathematics"
     reason = (
-        "exchange=local: between two meetings each site trains by itself, so other sites or other meetings are another "
-        "computation; the number of processes of a site is not"
+        "exchange=local_sgd: each site trains independently between synchronizations, so the number of sites and "
+        "when they synchronize change the result; the number of processes per site does not"
     )
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Sites: groups of processes that train by themselves, and meet now and then (exchange=local).
+"""Sites: groups of processes that train by themselves, and meet now and then (exchange=local_sgd).
 
     steps      0 ... begin        ... begin + every        ... begin + 2 every       ...
     site 0     |  all  |---- its own steps ----|---- its own steps ----|
@@ -72,13 +72,13 @@ class LocalSGD:
         carried: ExchangeStates,
         say: Callable[[str], None],
     ) -> None:
-        self.settings, self.local = settings, settings.local
+        self.settings, self.local = settings, settings.local_sgd
         self.models, self.table, self.state, self.say = models, table, state, say
         self.number, self.mesh, self.across = build_sites(self.local.sites, mesh.world)
         self.between = SiteTransport(self.mesh.world, self.across)
-        average = self.local.outer == "average"
-        how = (1.0, 0.0) if average else (self.local.lr, self.local.momentum)
-        self.fragments = [ModelFragment(mesh.world.device, *how) for _ in range(self.local.fragments)]
+        average = self.local.outer_optimizer == "average"
+        how = (1.0, 0.0) if average else (self.local.outer_lr, self.local.outer_momentum)
+        self.fragments = [ModelFragment(mesh.world.device, *how) for _ in range(self.local.num_fragments)]
         self.parted = False
         self.met = 0  # steps done when all sites were last together
         self.began = 0  # steps done when the sites parted
@@ -97,13 +97,13 @@ class LocalSGD:
 
     def begin(self, engine: StepLoop, done: int) -> None:
         self.met = done
-        every, apart = self.settings.checkpoint.every, self.local.every
-        if every and (every % apart or self.local.begin % apart or self.local.overlap):
+        every, apart = self.settings.checkpoint.every, self.local.sync_every
+        if every and (every % apart or self.local.warmup_steps % apart or self.local.sync_delay):
             self.say(f"checkpoints are written when sites have met, {plural(apart, 'step')} apart, and not between")
-        alone = engine.last - max(done, self.local.begin)
+        alone = engine.last - max(done, self.local.warmup_steps)
         if 0 < alone < apart:
             self.say(f"no meeting in the {plural(alone, 'step')} to come: sites are {plural(apart, 'step')} apart")
-        if done >= self.local.begin:
+        if done >= self.local.warmup_steps:
             self._part(engine)
 
     def after(self, engine: StepLoop, step: Step) -> SyncPoint | None:
@@ -111,13 +111,13 @@ class LocalSGD:
         done, before, self._last = step.number + 1, self.met, step
         if not self.parted:
             self.met, agreed = done, engine.agreed
-            if done == self.local.begin:
+            if done == self.local.warmup_steps:
                 self._part(engine)
             return SyncPoint(agreed, before)
         agreed = {}
         with phases.phase("exchange"), wrap_peer_errors(MEETING):
             for number, fragment in enumerate(self.fragments):
-                if (done - self.local.begin) % self.local.every == self._turn(number):
+                if (done - self.local.warmup_steps) % self.local.sync_every == self._turn(number):
                     self._send(fragment, step, engine.agreed)
             for fragment in self.fragments:
                 if (fragment.letters or fragment.arrived) and fragment.due <= done:
@@ -127,7 +127,7 @@ class LocalSGD:
 
     def _turn(self, fragment: int) -> int:
         """How many steps after the last one's meeting this fragment meets. The last fragment's turn ends the round."""
-        return (fragment + 1) * self.local.every // self.local.fragments % self.local.every
+        return (fragment + 1) * self.local.sync_every // self.local.num_fragments % self.local.sync_every
 
     def _part(self, engine: StepLoop) -> None:
         """From the next step on every site is by itself."""
@@ -164,7 +164,7 @@ class LocalSGD:
             raise LoopError(
                 f"The model was to meet in {plural(count, 'fragment')}.",
                 f"It has {plural(len(named), 'parameter')} that train.",
-                f"--set local.fragments={len(named)}",
+                f"--set local_sgd.num_fragments={len(named)}",
             )
         stretches = [list(range(len(named)))]
         if not known:
@@ -185,14 +185,14 @@ class LocalSGD:
         words = [VERBS.index(STEP), step.number, agreed["stop"], agreed["leave"], whole, *step._sums[LOSS]]
         left = fragment.residuals(rows, self.mesh.world) if self.local.bits < 32 else ()
         fragment.letters = self.between.send(words, rows, self.local.bits, left)
-        fragment.due = step.number + 1 + self.local.overlap
+        fragment.due = step.number + 1 + self.local.sync_delay
 
     def _receive(self, fragment: ModelFragment) -> Mapping[str, int]:
         """Everybody's ways are here: the outer step. Returns what all sites agree on."""
         self._settle(fragment)
         assert fragment.arrived is not None
         (words, rows), fragment.arrived = fragment.arrived, None
-        fragment.step(rows, MERGE_ALPHA if self.local.overlap else 0.0)
+        fragment.step(rows, MERGE_ALPHA if self.local.sync_delay else 0.0)
         return {"stop": int(sum(said[2] for said in words)), "leave": int(sum(said[3] for said in words))}
 
     def _settle(self, fragment: ModelFragment) -> None:

@@ -39,7 +39,7 @@ from unisono.monitor import flight_recorder
 from unisono.monitor.status_store import StatusStore, alone, build_status_store, hosts_by_rank
 
 if TYPE_CHECKING:
-    from unisono.config import StuckSettings
+    from unisono.config import WatchdogSettings
 
 BEAT_SECONDS = 1.0
 FIRST_STEP_TIMES = 3.0
@@ -61,9 +61,9 @@ class StatusThread:
     settings  when a run counts as stuck, and what is done then
     """
 
-    def __init__(self, settings: StuckSettings, world: World) -> None:
+    def __init__(self, settings: WatchdogSettings, world: World) -> None:
         self.settings, self.world = settings, world
-        self._beat = min(BEAT_SECONDS, max(settings.after / 10, 0.05))
+        self._beat = min(BEAT_SECONDS, max(settings.timeout / 10, 0.05))
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._main = threading.main_thread().ident or 0
@@ -78,7 +78,7 @@ class StatusThread:
         self._stacks: TextIO | None = None
 
     def __enter__(self) -> StatusThread:
-        if self.settings.after > 0 and threading.current_thread() is threading.main_thread():
+        if self.settings.timeout > 0 and threading.current_thread() is threading.main_thread():
             self._listen()
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._show(self._here())
@@ -142,7 +142,7 @@ class StatusThread:
     @property
     def _limit(self) -> float:
         times = 1.0 if phases.Position.steps > 1 else FIRST_STEP_TIMES
-        return self.settings.after * (COMPILE_TIMES if phases.Position.compiles else times)
+        return self.settings.timeout * (COMPILE_TIMES if phases.Position.compiles else times)
 
     def _here(self) -> ProcessStatus:
         """Where the main thread is. Only a process that has been still for a while is looked at thoroughly."""
@@ -159,7 +159,7 @@ class StatusThread:
                 step=here.step,
                 virtual_rank=here.virtual_rank,
                 limit=self._limit,
-                then=self.settings.then,
+                then=self.settings.action,
                 thread=self._main,
             )
         if self._idle >= self._limit / 2:

@@ -175,7 +175,7 @@ def closing_lines(
         what = "between sites a step, by each of them" if result.get("sites") else "of gradients a step, by a process"
         facts["sent"] = f"{size(sent)} {what}{beside}"
         if plain and sent > plain:
-            facts["sent"] += ": fewer nodes send less (compress.nodes)"
+            facts["sent"] += ": fewer nodes send less (compress.groups)"
     if late := result.get("late_mean"):
         facts["late"] = f"gradients by {late:.1f} updates in the mean, {result.get('late_most')} at most"
     if promise := result.get("promise"):

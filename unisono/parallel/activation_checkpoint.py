@@ -1,7 +1,7 @@
 """Recompute: keep what goes into a layer, and compute the layer once more when backward wants what was in it.
 
 Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv 1604.06174); torch's checkpoint does it
-(https://docs.pytorch.org/docs/stable/checkpoint.html). Two ways, by the setting `parallel.recompute`:
+(https://docs.pytorch.org/docs/stable/checkpoint.html). Two ways, by the setting `parallel.activation_checkpoint`:
 
     layer      nothing of a layer is kept. Least memory, for another forward pass: about a third more computing.
     selective  the results of matrix products, convolutions and attention are kept, all else is computed again: it
@@ -87,7 +87,8 @@ class ActivationCheckpoint(ForwardWrapper):
                 raise LoopError(
                     f"A layer {name} was to be computed again, but for its products.",
                     f"The second time was not the first: {str(error).splitlines()[0]}",
-                    "--set parallel.recompute=layer; or let nothing in it write over a product (ReLU(inplace=True)) "
+                    "--set parallel.activation_checkpoint=full; or let nothing in it write over a product "
+                    "(ReLU(inplace=True)) "
                     "or fill a cache (Hugging Face: model.config.use_cache = False).",
                 ) from error
 
@@ -142,7 +143,8 @@ class ForwardState:
                     f"A layer {layer} was to be computed again.",
                     f"Its buffer {key} has {buffer.numel()} elements, of which no copy was kept (the limit is {LARGE})"
                     ", and the first forward pass has changed it.",
-                    "--set parallel.recompute=none, or with --set 'parallel.layers=[\"...\"]' name layers without it.",
+                    "--set parallel.activation_checkpoint=none, or with --set 'parallel.layer_classes=[\"...\"]' "
+                    "name layers without it.",
                 )
         of_numpy, of_python = np.random.get_state(), random.getstate()
         now = [(holder, key, holder.get(key)) for holder, key, _ in self.copies]
@@ -201,7 +203,7 @@ def save_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Check
         raise LoopError(
             "A layer was to be computed again, but for its products.",
             f"It calls {operator}, after which a write over a product cannot be noticed.",
-            "--set parallel.recompute=layer; or call torch.split or torch.chunk instead.",
+            "--set parallel.activation_checkpoint=full; or call torch.split or torch.chunk instead.",
         )
     keep = operator in KEPT and not _draws(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -25,9 +25,9 @@ def layers_of(model: nn.Module, classes: Sequence[str] = ()) -> list[nn.Module]:
         if missing:
             known = sorted({type(part).__name__ for part in parts})
             raise LoopError(
-                f"parallel.layers names {' and '.join(sorted(missing))}.",
+                f"parallel.layer_classes names {' and '.join(sorted(missing))}.",
                 f"{type(model).__name__} has parts with parameters of class {', '.join(known)}.",
-                f"--set 'parallel.layers=[\"{known[0] if known else ''}\"]', or leave it out.",
+                f"--set 'parallel.layer_classes=[\"{known[0] if known else ''}\"]', or leave it out.",
             )
         found = [part for part in parts if type(part).__name__ in classes]
     else:

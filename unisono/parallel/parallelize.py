@@ -34,12 +34,12 @@ def parallelize(
     _check(model, plan)
     if mesh.tensor.size > 1 or mesh.shard.size > 1:
         _refuse_hooks(model)
-    if parallel.split > 1:
+    if parallel.model_parallel_devices > 1:
         from unisono.parallel.one_process.device_map import apply_device_map
         from unisono.parallel.one_process.devices import devices_of
 
-        apply_device_map(model, devices_of(parallel, device), device, parallel.layers)
-    elif parallel.threads > 1:
+        apply_device_map(model, devices_of(parallel, device), device, parallel.layer_classes)
+    elif parallel.data_parallel_devices > 1:
         from unisono.parallel.one_process.data_parallel_threads import apply_data_parallel
         from unisono.parallel.one_process.devices import devices_of
 
@@ -54,19 +54,19 @@ def parallelize(
         if isinstance(plan, ParallelPlan):
             plan.apply(model, across)
         else:
-            apply_tensor(model, across, plan, sequence=parallel.sequence, loss=parallel.loss)
+            apply_tensor(model, across, plan, sequence=parallel.sequence_parallel, loss=parallel.loss_parallel)
     if parallel.param_dtype != "fp32" and not parallel.compile:  # what is computed again is cast again
         from unisono.parallel.param_dtype import apply_param_dtype
 
         apply_param_dtype(model, parallel)
-    if parallel.recompute != "none":
+    if parallel.activation_checkpoint != "none":
         from unisono.parallel.activation_checkpoint import apply_activation_checkpoint
 
-        apply_activation_checkpoint(model, parallel.recompute, parallel.layers)
+        apply_activation_checkpoint(model, parallel.activation_checkpoint, parallel.layer_classes)
     if parallel.compile:
         from unisono.parallel.compile import apply_compile
 
-        apply_compile(model, parallel.layers)
+        apply_compile(model, parallel.layer_classes)
     if parallel.param_dtype != "fp32" and parallel.compile:  # around compiled code, which would leave roundings out
         from unisono.parallel.param_dtype import apply_param_dtype
 
@@ -106,8 +106,8 @@ def promise_of_parallel(
 ) -> tuple[str, str]:
     """What is promised of the bits, and why: what the exchange promises, as far as the placement keeps it."""
     promise, reason = exchange
-    if parallel.threads > 1:
-        return "tolerance", f"torch.nn.DataParallel cuts each micro-batch into {parallel.threads} pieces"
+    if parallel.data_parallel_devices > 1:
+        return "tolerance", f"torch.nn.DataParallel cuts each micro-batch into {parallel.data_parallel_devices} pieces"
     if axes.tensor > 1:
         own = [plan for plan in plans if isinstance(plan, ParallelPlan)]
         for plan in own:

@@ -44,8 +44,8 @@ def apply_param_dtype(model: nn.Module, parallel: ParallelSettings) -> None:
     """
     _refuse(model)
     dtype = DTYPES[parallel.param_dtype]
-    layers = layers_of(model, parallel.layers)
-    alone = untied(model, [layer for layer in outermost(model, parallel.layers) if layer is not model])
+    layers = layers_of(model, parallel.layer_classes)
+    alone = untied(model, [layer for layer in outermost(model, parallel.layer_classes) if layer is not model])
     within = {slot for layer in alone for slot in slots_of(layer)}
     slots = {layer: slots_of(layer) for layer in layers}
     slots[model] = [slot for slot in slots_of(model) if slot not in within]

@@ -29,8 +29,8 @@ def assign(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
 def assign_evenly(virtual_ranks: int, size: int, sites: int = 1) -> Spans:
     """Spans for `size` processes that are equally fast.
 
-    sites  that train by themselves (exchange=local): each has as many neighbouring virtual ranks as the others, and as
-           many processes, which share its own only
+    sites  number of sites (exchange=local_sgd); each has the same number of contiguous virtual ranks and of processes,
+           and its processes share its virtual ranks only
     """
     share = virtual_ranks // sites
     one = _place(share, (1.0,) * (size // sites))

@@ -57,7 +57,7 @@ def build_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | No
     run.changes += state.check_length(identity["length"], run._accepted)
     run.changes += state.check_ties(identity["ties"])
     run.changes += state.check_exchange(identity["own exchange"], run._accepted)
-    buddy = ShardReplica(state.tracked, run._mesh, run._models.reshard) if settings.parallel.buddy else None
+    buddy = ShardReplica(state.tracked, run._mesh, run._models.reshard) if settings.parallel.replicate_shards else None
     if buddy is not None:
         load_dump(run, buddy)
     engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)

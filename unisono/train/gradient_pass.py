@@ -51,7 +51,7 @@ class GradientPass:
     ) -> None:
         self.params, self.names, self.mesh, self.pipeline = params, names, mesh, pipeline
         self.settings, self.stale, self.is_whole = settings, False, False
-        ranks, by_layer = settings.virtual_ranks, settings.parallel.gather == "layer"
+        ranks, by_layer = settings.virtual_ranks, settings.parallel.reshard == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
         self.notes = layers[0].notes if layers else None

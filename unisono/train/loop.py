@@ -112,7 +112,7 @@ class StepLoop:
     def seated(cls, settings: Settings, mesh: Mesh) -> tuple[Slot, Schedule]:
         """Where this process sits, and what each computes. Those who share layers compute one span in turn."""
         seat, line = Slot(mesh.data.rank), mesh.data
-        if mesh.shard.size > 1 and settings.parallel.gather == "layer":
+        if mesh.shard.size > 1 and settings.parallel.reshard == "layer":
             seat, line = Slot(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size), mesh.replicate
         return seat, Schedule(cls.spans(settings, mesh, line.size))
 

@@ -165,7 +165,7 @@ class Run(Generic[S]):
         if isinstance(data, Stream):
             if data.counts is None:
                 self.print(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
-            data.read_lengths(self._group, self.settings.loader.damaged)
+            data.read_lengths(self._group, self.settings.loader.on_error)
 
     # -- before the loop
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unisono.train.loop import StepLoop
     from unisono.train.step import Step
 
-_classes = {"local": "unisono.local_sgd.sites:LocalSGD"}
+_classes = {"local_sgd": "unisono.local_sgd.sites:LocalSGD"}
 """The class for each exchange under which processes train in several sites."""
 
 

@@ -51,7 +51,7 @@ def prove(
     target
         A recipe's name, or the path to a script.
     parallel
-        Settings of `parallel`, as in shard=2,gather=step. Repeatable; by default all that fit on 4 processes.
+        Settings of `parallel`, as in shard=2,reshard=step. Repeatable; by default all that fit on 4 processes.
     steps
         How many steps are compared.
     tolerance

@@ -64,12 +64,12 @@ SCENES = (
     FaultScenario(
         "a process hangs",
         ("HangAt step={step} phase=forward rank={last}",),
-        ("stuck.after={limit}",),
+        ("watchdog.timeout={limit}",),
     ),
     FaultScenario(
         "a process is stopped",
         ("HangAt step={step} phase=backward kind=stop rank={last}",),
-        ("stuck.after={limit}",),
+        ("watchdog.timeout={limit}",),
     ),
     FaultScenario(
         "the newest checkpoint is torn, all are killed",

@@ -1,4 +1,4 @@
-"""A placement in short, as `unisono prove --parallel shard=2,gather=step` takes it: settings of `parallel`, by name.
+"""A placement in short, as `unisono prove --parallel shard=2,reshard=step` takes it: settings of `parallel`, by name.
 
 The number of processes is the product of the axes' sizes. An axis that is not named has one process, `replicate` too.
 """
@@ -22,7 +22,7 @@ DATA = ("replicate", "shard")
 
 
 ALSO = {
-    "tensor": {"sequence": "true", "loss": "true"},
+    "tensor": {"sequence_parallel": "true", "loss_parallel": "true"},
     "pipeline": {"schedule": "Interleaved1F1B"},
 }
 """Other ways to use an axis, which are proved as well: on two processes alone."""
@@ -59,7 +59,7 @@ class LayoutSpec:
     def share(self, kind: str) -> float:
         """The part that each should hold of the parameters, gradients or optimizer state of its layers: all of them, or
         those of its stretch."""
-        axes, by_step = self.axes, self.values.get("gather") == "step"
+        axes, by_step = self.axes, self.values.get("reshard") == "step"
         whole_in_rounds = by_step and kind != "optimizer"
         return 1 / (axes.tensor * (1 if whole_in_rounds else axes.shard))
 
@@ -106,7 +106,7 @@ def fitting(most: int = 4) -> Iterator[LayoutSpec]:
     for values in found:
         yield LayoutSpec(values)
         if "shard" in values:
-            yield LayoutSpec({**values, "gather": "step"})
+            yield LayoutSpec({**values, "reshard": "step"})
         for axis, ways in ALSO.items():
             if values == {axis: "2"}:
                 yield LayoutSpec({**values, **ways})

@@ -27,9 +27,20 @@ from unisono.launcher.supervisor import RunOutcome
 
 PLAIN = (
     *ALONE.sets,
-    *("parallel.sequence=false", "parallel.loss=false", "parallel.buddy=false", "parallel.offload=false"),
-    *("parallel.schedule=1F1B", "parallel.stages=[]", "parallel.replicate=-1"),
-    *("loader.workers=0", "checkpoint.every=0", "deal.claim=false", "deal.by_speed=false", "audit_every=0"),
+    *(
+        "parallel.sequence_parallel=false",
+        "parallel.loss_parallel=false",
+        "parallel.replicate_shards=false",
+        "parallel.offload=false",
+    ),
+    *("parallel.schedule=1F1B", "parallel.split_points=[]", "parallel.replicate=-1"),
+    *(
+        "loader.workers=0",
+        "checkpoint.every=0",
+        "balance.work_stealing=false",
+        "balance.by_speed=false",
+        "audit_every=0",
+    ),
 )
 """Settings that change no bit, as they are where each process has the whole model, and nothing happens beside it."""
 
@@ -135,15 +146,15 @@ def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
         raise SettingsError(asked, true, str(line.flag("--script", "SCRIPT.py")))
     refuse_parted(settings, asked, run_dir)
     more = AS_TREE if settings.get("exchange") in SERVED else ()
-    if settings.get("parallel.threads", 1) == 1:  # these are for it as well, and change bits
-        more = (*more, "parallel.split=1", "parallel.devices=[]")
+    if settings.get("parallel.data_parallel_devices", 1) == 1:  # these are for it as well, and change bits
+        more = (*more, "parallel.model_parallel_devices=1", "parallel.devices=[]")
     return replace(again, script=found, own=tuple(known.get("arguments", ())), folder=folder, sets=(*PLAIN, *more))
 
 
 SERVED = ("server",)
 
 PARTED = {
-    "local": "Between two meetings each site has weights of its own, and a checkpoint's model is the mean of all.",
+    "local_sgd": "Between two meetings each site has weights of its own, and a checkpoint's model is the mean of all.",
     "server": "Its workers were each at their own pace, and who was when is nowhere written.",
 }
 """Exchanges whose steps one process cannot make again, and why."""

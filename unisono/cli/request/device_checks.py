@@ -22,7 +22,7 @@ def problems_where_mixed(settings: Any, line: CommandLine) -> list[Problem]:
 def problems_here(settings: Any, processes: int, line: CommandLine) -> list[Problem]:
     """What this machine lacks for these settings, which are well by themselves, and so many processes."""
     parallel = settings.parallel
-    if parallel.split == parallel.threads == 1 and not parallel.compile:
+    if parallel.model_parallel_devices == parallel.data_parallel_devices == 1 and not parallel.compile:
         return []
     from unisono.parallel.one_process.devices import device_problems  # a second
 

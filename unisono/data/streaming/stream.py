@@ -253,7 +253,7 @@ class Stream(Dataset[Any]):
             raise DataError(
                 f"The shard {name} was to be read.",
                 f"Sample {damage.offset} of it cannot be: {damage.why}",
-                "get it anew, or pass over what is damaged: --set loader.damaged=skip",
+                "get it anew, or pass over what is damaged: --set loader.on_error=skip",
             ) from None
         _log.warning("%s: sample %d is skipped. %s", name, damage.offset, damage.why)
 

@@ -57,7 +57,7 @@ class CompressedTree(BucketedExchange):
         settings: CompressSettings,
     ) -> None:
         self.params, self.group, self.leaves = params, group, self._leaves(virtual_ranks, group)
-        self.nodes = tree_nodes(self.leaves, settings.nodes)
+        self.nodes = tree_nodes(self.leaves, settings.groups)
         self.layout = BucketLayout(params, group.size * BLOCK // ALIGN)  # chunks end where blocks do
         self.way = build_way(settings, self.layout, group)
         self.post = CountedCollectives(group)

@@ -144,7 +144,7 @@ class TopKCompressor(Compressor):
 
     def __init__(self, settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout = layout
-        self.counts = [math.ceil(settings.keep * part.numel()) for part in layout.parts]
+        self.counts = [math.ceil(settings.ratio * part.numel()) for part in layout.parts]
         self.forms: dict[int, list[torch.Tensor]] = {}
 
     def begin(self, deal: NodeOwners, ratio: float) -> None:

@@ -1,6 +1,6 @@
 """Which sums are compressed: fixed nodes of the tree, and who makes, keeps and sends what of them. Numbers only.
 
-With 8 virtual ranks and `compress.nodes=4`, on three processes:
+With 8 virtual ranks and `compress.groups=4`, on three processes:
 
     virtual rank    0   1   2   3   4   5   6   7
     node           (  0,2  )(  2,4  )(  4,6  )(  6,8  )      each is compressed as one, whoever holds it

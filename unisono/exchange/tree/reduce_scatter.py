@@ -183,9 +183,9 @@ class ReduceScatterTree(Exchange):
         if chunk.rounds > self.round:
             raise LoopError(
                 f"{chunk.layer.called} was called twice in one forward pass.",
-                "With parallel.gather=layer its gradient leaves when backward is first done with it.",
-                "--set parallel.gather=step, or let the part of the model that repeats it be the layer: "
-                "--set 'parallel.layers=[\"...\"]'",
+                "With parallel.reshard=layer its gradient leaves when backward is first done with it.",
+                "--set parallel.reshard=step, or let the part of the model that repeats it be the layer: "
+                "--set 'parallel.layer_classes=[\"...\"]'",
             )
         chunk.rounds += 1
         self.shard.attempt(lambda: self._send(chunk, gradient))

@@ -2,7 +2,7 @@
 
 torch's FSDP2 does the gathering (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; Zhao et al.,
 PyTorch FSDP, VLDB 2023). One layer is gathered at a time: a block of a transformer, say; what is in none is the
-model's own. Two ways to use it, by the setting `parallel.gather`:
+model's own. Two ways to use it, by the setting `parallel.reshard`:
 
     layer   gather a layer, compute, let go of it; again in the backward pass, and reduce its gradient into shards at
             once. Least memory: parameters, gradients and optimizer state are divided by the number of processes.
@@ -176,27 +176,29 @@ def apply_shard(
             f"{len(scalars)} of its parameters are single numbers without a dimension (the first is {scalars[0]}).",
             "give it one: nn.Parameter(torch.ones(1)).",
         )
-    if parallel.gather == "layer":
+    if parallel.reshard == "layer":
         _refuse_sparse(model, mesh.size())
     empty = [name for name, p in model.named_parameters() if not p.numel()]
-    if empty and parallel.gather == "layer":
+    if empty and parallel.reshard == "layer":
         raise LoopError(
             f"run.place was to divide a {type(model).__name__} among {mesh.size()} processes, gathered by layer.",
             f"{empty[0]} has no elements, which FSDP2 does not add up.",
-            "--set parallel.gather=step, or leave it out of the model.",
+            "--set parallel.reshard=step, or leave it out of the model.",
         )
     if parallel.tensor == 1:
         draw_as_whole()
     ordered = lay_out_rows(model)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": parallel.gather == "layer",
+        "reshard_after_forward": parallel.reshard == "layer",
         "mp_policy": policy_of(parallel),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if parallel.offload else OffloadPolicy(),
     }
-    found = layers_of(model, parallel.layers)
-    if parallel.recompute == "selective":  # torch counts the operators within a layer, and gathering would be some
-        found = [layer for layer in outermost(model, parallel.layers) if layer is not model]
+    found = layers_of(model, parallel.layer_classes)
+    if (
+        parallel.activation_checkpoint == "selective"
+    ):  # torch counts the operators within a layer, and gathering would be some
+        found = [layer for layer in outermost(model, parallel.layer_classes) if layer is not model]
     modules = untied(model, [*found, model])
     known = {part: name for name, part in model.named_modules()}
     layers = []
@@ -209,7 +211,7 @@ def apply_shard(
             called = f"The {type(module).__mro__[2].__name__} {known[module]}".strip()  # FSDP2 has made a class of it
             layers.append(ShardedLayer(called, module, names, shapes, (mesh.get_local_rank(), mesh.size())))
     for layer in layers:
-        layer.prepare(by_layer=parallel.gather == "layer")
+        layer.prepare(by_layer=parallel.reshard == "layer")
     for layer in layers:
         rows = ordered.of(layer.names, layer.module)
         rows.listen(layer.module)
@@ -218,7 +220,7 @@ def apply_shard(
         ]
     for part in model.modules():  # called by itself, or computed again in backward
         ordered.of(part._parameters, part).listen(part)
-    if parallel.gather == "step":
+    if parallel.reshard == "step":
         ordered.listen(model)
     return layers
 
@@ -231,7 +233,8 @@ def _refuse_mixed(module: nn.Module, names: Sequence[str], size: int) -> None:
         raise LoopError(
             f"run.place was to divide a {type(module).__name__} among {size} processes.",
             f"A layer is gathered as one, and has one kind of numbers: {told}.",
-            "give those of one kind a module of their own and name its class (--set parallel.layers=CLASS), or make "
+            "give those of one kind a module of their own and name its class (--set parallel.layer_classes=CLASS), "
+            "or make "
             "all parameters alike.",
         )
 
@@ -243,7 +246,7 @@ def _refuse_sparse(model: nn.Module, size: int) -> None:
             raise LoopError(
                 f"run.place was to divide a {type(model).__name__} among {size} processes, gathered by layer.",
                 f"{name or type(part).__name__} is an embedding with sparse gradients, which no shard takes.",
-                "--set parallel.gather=step, or sparse=False.",
+                "--set parallel.reshard=step, or sparse=False.",
             )
 
 
@@ -252,7 +255,7 @@ def policy_of(parallel: ParallelSettings) -> MixedPrecisionPolicy:
     as well, in float32; what a layer computes with is cast then as it is on one process (param_dtype.py), and inputs
     always.
     """
-    if parallel.param_dtype == "fp32" or parallel.gather == "step":
+    if parallel.param_dtype == "fp32" or parallel.reshard == "step":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(DTYPES[parallel.param_dtype], torch.float32, cast_forward_inputs=False)
 

@@ -103,11 +103,12 @@ class GatherOrder:
 
     def _refuse(self, rank: int, ours: int, number: int) -> NoReturn:
         raise LoopError(
-            f"With parallel.gather=layer, {self.group.size} processes gather a layer together, and add up its gradient "
+            f"With parallel.reshard=layer, {self.group.size} processes gather a layer together, and add up its "
+            "gradient "
             "together.",
             f"Here a micro-batch was {self._names[ours]}; at that moment, on process {rank} of those that share the "
             f"parameters, another one was {self._names[number]}.",
-            "--set parallel.gather=step, with which a model may call other layers for other samples.",
+            "--set parallel.reshard=step, with which a model may call other layers for other samples.",
         )
 
 

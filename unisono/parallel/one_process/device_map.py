@@ -36,7 +36,8 @@ def apply_device_map(
         raise LoopError(
             f"run.place was given a {type(model).__name__}, to be dealt over {len(devices)} devices.",
             f"It has {len(groups)} parts that share no parameter, and each lies on one device as a whole.",
-            f"--set parallel.split={max(len(groups), 1)}, or name smaller layers: --set 'parallel.layers=[\"...\"]'.",
+            f"--set parallel.model_parallel_devices={max(len(groups), 1)}, or name smaller layers: --set "
+            "'parallel.layer_classes=[\"...\"]'.",
         )
     where = DeviceOf(home)
     for group, number in zip(groups, assign_layers([size_of(group) for group in groups], len(devices)), strict=True):
@@ -140,7 +141,8 @@ class ReturnToFirst(ForwardWrapper):
             raise LoopError(
                 f"{type(self.module).__name__} was to compute on {self.count} devices.",
                 f"Its forward brings tensors of two parts together: {str(error).splitlines()[0]}",
-                "make one layer of what belongs together, by its class: --set 'parallel.layers=[\"Block\"]'; or move a "
+                "make one layer of what belongs together, by its class: --set 'parallel.layer_classes=[\"Block\"]'; "
+                "or move a "
                 "tensor where the other one is: x.to(y.device).",
             ) from error
         where.go(where.home)

@@ -18,7 +18,9 @@ def devices_of(parallel: ParallelSettings, home: torch.device) -> list[torch.dev
     """The devices of this process, the first one first: those that are named, or the first ones of home's kind."""
     if parallel.devices:
         return [_as_tensors_say(torch.device(name)) for name in parallel.devices]
-    return [torch.device(home.type, i) for i in range(max(parallel.split, parallel.threads))]
+    return [
+        torch.device(home.type, i) for i in range(max(parallel.model_parallel_devices, parallel.data_parallel_devices))
+    ]
 
 
 def _as_tensors_say(device: torch.device) -> torch.device:
@@ -39,7 +41,7 @@ def device_problems(parallel: ParallelSettings, processes: int, line: CommandLin
         true = "torch.compile writes C++ for the CPU, and neither g++ nor clang++ is found here."
         do = f"apt install g++, or: {line.setting('parallel.compile=false')}"
         problems.append(Problem("parallel.compile = true", true, do))
-    for way in ("split", "threads"):
+    for way in ("model_parallel_devices", "data_parallel_devices"):
         asked = getattr(parallel, way)
         if asked > 1:
             problems += _problems_of(parallel, way, asked, (name, count), processes, line)
@@ -53,7 +55,7 @@ def _problems_of(
     kind, count = here
     what = f"parallel.{way} = {asked}"
     apart = [f"parallel.{way}=1"]
-    apart += [f"parallel.shard={asked}"] if way == "split" else []
+    apart += [f"parallel.shard={asked}"] if way == "model_parallel_devices" else []
     apart += ["parallel.devices=[]"] if parallel.devices else []
     instead = str(line.setting(*apart).in_processes(asked))
     if parallel.devices:
@@ -64,12 +66,12 @@ def _problems_of(
         true = f"This machine has {plural(count, 'accelerator')}" + (
             "." if count else ", and its CPU is one device; a process for each part uses it as well as can be."
         )
-        if way == "split":
+        if way == "model_parallel_devices":
             names = ",".join(['"cpu"'] * asked)
             try_out = f", or, to try it out: {line.setting(f'parallel.devices=[{names}]')}" if not count else ""
             return [Problem(what, true, f"{instead}{try_out}")]
         return [Problem(what, true, instead)]
-    if way == "threads" and count < 2:
+    if way == "data_parallel_devices" and count < 2:
         true = f"torch.nn.DataParallel needs a second accelerator, and this machine has {count}."
         return [Problem(what, true, instead)]
     if kind != "cpu" and processes > 1:

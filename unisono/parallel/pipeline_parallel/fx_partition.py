@@ -280,7 +280,8 @@ def compute(
             raise LoopError(
                 "A stage of a pipeline was to hand on what it had computed.",
                 f"{node.name} is of class {type(known[node]).__name__}: only tensors travel.",
-                "let a stage begin elsewhere (--set 'parallel.stages=[...]'), or take it apart in the same module.",
+                "let a stage begin elsewhere (--set 'parallel.split_points=[...]'), or take it apart in the same "
+                "module.",
             )
     return output, [known[node] for node in piece.sends]
 

@@ -106,9 +106,9 @@ class Partition(ABC):
         for stage, (first, end) in enumerate(zip(found, [*found[1:], len(self.links)], strict=True)):
             if not any(p.requires_grad for link in self.links[first:end] for p in link.params):
                 raise LoopError(
-                    f"parallel.stages = {list(names)} was asked for.",
+                    f"parallel.split_points = {list(names)} was asked for.",
                     f"Stage {stage} would have no parameter that trains.",
-                    "name other modules to begin with, or none: --set 'parallel.stages=[]'",
+                    "name other modules to begin with, or none: --set 'parallel.split_points=[]'",
                 )
         return found
 
@@ -120,9 +120,9 @@ class Partition(ABC):
         if len(found) != stages or sorted(set(found)) != found:
             known = ", ".join(dict.fromkeys(link.name for link in self.links[1:]))
             raise LoopError(
-                f"parallel.stages = {list(names)} was asked for, for {stages} stages.",
+                f"parallel.split_points = {list(names)} was asked for, for {stages} stages.",
                 f"{stages - 1} modules are to be named in the order in which {self.name} calls them: {known}.",
-                "name these, or none: --set 'parallel.stages=[]'",
+                "name these, or none: --set 'parallel.split_points=[]'",
             )
         return found
 

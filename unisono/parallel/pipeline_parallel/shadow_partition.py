@@ -191,7 +191,7 @@ class ShadowPartition(Partition):
             f"It is taken to call its modules in the order in which it has them. {what} (It could not be followed "
             f"without data: {self.why})",
             "make them in the order in which forward calls them; let stages begin elsewhere, "
-            "--set 'parallel.stages=[...]'; or --set parallel.pipeline=1",
+            "--set 'parallel.split_points=[...]'; or --set parallel.pipeline=1",
         )
 
     # -- what shadows ask
@@ -211,7 +211,7 @@ class ShadowPartition(Partition):
             f"Stage {stage} of a pipeline was to compute with what comes from {shadow.maker}.",
             f"Of what other stages have, it is sent what its first module is called with, "
             f"{self.links[self.stages.index(stage)].name}.",
-            "pass it through the modules between; let stages begin elsewhere, --set 'parallel.stages=[...]'; "
+            "pass it through the modules between; let stages begin elsewhere, --set 'parallel.split_points=[...]'; "
             "or --set parallel.pipeline=1",
         )
 

@@ -118,7 +118,8 @@ class ShardedForward(ForwardWrapper):
                 f"Its forward pass has an operation between a divided tensor and a whole one ({str(error).split()[0]}, "
                 f"{line}): a parameter or buffer by itself beside part of a sequence, for instance, or a divided "
                 "matrix outside of the call of its module.",
-                "--set parallel.sequence=false; or put what is whole into a module, such as an nn.Embedding for "
+                "--set parallel.sequence_parallel=false; or put what is whole into a module, such as an nn.Embedding "
+                "for "
                 "positions, and with a plan of your own name that module in it.",
             ) from error
 
@@ -191,10 +192,10 @@ def _on_their_own(model: nn.Module, *, sequence: bool) -> set[nn.Module]:
     found = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)]
     if found and sequence:
         raise LoopError(
-            f"parallel.sequence was asked for a {type(model).__name__}.",
+            f"parallel.sequence_parallel was asked for a {type(model).__name__}.",
             f"{found[0][0]} is an nn.MultiheadAttention, which computes with its matrices itself and knows no parts of "
             "sequences.",
-            "--set parallel.sequence=false, or an attention of nn.Linear and F.scaled_dot_product_attention.",
+            "--set parallel.sequence_parallel=false, or an attention of nn.Linear and F.scaled_dot_product_attention.",
         )
     return {inner for _, part in found for inner in part.modules()}
 

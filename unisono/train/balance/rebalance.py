@@ -122,14 +122,14 @@ def build_dealing(
     """Who deals by speed, from step `first` on; None, where nothing can be dealt: on one process, with one virtual
     rank, where processes wait for each other in the midst of a model, so that none can be told to be slow, and under an
     exchange that is not exact: there it would change the result whether a machine was slow."""
-    deal, ranks = settings.deal, settings.virtual_ranks
-    if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.claim):
+    deal, ranks = settings.balance, settings.virtual_ranks
+    if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.work_stealing):
         return None
     if promise != "exact":
         return None
     servers = mesh.world.servers if isinstance(mesh.world, RoleGroup) else 0
     dealer = LoadBalancer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
-    claims = WorkStealing(mesh.world.rank, SharedCounter(mesh.world)) if deal.claim else None
+    claims = WorkStealing(mesh.world.rank, SharedCounter(mesh.world)) if deal.work_stealing else None
     return Rebalancer(dealer, claims, settings.batch / ranks, StepTimer(mesh.world.device), schedule, note, servers)
 
 

@@ -12,7 +12,7 @@ own. So now and then each process makes one number of all that it holds (train/d
 compared. They are as well before every checkpoint, so that none is written of weights that only the main process has.
 
 On a mismatch every tensor is compared, and the first that differs is told, with the rank that has another one than
-most. Then the run stops; or with divergence.heal the others give theirs to it, and the promise says since when.
+most. Then the run stops; or with divergence.repair the others give theirs to it, and the promise says since when.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DivergenceCheck:
     def __init__(self, engine: StepLoop, run: Run[Any]) -> None:
         settings = run.settings.divergence
         self.engine, self.state, self.changes, self.note = engine, run._state, run.changes, run._watcher.note
-        self.every, self.heal = settings.every, settings.heal
+        self.every, self.heal = settings.every, settings.repair
         self.together = run.together
         self.same_after = run.steps_done
         """After so many steps all held the same; a run begins so."""
@@ -136,7 +136,7 @@ class DivergenceCheck:
             return
         why = ""
         if self.heal:
-            why = "divergence.heal needs whole models side by side." if alike is False else "So nobody can be healed."
+            why = "divergence.repair needs whole models side by side." if alike is False else "So nobody can be healed."
         true = f"{first}{detail}."
         raise self._diverged(done, true[0].upper() + true[1:], why)
 

@@ -43,7 +43,7 @@ def run_collective_pass(
         as_one, rest = run._sites.as_one(all_models), evaluation_mode(all_models, run.device)
         with phases.phase("evaluate"), wrap_peer_errors(verb), as_one, rest as fresh, models.around_loss():
             models.busy = True
-            if run.settings.parallel.gather == "step":
+            if run.settings.parallel.reshard == "step":
                 models.gather()
             hurry = lambda: run._leave and run._ended is not None  # noqa: E731
             over, line = models.end_evaluation, models.pipeline

@@ -172,12 +172,12 @@ def explain_dtensor_errors(parallel: ParallelSettings) -> Iterator[None]:
     except RuntimeError as error:
         if not is_mixed_dtensor_error(error):
             raise
-        by_layer = parallel.shard != 1 and parallel.gather == "layer"
+        by_layer = parallel.shard != 1 and parallel.reshard == "layer"
         raise LoopError(
             "A parameter was used outside of its layer's call.",
             "Each process has a part of it there, since "
             + ("its layer is whole while it computes, and no longer." if by_layer else "parallel.tensor divides it."),
-            ("--set parallel.gather=step, with which it is whole for a step; or, " if by_layer else "")
+            ("--set parallel.reshard=step, with which it is whole for a step; or, " if by_layer else "")
             + "for a penalty on weights, the optimizer's weight_decay.",
         ).with_traceback(error.__traceback__) from None
 
@@ -194,7 +194,7 @@ def refuse_changing_buffers(step: int, samples: int, settings: Settings) -> None
             f"With parallel.shard={settings.parallel.shard} and micro_batch={settings.micro_batch} a virtual rank's "
             f"{share} samples are computed by several processes, and its buffers go from one micro-batch to the "
             "next.",
-            "--set micro_batch=none, or --set parallel.gather=step",
+            "--set micro_batch=none, or --set parallel.reshard=step",
         )
 
 

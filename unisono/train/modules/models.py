@@ -95,13 +95,13 @@ class Models:
         example   what its layers are timed with, if it is cut into stages
         """
         if self.mesh.tensor.size > 1:
-            self.divided_loss = parallel.loss
+            self.divided_loss = parallel.loss_parallel
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
         check_same_parameters(self.group, model.named_parameters(), "run.place was given a model")
         alignment.align_([*model.parameters(), *model.buffers()])
         marks = attributes_of_params(model)
         layers = parallelize(model, self.mesh, parallel, plan)
-        if layers and parallel.gather == "layer":
+        if layers and parallel.reshard == "layer":
             from unisono.parallel.fsdp.gather_order import GatherOrder  # as much as half a second
 
             self.notes = self.notes or GatherOrder(self.mesh.shard)

@@ -282,7 +282,7 @@ def modules_of(models: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
 
 DIVIDED = (
     "and several processes compute the micro-batches of one virtual rank (not so with micro_batch=none or "
-    "parallel.gather=step)"
+    "parallel.reshard=step)"
 )
 CURE = "Keep it in a buffer (register_buffer), compute it from the input, or draw from torch's default generator."
 

@@ -186,16 +186,16 @@ class Pipeline:
         self.speaks = mesh.tensor.rank == 0
         """Do its last stage's outputs count, among those of the processes that share its matrices?"""
         self.turn: StageTurn | None = None
-        self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence else None
+        self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence_parallel else None
         """The processes among which sequences are divided between the stages, if they are."""
-        self.line = line = PipelineSchedule(mesh.pipeline, parallel.schedule, parallel.loops)
+        self.line = line = PipelineSchedule(mesh.pipeline, parallel.schedule, parallel.stages_per_rank)
         self.cut: Partition = cut_of(model)
-        begins = self.cut.begins(line.stages, parallel.stages)  # what cannot be cut need not be timed
+        begins = self.cut.begins(line.stages, parallel.split_points)  # what cannot be cut need not be timed
         if example is not None:
             apply_times(self.cut, model, example, mesh)
-            begins = self.cut.begins(line.stages, parallel.stages)
+            begins = self.cut.begins(line.stages, parallel.split_points)
         begins = mesh.world.broadcast_object(begins)
-        self.told = told(self.cut, begins, named=bool(parallel.stages))
+        self.told = told(self.cut, begins, named=bool(parallel.split_points))
         self.names = StageParameters(model, mesh, self.cut.users(model, begins), line.owners)
         self.cut.settle(model, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
         model.forward = PipelinedForward(self, model)

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage where sequences are divided too (parallel.sequence): each process its part.
+"""What crosses from stage to stage where sequences are divided too (parallel.sequence_parallel): each process its part.
 
 Process i of the axis `tensor` in one stage has the part that process i of the next one goes on with, so parts are all
 that travels, and no process needs more. But 9 positions over two processes are 5 and 4, and neither part shows whether

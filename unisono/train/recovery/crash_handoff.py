@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def hands_off(run: Run[Any]) -> bool:
     """Does this process leave what it has, should another one die? Somebody must be there to begin again. (With one
     virtual rank a step's random numbers go on from the last one's, and buddies have none.)"""
-    return run.settings.parallel.buddy and run.settings.virtual_ranks > 1 and run._group.company is not None
+    return run.settings.parallel.replicate_shards and run.settings.virtual_ranks > 1 and run._group.company is not None
 
 
 def dump_replicas(run: Run[Any], error: Exception) -> None:

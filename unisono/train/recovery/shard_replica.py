@@ -60,16 +60,16 @@ def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool 
     """
     if survivors and axes.replicate > 1:
         return "survivors"
-    others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.buddy
+    others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.replicate_shards
     return " and ".join(others) or "checkpoint"
 
 
 def about_shards(parallel: ParallelSettings, axes: MeshShape) -> str:
     """The same of a run with shards, for its first lines; "" where there is nothing that people would not expect."""
-    if parallel.buddy:
+    if parallel.replicate_shards:
         return "shards: each has a copy on the next process"
     if axes.shard > 1 and survival_of(parallel, axes) == "checkpoint":
-        return "shards: no copies but the checkpoint's (--set parallel.buddy=true keeps one of each)"
+        return "shards: no copies but the checkpoint's (--set parallel.replicate_shards=true keeps one of each)"
     return ""
 
 
@@ -141,9 +141,9 @@ class ShardReplica:
         told = self.line.all_gather_object([still, moving, content.names])
         if any(names != content.names for _, _, names in told):
             raise LoopError(
-                "parallel.buddy was to copy what the run tracks.",
+                "parallel.replicate_shards was to copy what the run tracks.",
                 f"Optimizers have other states on other processes: {', '.join(f'{len(t[2])} tensors' for t in told)}.",
-                "--set parallel.buddy=false",
+                "--set parallel.replicate_shards=false",
             )
         self._left = [[FlatTensorSpec(*each) for each in abouts] for abouts in told[self._previous][:2]]
 

@@ -192,10 +192,10 @@ def _marked(tensor: torch.Tensor, places: Places) -> Any:
         return tensor
     if (place := _place(tensor)) not in places:
         raise LoopError(
-            "parallel.buddy was to copy what the run tracks.",
+            "parallel.replicate_shards was to copy what the run tracks.",
             f"An optimizer's state has a tensor of shape {tuple(tensor.shape)} that lies over processes as no "
             "parameter does, so another process would not know how to lay it.",
-            "--set parallel.buddy=false",
+            "--set parallel.replicate_shards=false",
         )
     return {PART: to_local(tensor), LIKE: places[place]}
 

@@ -300,7 +300,9 @@ def may_survive(run: Run[Any]) -> bool:
     settings, axes, company = run.settings, run._mesh.axes, run._group.company
     if company is None:
         return False
-    replicas = axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.buddy
+    replicas = (
+        axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.replicate_shards
+    )
     whole = run._mesh.torchs is None
     plain = run._kind is StepLoop and not settings.audit_every and (whole or (replicas and not company.late))
     return plain and settings.virtual_ranks > 1 and survives(settings)

@@ -9,7 +9,7 @@
 
 Placement is free, so nothing of this changes the result. Something differs if the script keeps state outside the model,
 if a kernel's rounding depends on an address, if an optimizer does not go element by element, or by a defect of ours.
-The run then stops, or it lowers its promise (`promise.broken`), and says what differed and why (causes.py).
+The run then stops, or it lowers its promise (`promise.on_violation`), and says what differed and why (causes.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Rounds = Iterator[tuple[MicroBatchId, Any, bool]]
 WHAT = "The verification of the promise"
 
 STOPS_BEFORE = 10
-"""With promise.broken=auto, a promise that does not hold before this step stops the run; later it is lowered."""
+"""With promise.on_violation=auto, a promise that does not hold before this step stops the run; later it is lowered."""
 
 DIFFERS = {"samples": "other samples", "loss": "another loss", "gradient": "another gradient"}
 """In the order in which one follows from the other."""
@@ -117,7 +117,7 @@ class Verification:
         begins_epoch = self.alone and step % self.engine.order.steps_per_epoch == 0
         if not is_candidate(offset, begins_epoch=begins_epoch):
             return False
-        return not self.alone or self._last_at is None or time.monotonic() - self._last_at >= self.settings.pause
+        return not self.alone or self._last_at is None or time.monotonic() - self._last_at >= self.settings.min_interval
 
     def _plan(self, step: int) -> tuple[CheckedStep, bool]:
         """Return what is verified in this step, and whether this process computes it beforehand as well."""
@@ -338,11 +338,11 @@ class Verification:
             return
         self.broken = f"from step {step} on: {what[0].lower()}{what[1:]} ({cause.name})"
         self._watcher.event({"promise": "tolerance", "step": step, "cause": cause.name, "reason": what})
-        stops = self.settings.broken == "stop" or (self.settings.broken == "auto" and step < STOPS_BEFORE)
+        stops = self.settings.on_violation == "stop" or (self.settings.on_violation == "auto" and step < STOPS_BEFORE)
         asked, true = f"{what}, so the promise of equal bits does not hold.", f"{facts} {cause.said}".strip()
         if stops:
             raise PromiseBrokenError(
-                asked, true, f"{cause.do}; or go on with the promise lowered: --set promise.broken=tell"
+                asked, true, f"{cause.do}; or go on with the promise lowered: --set promise.on_violation=warn"
             )
         self._watcher.note(f"promise  tolerance from step {step} on. {asked}\n  {true}\n  Next: {cause.do}.")
 
