@@ -25,7 +25,7 @@ _EXPORTS = {
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streaming.stream",
     "ParallelPlan": "unisono.parallel.parallel_plan",
-    "Exchange": "unisono.exchange",
+    "Exchange": "unisono.exchange.base",
     "Collectives": "unisono.distributed.collectives",
     "World": "unisono.environment",
     "UnisonoError": "unisono.errors",
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from unisono.errors import StuckError as StuckError
     from unisono.errors import UnisonoError as UnisonoError
     from unisono.errors import WorldError as WorldError
-    from unisono.exchange import Exchange as Exchange
+    from unisono.exchange.base import Exchange as Exchange
     from unisono.notebook import launch as launch
     from unisono.parallel.context_parallel.sequence_split import SequenceDims as SequenceDims
     from unisono.parallel.parallel_plan import ParallelPlan as ParallelPlan

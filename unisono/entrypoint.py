@@ -47,13 +47,14 @@ from unisono.config import (
     CommandLine,
     LoadedSettings,
     Settings,
+    flatten,
     gather,
     provenance_lines,
     result_settings,
 )
+from unisono.config.conflicts import problems_on_mixed_devices
 from unisono.config.mesh_shape import fill, layout, wanted
 from unisono.config.validate import examine
-from unisono.config.validate_parallel import problems_of_mixed
 from unisono.data.rng import seed_everything
 from unisono.distributed.existing_group import take_over
 from unisono.distributed.init import join_process_group as join
@@ -140,7 +141,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         asked = replace(asked, request=request)
         facts = describe_environment(group.device)
         differences = agree(group, facts)
-        if group.mixed and (problems := problems_of_mixed(loaded.settings, asked.line())):
+        if group.mixed and (problems := problems_on_mixed_devices(flatten(loaded.settings), asked.line())):
             raise SettingsError.of(problems)
         kinds = group.all_gather_object(kind_of(group.device))
         if group.mixed:  # whoever speaks for all now or later

@@ -113,7 +113,7 @@ def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: st
 
     done = torchrun("--set", "parallel.shard=2", "--run-dir", "divided")
     assert done.returncode != 0
-    assert done.stderr.count("parallel.shard = 2\n  Not all processes have the same kind of device") == 1
+    assert done.stderr.count("parallel.shard = 2 needs the same kind of device on all processes.") == 1
 
 
 def test_a_server_needs_no_accelerator(command: Command, kind: str) -> None:
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_said_before_the_start(command: Command, kind: str, wh
     words = ("run", "text", "--ranks", "2", "--cpu-ranks", "1", "--set", what, "--set", "steps=1", "--run-dir", "out")
     ended = command.run(*words)
     assert ended.status == 2
-    assert ended.err.startswith(f"{name} = {value}\n  Not all processes have the same kind of device")
+    assert ended.err.startswith(f"{name} = {value} needs the same kind of device on all processes.")
     assert not (command.folder / "out").exists()
 
 

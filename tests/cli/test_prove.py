@@ -298,7 +298,7 @@ def test_a_row_is_a_line_of_the_table() -> None:
         ),
         (
             ["train.py", "--parallel", "replicate=2", "--parallel", "shard=16"],
-            "8 virtual ranks: 1 to 8 processes",
+            "8 virtual ranks runs on one: 1 to 8 processes",
             "unisono prove train.py --parallel replicate=2 --parallel shard=8 --set steps=9 --json, or",
         ),
     ],

@@ -190,11 +190,15 @@ def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None
         (["replay", "nothing", "--step", "3"], "There is no settings.toml and no such folder.", "unisono replay runs/"),
         (["replay", "run", "--step", "10"], "The run has 10 steps, 0 to 9.", "unisono replay run --step 9"),
         (["replay", "run", "--step", "1", "--virtual-rank", "8"], "8 virtual ranks", "unisono replay run --step 1 --v"),
-        (["replay", "local", "--step", "1"], "Between two meetings each site", "look at its losses in local/timeline"),
+        (
+            ["replay", "local", "--step", "1"],
+            "Its sites hold different weights",
+            "look at its losses in local/timeline",
+        ),
         (["audit", "run", "--set", "lr=1"], "with the settings that it had", "unisono audit run"),
         (
             ["audit", "train.py", "--set", "exchange=local_sgd"],
-            "audit_every = 1 and exchange = local_sgd",
+            "audit_every = 1 cannot be combined with exchange = local_sgd.",
             "unisono audit",
         ),
         (["audit", "odd"], "a script that it does not name", "unisono audit odd --json --script SCRIPT.py"),

@@ -48,8 +48,8 @@ from unisono.errors import Problem
         ),
         (
             "run train.py --ranks 9",
-            "9 processes",
-            "8 virtual ranks: 1 to 8 processes.",
+            "9 processes are more than virtual_ranks.",
+            "Each of the 8 virtual ranks runs on one: 1 to 8 processes.",
             "unisono run train.py --ranks 8 --json, or (other bits): "
             "unisono run train.py --ranks 9 --json --set virtual_ranks=9",
         ),
@@ -80,20 +80,20 @@ from unisono.errors import Problem
         ),
         (
             "run train.py --set exchange=server",
-            "exchange = server on 1 process",
+            "exchange = server does not fit 1 process.",
             "1 server and at least 1 worker make 2.",
             "unisono run train.py --set exchange=server --json --ranks 2",
         ),
         (
             "run train.py --ranks 3 --set exchange=server --set server.staleness=-1",
-            "server.staleness = -1",
+            "server.staleness = -1 is out of range.",
             "It must be at least 0.",
             "unisono run train.py --ranks 3 --set exchange=server --set server.staleness=0 --json",
         ),
         (
             "run text --ranks 3 --set parallel.replicate_shards=true",
-            "parallel.replicate_shards = true",
-            "It copies shards to the next process that has one, and with parallel.shard = 1 there are none. "
+            "parallel.replicate_shards = true has no effect with parallel.shard = 1.",
+            "It copies each shard to the next process, and with parallel.shard = 1 there are no shards. "
             "All 3 replicas are copies of each other.",
             "unisono run text --ranks 3 --set parallel.replicate_shards=true --json --set parallel.shard=3, or: "
             "unisono run text --ranks 3 --set parallel.replicate_shards=false --json",
@@ -154,7 +154,13 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
 def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
-    asked = ["unisono run trian.py", "--ranks 0", "--settings none.toml", "batch = 0", "--run-dir file"]
+    asked = [
+        "unisono run trian.py",
+        "--ranks 0",
+        "--settings none.toml",
+        "batch = 0 is out of range.",
+        "--run-dir file",
+    ]
     assert [problem.asked for problem in problems] == asked
     assert len(ask("run", "trian.py", "--resume")) == 1
 
@@ -163,11 +169,11 @@ def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask,
     (tmp_path / "other.py").write_text("raise SystemExit('it was started')")
     (tmp_path / "some.toml").write_text("threads = 0\nwidth = 3\n")
     problems = ask("run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml")
-    assert [problem.asked for problem in problems] == ["batch = 0", "threads = 0"]
+    assert [problem.asked for problem in problems] == ["batch = 0 is out of range.", "threads = 0 is out of range."]
     (problem,) = ask("run", "other.py", "--set=virtual_ranks=3", "--set=batch=2")  # its own batch nobody knows here
-    assert problem.asked == "virtual_ranks = 3"
+    assert problem.asked == "virtual_ranks = 3 is more than the batch has samples."
     (problem,) = ask("run", "other.py", "--ranks=3", "--set=virtual_ranks=2")
-    assert problem.true == "2 virtual ranks: 1 to 2 processes."
+    assert problem.true == "Each of the 2 virtual ranks runs on one: 1 to 2 processes."
     (problem,) = ask("run", "other.py", "--settings=none.toml")
     assert problem.true == "There is no such file."
 

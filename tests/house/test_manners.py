@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.house.sources import LIBRARY, ROOT, code_lines, files, place, tree
 
 CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
+MODULES = 12  # in a folder, which is one concept
 FUNCTION_LINES = 70  # from `def` to its end, docstring included
 NO_HOME = {"utils", "util", "helpers", "helper", "misc", "common"}  # a helper lives with its owner
 
@@ -23,6 +25,16 @@ def test_files_have_few_lines_of_code() -> None:
     lines = {path: code_lines(path) for path in files("unisono", "tests", "benchmarks")}
     print(f"{sum(n for path, n in lines.items() if LIBRARY in path.parents)} lines of code in the library")
     assert {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > CODE_LINES} == {}
+
+
+def test_folders_have_few_modules() -> None:
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in files("unisono") if path.stem != "__init__")
+    assert {folder: count for folder, count in folders.items() if count > MODULES} == {}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    stems = Counter(path.stem for path in files("unisono") if path.stem not in ("__init__", "__main__", "main"))
+    assert {stem: count for stem, count in stems.items() if count > 1} == {}
 
 
 def test_functions_fit_on_one_screen() -> None:

@@ -37,7 +37,7 @@ from unisono.train.optimization import sharded_step
 from unisono.train.run import Run
 from unisono.train.step import Step
 from unisono.train.verification import sharded_update
-from unisono.train.verification.check_schedule import is_candidate, is_early
+from unisono.train.verification.verification import is_candidate, is_early
 
 LONGER = replace(SETTINGS, steps=9)
 attempt = partial(loops.attempt, verified=True)

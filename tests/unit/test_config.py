@@ -242,7 +242,9 @@ def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
     assert load(Settings).settings.virtual_ranks == 8
     assert load(Settings, sets=["batch=3"]).settings.virtual_ranks == 3
     asked = load(Settings, sets=["batch=3", "virtual_ranks=8", "steps=1"]).settings
-    assert [p.asked for p in check(asked, 1, CommandLine())] == ["virtual_ranks = 8"]
+    assert [p.asked for p in check(asked, 1, CommandLine())] == [
+        "virtual_ranks = 8 is more than the batch has samples."
+    ]
 
 
 def test_mathematics_is_what_the_result_depends_on() -> None:

@@ -23,10 +23,10 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
 @pytest.mark.parametrize(
     ("changes", "true", "do"),
     [
-        ({}, "One of them must say when this run ends.", "--set steps=100, or: --set epochs=1"),
+        ({}, "One of them must say when the run ends.", "--set steps=100, or: --set epochs=1"),
         (
             {"steps": 1, "epochs": 1},
-            "Only one of them can say when it ends.",
+            "Only one of them can say when the run ends.",
             "--set epochs=none, or: --set steps=none",
         ),
         ({"steps": 0}, "It must be at least 1.", "--set steps=1"),
@@ -36,15 +36,15 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
         ({"steps": 1, "batch": 0}, "It must be at least 1.", "--set batch=1"),
         ({"steps": 1, "threads": 0}, "It must be at least 1.", "--set threads=1"),
         ({"steps": 1, "seed": -1}, "It must be at least 0.", "--set seed=0"),
-        ({"steps": 1, "seed": 2**64}, f"It can be at most {2**64 - 1}.", f"--set seed={2**64 - 1}"),
+        ({"steps": 1, "seed": 2**64}, f"It must be at most {2**64 - 1}.", f"--set seed={2**64 - 1}"),
         (
             {"steps": 1, "clip": 0.0},
-            "The largest norm must be a number above 0; none means no clipping.",
+            "It must be above 0.",
             "--set clip=1.0, or: --set clip=none",
         ),
         (
             {"steps": 1, "clip": float("nan")},
-            "The largest norm must be a number above 0; none means no clipping.",
+            "It must be above 0.",
             "--set clip=1.0, or: --set clip=none",
         ),
         (
@@ -69,7 +69,7 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
         ),
         (
             {"steps": 1, "virtual_ranks": 65},
-            "A batch of 64 has 64 samples, so at most 64 shares.",
+            "Each virtual rank needs a sample, so batch = 64 allows at most 64 virtual ranks.",
             "--set virtual_ranks=64, or: --set batch=65",
         ),
         ({"steps": "3"}, "It is not a whole number or none.", "--set steps=1"),
@@ -83,8 +83,8 @@ def test_check_says_what_is_true_and_what_to_type(changes: dict[str, Any], true:
 def test_more_processes_than_virtual_ranks_are_refused_with_the_line_to_type() -> None:
     assert check(Settings(steps=1), 9, CommandLine(("unisono", "run", "text"))) == [
         Problem(
-            "9 processes",
-            "8 virtual ranks: 1 to 8 processes.",
+            "9 processes are more than virtual_ranks.",
+            "Each of the 8 virtual ranks runs on one: 1 to 8 processes.",
             "unisono run text --ranks 8, or (other bits): unisono run text --ranks 9 --set virtual_ranks=9",
         )
     ]
@@ -119,7 +119,7 @@ def test_whichever_of_steps_and_epochs_is_asked_for_later_counts(tmp_path: Path,
         assert [values["steps"], values["epochs"]].count(None) == 1
     both = load(Own, sets=[before, now])  # at once they contradict each other
     (problem,) = check(both.settings, 1, CommandLine(("python", "train.py", "--set", before, "--set", now)))
-    assert problem.true == "Only one of them can say when it ends."
+    assert problem.true == "Only one of them can say when the run ends."
     assert problem.do.startswith("python train.py --set ")
 
 
@@ -164,7 +164,12 @@ def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
     )
     gathered = gather(Settings, sets=["lrr=1", "clip=x", "seed=-1", "steps=1"], line=line)
     problems = examine(gathered, 9).problems
-    assert [p.asked for p in problems] == ["--set lrr=1", "--set clip=x", "seed = -1", "9 processes"]
+    assert [p.asked for p in problems] == [
+        "--set lrr=1",
+        "--set clip=x",
+        "seed = -1 is out of range.",
+        "9 processes are more than virtual_ranks.",
+    ]
     assert problems[0].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
     assert problems[2].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
     # what follows only from a value that was not understood is not told

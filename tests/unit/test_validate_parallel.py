@@ -24,54 +24,54 @@ LINE = CommandLine(("unisono", "run", "text"))
     [
         (
             {"model_parallel_devices": 2, "data_parallel_devices": 3},
-            "parallel.model_parallel_devices = 2 and parallel.data_parallel_devices = 3",
+            "parallel.model_parallel_devices = 2 cannot be combined with parallel.data_parallel_devices = 3.",
             "--set parallel.data_parallel_devices=1, or: unisono run text --set parallel.model_parallel_devices=1",
         ),
         (
             {"model_parallel_devices": 2, "shard": 2},
-            "parallel.model_parallel_devices = 2 and parallel.shard = 2",
+            "parallel.model_parallel_devices = 2 cannot be combined with parallel.shard = 2.",
             "--set parallel.model_parallel_devices=1, or: unisono run text --set parallel.shard=1",
         ),
         (
             {"data_parallel_devices": 2, "activation_checkpoint": "full"},
-            "parallel.data_parallel_devices = 2 and parallel.activation_checkpoint = full",
+            "parallel.data_parallel_devices = 2 cannot be combined with parallel.activation_checkpoint = full.",
             "unisono run text --set parallel.data_parallel_devices=1 --ranks 2, or: unisono run text --set "
             "parallel.activation_checkpoint=none",
         ),
         (
             {"data_parallel_devices": 2, "compile": True},
-            "parallel.data_parallel_devices = 2 and parallel.compile = true",
+            "parallel.data_parallel_devices = 2 cannot be combined with parallel.compile = true.",
             "parallel.compile=false",
         ),
         (
             {"devices": ["cpu", "cpu"]},
-            "parallel.devices = ['cpu', 'cpu']",
+            "parallel.devices = ['cpu', 'cpu'] has no effect.",
             "--set parallel.model_parallel_devices=2, or: ",
         ),
         (
             {"devices": ["cpu"], "model_parallel_devices": 2},
-            "parallel.devices = ['cpu']",
+            "parallel.devices = ['cpu'] has the wrong length.",
             "--set parallel.model_parallel_devices=1, or: ",
         ),
         (
             {"replicate_shards": True},
-            "parallel.replicate_shards = true",
+            "parallel.replicate_shards = true has no effect with parallel.shard = 1.",
             "--ranks 2 --set parallel.shard=2, or: unisono run text --set parallel.replicate_shards=false",
         ),
         (
             {"model_parallel_devices": 0},
-            "parallel.model_parallel_devices = 0",
+            "parallel.model_parallel_devices = 0 is out of range.",
             "--set parallel.model_parallel_devices=1",
         ),
         (
             {"param_dtype": "bf16", "data_parallel_devices": 2},
-            "parallel.param_dtype = bf16 and parallel.data_parallel_devices = 2",
+            "parallel.param_dtype = bf16 cannot be combined with parallel.data_parallel_devices = 2.",
             "--set parallel.data_parallel_devices=1, or: unisono run text --set parallel.param_dtype=fp32 --set "
             "precision=bf16",
         ),
         (
             {"param_dtype": "bf16", "pipeline": 2},
-            "parallel.param_dtype = bf16 and parallel.pipeline = 2",
+            "parallel.param_dtype = bf16 cannot be combined with parallel.pipeline = 2.",
             "--set parallel.pipeline=1, or: unisono run text --set parallel.param_dtype=fp32 --set precision=bf16",
         ),
     ],
@@ -86,7 +86,7 @@ def test_what_does_not_go_together(parallel: dict[str, Any], asked: str, do: str
 def test_two_kinds_of_half_precision() -> None:
     config = Settings(steps=1, precision="fp16", parallel=ParallelSettings(param_dtype="bf16"))
     (problem,) = check(config, 1, LINE)
-    assert problem.asked == "parallel.param_dtype = bf16 and precision = fp16"
+    assert problem.asked == "parallel.param_dtype = bf16 cannot be combined with precision = fp16."
     assert "--set precision=bf16, or: unisono run text --set parallel.param_dtype=fp32" in problem.do
 
 

@@ -17,13 +17,6 @@ FILL = -1
 """As an axis's size: whatever number of processes the other axes leave."""
 
 
-BESIDE_NO_PIPELINE = {
-    "shard": "A stage is held whole by each process that has it: shards of stages are not built.",
-    "context": "A micro-batch goes through the stages whole: slices of sequences are not built for them.",
-}
-"""Axes that do not go together with a pipeline, and why."""
-
-
 class MeshShape(NamedTuple):
     """The size of every axis, outermost first."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from unisono.config.exchanges import ExchangeName
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
@@ -141,7 +143,7 @@ class Settings:
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip: float | None = None
-    exchange: Literal["tree", "wide", "allreduce", "ring", "ddp", "server", "local_sgd"] = "tree"
+    exchange: ExchangeName = "tree"
     threads: int = 1
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)

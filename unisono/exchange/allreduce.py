@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
-from unisono.exchange import Spans, Weights, all_reduce_bytes
-from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient, divide_
-from unisono.exchange.wrapper import BucketedExchange
+from unisono.exchange.base import Spans, Weights, all_reduce_bytes
+from unisono.exchange.buckets import BucketedExchange, BucketLayout, BucketReadiness, FlatGradient, divide_
 
 
 class AllReduce(BucketedExchange):

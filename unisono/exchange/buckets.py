@@ -18,6 +18,7 @@ import torch
 from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
 from unisono.distributed.shared_memory import SharedMemory
 from unisono.errors import LoopError
+from unisono.exchange.base import Exchange
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough to amortise a collective's latency, small enough to overlap; DistributedDataParallel's default."""
@@ -444,3 +445,21 @@ class BucketReadiness:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class BucketedExchange(Exchange):
+    """Base class of an exchange that collects gradients in buckets."""
+
+    ready: BucketReadiness
+
+    @property
+    def used(self) -> Sequence[bool]:
+        return self.ready.used
+
+    @property
+    def touched(self) -> bool:
+        return self.ready.touched
+
+    def close(self) -> None:
+        self.ready.close()
+        self.zero()

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unisono.config import DdpSettings
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange import Exchange, Spans, Weights, all_reduce_bytes
+from unisono.exchange.base import Exchange, Spans, Weights, all_reduce_bytes
 from unisono.exchange.buckets import finite, gradient_modified_error
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]

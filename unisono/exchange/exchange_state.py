@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.exchange import Exchange
+from unisono.exchange.base import Exchange
 
 
 class ExchangeStates:

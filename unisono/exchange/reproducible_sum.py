@@ -42,9 +42,16 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.errors import LoopError
-from unisono.exchange import Spans, Weights, all_reduce_bytes
-from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient, LooseGradient, blocks, finite
-from unisono.exchange.wrapper import BucketedExchange
+from unisono.exchange.base import Spans, Weights, all_reduce_bytes
+from unisono.exchange.buckets import (
+    BucketedExchange,
+    BucketLayout,
+    BucketReadiness,
+    FlatGradient,
+    LooseGradient,
+    blocks,
+    finite,
+)
 
 ROOM = 8
 """Bits by which a tensor's largest element may grow from one step to the next before it needs a window of its own."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange import Exchange
+from unisono.exchange.base import Exchange
 from unisono.exchange.buckets import finite
 
 

@@ -21,9 +21,9 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.exchange import Spans, Weights
+from unisono.exchange.base import Spans, Weights
 from unisono.exchange.tree.tree_fold import TreeExchange
-from unisono.exchange.wrapper import ExchangeWrapper
+from unisono.exchange.wrappers.exchange_wrapper import ExchangeWrapper
 
 
 class InnerExchange(ExchangeWrapper):

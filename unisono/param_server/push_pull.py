@@ -36,7 +36,7 @@ import torch
 
 from unisono.distributed.process_group import Message, Work, wait_for, wrap_peer_errors
 from unisono.distributed.roles import RoleGroup
-from unisono.exchange import Weights
+from unisono.exchange.base import Weights
 from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, divide_
 from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.exchange.tree.tree_transport import IN_FLIGHT

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def kind_of(settings: Settings) -> type[Run[Any]]:
-    """In step, or each worker at its own pace."""
+def run_class(settings: Settings) -> type[Run[Any]]:
+    """Return the class of a run with synchronous or asynchronous servers."""
     if settings.server.staleness == 0:
         return SyncServerRun
     from unisono.param_server.async_run import kind_of_pace

@@ -10,8 +10,8 @@ from unisono.data.loader import Collate, IndexDataset, Loader, Schedule, length_
 from unisono.data.streaming.stream import Stream, shard_layout
 from unisono.distributed.existing_group import refuse_second_group
 from unisono.errors import SettingsError
-from unisono.exchange import promise_of
-from unisono.exchange.custom import Build, own_exchange
+from unisono.exchange.choose import promise_of
+from unisono.exchange.wrappers.custom import Build, own_exchange
 from unisono.launcher import failure_record
 from unisono.plan.assignment import Slot
 from unisono.plan.batch_order import BatchOrder

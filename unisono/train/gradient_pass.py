@@ -12,11 +12,12 @@ import torch
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import to_local
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights, build_exchange, choose_exchange, exchange_after_death
+from unisono.exchange.base import Exchange, Spans, Weights
 from unisono.exchange.buckets import finite
-from unisono.exchange.context_sum import ContextSum
-from unisono.exchange.custom import CustomExchange
-from unisono.exchange.per_stage import NoExchange, PerStageExchange
+from unisono.exchange.choose import build_exchange, choose_exchange, exchange_after_death
+from unisono.exchange.wrappers.context_sum import ContextSum
+from unisono.exchange.wrappers.custom import CustomExchange
+from unisono.exchange.wrappers.per_stage import NoExchange, PerStageExchange
 from unisono.train.modules.buffer_sync import versions
 
 if TYPE_CHECKING:
@@ -110,7 +111,9 @@ class GradientPass:
         """Of layers that are gathered one by one."""
         ranks, mesh = self.settings.virtual_ranks, self.mesh
         more = {"shard": mesh.shard, "layers": self.scattered}
-        return build_exchange("scatter", self.params, ranks, mesh.replicate, **more)
+        return build_exchange(
+            "unisono.exchange.tree.reduce_scatter:ReduceScatterTree", self.params, ranks, mesh.replicate, **more
+        )
 
     def _gather(self) -> list[torch.nn.Parameter]:
         """Gather all layers of all models, until `finish`. Returns the whole of every parameter."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.config.validate_local_sgd import sites_of
+from unisono.config.validate_sizes import number_of_sites
 from unisono.data.loader import Loader, Schedule
 from unisono.data.rng import RngStates, seed_everything
 from unisono.distributed.process_group import is_dtensor
 from unisono.errors import DataError, LoopError
-from unisono.exchange import refuse_numbers
 from unisono.exchange.buckets import gradient_modified_error
-from unisono.exchange.custom import CustomExchange
+from unisono.exchange.choose import refuse_numbers
 from unisono.exchange.exchange_state import ExchangeStates
+from unisono.exchange.wrappers.custom import CustomExchange
 from unisono.parallel.precision import LossScale
 from unisono.plan.assignment import Slot, Spans, assign_evenly
 from unisono.plan.batch_order import BatchOrder, MicroBatchId
@@ -106,7 +106,7 @@ class StepLoop:
     @staticmethod
     def spans(settings: Settings, mesh: Mesh, size: int) -> Spans:
         """What each of `size` processes computes of every batch, unless somebody deals anew."""
-        return assign_evenly(settings.virtual_ranks, size, sites_of(settings))
+        return assign_evenly(settings.virtual_ranks, size, number_of_sites(settings))
 
     @classmethod
     def seated(cls, settings: Settings, mesh: Mesh) -> tuple[Slot, Schedule]:

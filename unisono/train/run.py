@@ -20,9 +20,9 @@ from unisono.data.streaming.stream import Stream
 from unisono.distributed.collectives import Collectives
 from unisono.distributed.mesh import build_mesh
 from unisono.errors import LoopError, RunStopped, SettingsError
-from unisono.exchange import refuse_hook
-from unisono.exchange.custom import Build
+from unisono.exchange.choose import refuse_hook
 from unisono.exchange.exchange_state import ExchangeStates
+from unisono.exchange.wrappers.custom import Build
 from unisono.monitor.step_monitor import StepMonitor
 from unisono.parallel.compiler_determinism import fix_compilers
 from unisono.parallel.precision import LossScale, apply_precision, autocast

@@ -1,4 +1,4 @@
-"""Which kind of run an exchange needs: most need none of their own. Nothing else asks which one is in use."""
+"""Which class of run an exchange needs: most exchanges need none of their own. Nothing else depends on the class."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.config import Settings
+from unisono.config.exchanges import EXCHANGES
 from unisono.train.run import Run
-
-_kinds = {"server": "unisono.param_server.sync_servers:kind_of"}
-"""Of an exchange, the function that says which kind of run these settings ask for."""
 
 
 def run_class(settings: Settings, kind: type[Run[Any]] = Run) -> type[Run[Any]]:
-    """The class of a run with these settings; `kind`: what it is beside that (a traced one, say)."""
-    if settings.exchange not in _kinds:
+    """Return the class of a run with these settings; `kind`: another class that it shall also be, a traced run say."""
+    target = EXCHANGES[settings.exchange].run_class
+    if not target:
         return kind
-    module, name = _kinds[settings.exchange].split(":")
+    module, name = target.split(":")
     choose: Callable[[Settings], type[Run[Any]]] = getattr(importlib.import_module(module), name)
     found = choose(settings)
     return found if kind is Run else type("Run", (kind, found), {})

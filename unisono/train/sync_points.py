@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from unisono.config.exchanges import EXCHANGES
+
 if TYPE_CHECKING:
     from unisono.config import Settings
     from unisono.train.loop import StepLoop
     from unisono.train.step import Step
-
-_classes = {"local_sgd": "unisono.local_sgd.sites:LocalSGD"}
-"""The class for each exchange under which processes train in several sites."""
 
 
 class SyncPoint(NamedTuple):
@@ -72,8 +71,9 @@ class NoLocalSGD:
 
 def sync_points(settings: Settings, *collaborators: Any) -> SyncPoints:
     """Build the synchronization points of a run."""
-    if settings.exchange not in _classes:
+    target = EXCHANGES[settings.exchange].sync_points
+    if not target:
         return NoLocalSGD()
-    module, name = _classes[settings.exchange].split(":")
+    module, name = target.split(":")
     found: SyncPoints = getattr(importlib.import_module(module), name)(settings, *collaborators)
     return found

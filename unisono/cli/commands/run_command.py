@@ -33,8 +33,7 @@ from unisono.config import (
     settings_of,
 )
 from unisono.config.static_settings import calls_main
-from unisono.config.validate import examine
-from unisono.config.validate_parallel import asks_of_the_model
+from unisono.config.validate import examine, needs_dry_run
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError, UnisonoError
 from unisono.launcher import local_launch
@@ -231,7 +230,7 @@ def checked(target: str, ranks: int, request: RunRequest, line: CommandLine, cpu
         raise SettingsError.of(problems)
     if settings is None:
         return CheckedRequest(script, 1, unsure=False, serves=False)
-    unsure = asks_of_the_model(settings) and calls_main(script)
+    unsure = needs_dry_run(settings) and calls_main(script)
     return CheckedRequest(script, settings.threads, unsure, serves=settings.exchange == "server")
 
 

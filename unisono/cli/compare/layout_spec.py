@@ -12,7 +12,8 @@ from itertools import combinations
 from math import prod
 
 from unisono.config import CommandLine, ParallelSettings, entries_of, nearest_name
-from unisono.config.mesh_shape import BESIDE_NO_PIPELINE, MeshShape
+from unisono.config.conflicts import conflicts_among
+from unisono.config.mesh_shape import MeshShape
 from unisono.errors import SettingsError
 
 NAMES = tuple(entry.name for entry in entries_of(ParallelSettings))
@@ -102,7 +103,9 @@ def fitting(most: int = 4) -> Iterator[LayoutSpec]:
     sizes = sorted({2, most})
     found = [{name: str(size)} for name in axes for size in sizes]
     found += [{one: "2", other: str(most // 2)} for one, other in combinations(axes, 2) if most >= 4]
-    found = [values for values in found if "pipeline" not in values or not values.keys() & BESIDE_NO_PIPELINE.keys()]
+    found = [
+        values for values in found if not any(conflicts_among({f"{SECTION}{n}": int(v) for n, v in values.items()}))
+    ]
     for values in found:
         yield LayoutSpec(values)
         if "shard" in values:

@@ -21,6 +21,7 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import recipes
 from unisono.config import ENVIRONMENT, CommandLine
 from unisono.config import read as read_settings
+from unisono.config.exchanges import EXCHANGES
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
@@ -145,27 +146,19 @@ def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
         true = it if script is None else f"There is no file {script}."
         raise SettingsError(asked, true, str(line.flag("--script", "SCRIPT.py")))
     refuse_parted(settings, asked, run_dir)
-    more = AS_TREE if settings.get("exchange") in SERVED else ()
+    more = AS_TREE if settings.get("exchange") == "server" else ()
     if settings.get("parallel.data_parallel_devices", 1) == 1:  # these are for it as well, and change bits
         more = (*more, "parallel.model_parallel_devices=1", "parallel.devices=[]")
     return replace(again, script=found, own=tuple(known.get("arguments", ())), folder=folder, sets=(*PLAIN, *more))
 
 
-SERVED = ("server",)
-
-PARTED = {
-    "local_sgd": "Between two meetings each site has weights of its own, and a checkpoint's model is the mean of all.",
-    "server": "Its workers were each at their own pace, and who was when is nowhere written.",
-}
-"""Exchanges whose steps one process cannot make again, and why."""
-
-
 def refuse_parted(settings: Mapping[str, Any], asked: str, run_dir: Path) -> None:
     """Raise SettingsError for a run whose steps one process cannot make again."""
     exchange = str(settings.get("exchange"))
-    if exchange in PARTED and not (exchange in SERVED and settings.get("server.staleness") == 0):
+    why = EXCHANGES[exchange].not_replayed
+    if why and not (exchange == "server" and settings.get("server.staleness") == 0):
         do = f"look at its losses in {run_dir / 'timeline'}"
-        raise SettingsError(f"{asked}: a run with exchange={exchange}", PARTED[exchange], do)
+        raise SettingsError(f"{asked}: a run with exchange={exchange} cannot be repeated.", why, do)
 
 
 def _script(named: Path | None, known: Mapping[str, Any], folder: Path) -> Path | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.config import CommandLine
-from unisono.config.validate_parallel import problems_of_mixed
+from unisono.config import CommandLine, flatten
+from unisono.config.conflicts import problems_on_mixed_devices
 from unisono.errors import Problem
 
 
 def problems_where_mixed(settings: Any, line: CommandLine) -> list[Problem]:
     """What cannot be on accelerators and the CPU at once, if this machine has both."""
-    problems = problems_of_mixed(settings, line)
+    problems = problems_on_mixed_devices(flatten(settings), line)
     if problems:
         import torch
 

@@ -17,7 +17,7 @@ from cyclopts import App, Group, Parameter
 
 from unisono.cli.request.suggestions import parsed
 from unisono.config import CommandLine, entries_of, kind, nearest_name, shown
-from unisono.config.field_comments import comments_of
+from unisono.config.static_settings import comments_of
 from unisono.config.value_types import choices_of
 from unisono.errors import Problem
 

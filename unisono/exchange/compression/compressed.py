@@ -26,9 +26,10 @@ import torch
 
 from unisono.config import CompressSettings
 from unisono.distributed.process_group import Message, ProcessGroup
-from unisono.exchange import Spans, Weights
+from unisono.exchange.base import Spans, Weights
 from unisono.exchange.buckets import (
     ALIGN,
+    BucketedExchange,
     BucketLayout,
     BucketReadiness,
     FlatGradient,
@@ -36,11 +37,10 @@ from unisono.exchange.buckets import (
     LooseGradient,
     finite,
 )
-from unisono.exchange.byte_counter import CountedCollectives
 from unisono.exchange.compression.block_format import BLOCK
 from unisono.exchange.compression.compressors import build_way, flatten, unflatten
 from unisono.exchange.compression.node_owners import NodeOwners, moves, tree_nodes
-from unisono.exchange.wrapper import BucketedExchange
+from unisono.exchange.tree.counted_collectives import CountedCollectives
 from unisono.plan.reduction_tree import Fold, Node, Plan, fold
 
 

@@ -18,10 +18,10 @@ import torch
 from unisono.config import CompressSettings
 from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.exchange.buckets import BucketLayout, FlatGradient
-from unisono.exchange.byte_counter import CountedCollectives
 from unisono.exchange.compression.block_format import BLOCK, CODES, NEEDS_FEEDBACK, largest
 from unisono.exchange.compression.node_owners import NodeOwners
 from unisono.exchange.compression.powersgd import first_q, next_q, orthogonalize, shape_of
+from unisono.exchange.tree.counted_collectives import CountedCollectives
 from unisono.plan.reduction_tree import Fold
 
 

@@ -19,7 +19,7 @@ from functools import reduce
 import torch
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange import Spans, Weights
+from unisono.exchange.base import Spans, Weights
 from unisono.exchange.buckets import FlatGradient
 from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.plan.reduction_tree import Node, NodeHeap, ScatteredPlan

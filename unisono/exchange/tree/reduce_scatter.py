@@ -25,9 +25,9 @@ import torch
 
 from unisono.distributed.process_group import Message, ProcessGroup, Work, from_local_like, to_local, wait_for
 from unisono.errors import LoopError
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange.base import Exchange, Spans, Weights
 from unisono.exchange.buckets import divide_
-from unisono.exchange.byte_counter import CountedCollectives
+from unisono.exchange.tree.counted_collectives import CountedCollectives
 from unisono.plan.reduction_tree import Fold, Node, Plan
 
 Sum = torch.Tensor | None

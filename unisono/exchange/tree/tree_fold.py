@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange import Spans, Weights
+from unisono.exchange.base import Spans, Weights
 from unisono.exchange.buckets import (
+    BucketedExchange,
     BucketLayout,
     BucketReadiness,
     FlatGradient,
@@ -36,7 +37,6 @@ from unisono.exchange.buckets import (
     divide_,
 )
 from unisono.exchange.tree.tree_transport import TreeTransport
-from unisono.exchange.wrapper import BucketedExchange
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
 
 

@@ -26,7 +26,7 @@ import torch
 
 from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
 from unisono.distributed.shared_memory import SharedName, map_shared_memory
-from unisono.exchange import Weights
+from unisono.exchange.base import Weights
 from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, finite
 from unisono.plan.reduction_tree import Plan
 

@@ -23,13 +23,13 @@ import torch
 from torch.utils.data import default_collate
 
 from unisono.config import Settings
-from unisono.config.validate_parallel import asks_of_the_model
+from unisono.config.validate import needs_dry_run
 from unisono.data.loader import Collate, length_of
 from unisono.data.rng import seed_everything
 from unisono.distributed.fake_group import dry_run_group
 from unisono.environment import World
 from unisono.errors import LoopError, SettingsError
-from unisono.exchange import refuse_numbers
+from unisono.exchange.choose import refuse_numbers
 from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train.evaluation.model_outputs import Forward, call
@@ -49,7 +49,7 @@ class _LoopReached(BaseException):
 def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
     """Go through `train` up to its loop. Did it come there? Raises Refused if the run would refuse its model; what else
     goes wrong, the run will come to as well, and tell."""
-    if not asks_of_the_model(settings):
+    if not needs_dry_run(settings):
         return False
     folder = Path(world.dry, "run")
     folder.mkdir()

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from unisono.data.loader_workers import deaths
-from unisono.exchange import PROMISES, promise_of
+from unisono.exchange.base import PROMISES
+from unisono.exchange.choose import promise_of
 from unisono.parallel.compiler_determinism import order_dependent
 from unisono.parallel.parallelize import promise_of_parallel
 from unisono.train.guarantees.user_errors import is_elementwise

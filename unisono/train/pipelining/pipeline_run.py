@@ -25,7 +25,7 @@ from unisono.data.rng import State, get_state, set_state
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import LoopError
-from unisono.exchange.per_stage import PerStageExchange
+from unisono.exchange.wrappers.per_stage import PerStageExchange
 from unisono.parallel.layers import ForwardWrapper
 from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition
 from unisono.parallel.pipeline_parallel.metadata import PLAIN

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from unisono.data.rng import seed_everything
 from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import PeerLostError, WorldError
-from unisono.exchange import promise_of, survives
+from unisono.exchange.choose import promise_of, survives
 from unisono.plan.assignment import micro_batches_of
 from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.reassignment import assign_missing

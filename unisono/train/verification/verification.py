@@ -33,7 +33,6 @@ from unisono.train.step_sync import LOSS
 from unisono.train.verification import causes
 from unisono.train.verification.attribute_text import attributes_of
 from unisono.train.verification.causes import Cause
-from unisono.train.verification.check_schedule import is_candidate, is_early
 from unisono.train.verification.diagnosis import diagnose
 from unisono.train.verification.gradient_observer import listening
 from unisono.train.verification.gradient_sums import GradientSums
@@ -79,6 +78,20 @@ class CheckedStep:
     before: PassRecord | None = None
     inside: PassRecord | None = None
     sums: GradientSums | None = None
+
+
+ALWAYS = (0, 1, 2, 4, 8)
+"""Steps, counted from where this run began or was resumed, that are verified whatever the time."""
+
+
+def is_early(offset: int) -> bool:
+    """Return whether the step this many steps after the first one is verified without regard to time."""
+    return offset in ALWAYS
+
+
+def is_candidate(offset: int, *, begins_epoch: bool) -> bool:
+    """Return whether a later step is verified if the last verification is long enough ago."""
+    return begins_epoch or (offset > 0 and offset & (offset - 1) == 0)
 
 
 class Verification:

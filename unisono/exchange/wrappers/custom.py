@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.config.validate_exchange import DIVIDED
+from unisono.config import Settings, flatten
+from unisono.config.conflicts import NOT_WITH_CUSTOM_EXCHANGE
 from unisono.distributed.collectives import Collectives
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.exchange import PROMISES, Exchange
+from unisono.exchange.base import PROMISES, Exchange
 
 if TYPE_CHECKING:
-    from unisono.config import Settings
     from unisono.config.mesh_shape import MeshShape
 
 Build = Callable[[Sequence[torch.nn.Parameter], int, Collectives], Exchange]
@@ -72,21 +72,12 @@ def own_exchange(build: Any, settings: Settings, axes: MeshShape) -> CustomExcha
             "hand in its class, or a function: exchange=lambda params, virtual_ranks, group: Mine(params, group).",
         )
     own = CustomExchange(build)
-    for name, value, plain in (
-        ("exchange", settings.exchange, "tree"),
-        ("compress.kind", settings.compress.kind, "none"),
-    ):
-        if value != plain:
+    values = flatten(settings) | {f"parallel.{axis}": size for axis, size in axes._asdict().items()}
+    for condition in NOT_WITH_CUSTOM_EXCHANGE:
+        if condition.holds(values[condition.name]):
             raise LoopError(
-                f"run.steps was given {own.name} as its exchange, and {name} = {value}.",
-                "One of them makes the gradient whole.",
-                f"--set {name}={plain}, or run.steps without exchange=.",
-            )
-    for axis in DIVIDED:
-        if (size := getattr(axes, axis)) > 1:
-            raise LoopError(
-                f"run.steps was given {own.name} as its exchange, and parallel.{axis} = {size}.",
-                "An exchange of one's own gets gradients of whole models.",
-                f"--set parallel.{axis}=1, or run.steps without exchange=.",
+                f"run.steps was given {own.name} as its exchange, and {condition.describe(values)}.",
+                "A custom exchange averages the gradients of whole models by itself.",
+                f"--set {condition.change}, or run.steps without exchange=.",
             )
     return own

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights
-from unisono.exchange.wrapper import ExchangeWrapper
+from unisono.exchange.base import Exchange, Spans, Weights
+from unisono.exchange.wrappers.exchange_wrapper import ExchangeWrapper
 
 
 class WarmupExchange(ExchangeWrapper):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unisono.exchange import Exchange, Spans, Weights
+from unisono.exchange.base import Exchange, Spans, Weights
 from unisono.plan.reduction_tree import Node
 
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from unisono.distributed.process_group import ProcessGroup, to_local
-from unisono.exchange import Exchange, Spans, Weights, all_reduce_bytes
+from unisono.exchange.base import Exchange, Spans, Weights, all_reduce_bytes
 from unisono.exchange.buckets import BUCKET_BYTES, divide_
-from unisono.exchange.wrapper import ExchangeWrapper
+from unisono.exchange.wrappers.exchange_wrapper import ExchangeWrapper
 
 
 class ContextSum(ExchangeWrapper):

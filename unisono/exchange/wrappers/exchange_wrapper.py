@@ -1,16 +1,15 @@
-"""What several exchanges are alike in: those that are around another one, and those that gather in buckets."""
+"""The base class of exchanges that wrap another one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from unisono.exchange import Exchange, Spans, Weights
-from unisono.exchange.buckets import BucketReadiness
+from unisono.exchange.base import Exchange, Spans, Weights
 
 
 class ExchangeWrapper(Exchange):
-    """An exchange around another one, `inner`, which does whatever is not written anew."""
+    """Wrap another exchange, `inner`, and pass every call on to it. Subclasses override what they change."""
 
     inner: Exchange
 
@@ -59,21 +58,3 @@ class ExchangeWrapper(Exchange):
 
     def close(self) -> None:
         self.inner.close()
-
-
-class BucketedExchange(Exchange):
-    """An exchange whose gradients are gathered where `ready` says (buckets.py)."""
-
-    ready: BucketReadiness
-
-    @property
-    def used(self) -> Sequence[bool]:
-        return self.ready.used
-
-    @property
-    def touched(self) -> bool:
-        return self.ready.touched
-
-    def close(self) -> None:
-        self.ready.close()
-        self.zero()

@@ -1,0 +1,131 @@
+"""Build the exchange that the settings choose, and ask what it promises."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.config.exchanges import EXCHANGES
+from unisono.distributed.process_group import ProcessGroup, is_dtensor
+from unisono.errors import LoopError
+from unisono.exchange.base import Exchange
+
+if TYPE_CHECKING:
+    from unisono.config import CompressSettings, Settings
+
+SINGLE = "unisono.exchange.single:SingleProcess"
+"""The exchange of one virtual rank on one process, which has nothing to exchange."""
+
+
+def exchange_class(target: str) -> Any:
+    """Return the class called "module:Class"."""
+    module, name = target.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _target(settings: Settings) -> str:
+    """Return the class that the settings choose for more than one process."""
+    info = EXCHANGES[settings.exchange]
+    if settings.balance.work_stealing:
+        return info.work_stealing
+    return info.target if settings.compress.kind == "none" else info.compressed
+
+
+def choose_exchange(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: ProcessGroup, world: ProcessGroup | None = None
+) -> Exchange:
+    """Build the exchange that the settings choose, over these parameters.
+
+    group  processes that average their gradients
+    world  all processes of the run; by default the same
+    """
+    ranks, target, info = settings.virtual_ranks, _target(settings), EXCHANGES[settings.exchange]
+    arguments = {"world": world or group, "settings": getattr(settings, settings.exchange, None)}
+
+    def plain() -> Exchange:
+        more = {name: arguments[name] for name in info.arguments}
+        return build_exchange(info.target, params, ranks, group, **more)
+
+    def chosen() -> Exchange:
+        if target == info.target:
+            return plain()
+        more = {"settings": settings.compress} if target == info.compressed else {}
+        return build_exchange(target, params, ranks, group, **more)
+
+    if target != info.compressed or not settings.compress.start_step:
+        return chosen()
+    from unisono.exchange.wrappers.warmup import WarmupExchange
+
+    return WarmupExchange(params, plain(), exchange_class(target), chosen, settings.compress.start_step)
+
+
+def exchange_after_death(
+    settings: Settings, params: Sequence[torch.nn.Parameter], group: ProcessGroup, world: ProcessGroup | None = None
+) -> Exchange:
+    """Build the exchange with which the survivors of a death continue the step."""
+    if target := EXCHANGES[settings.exchange].after_death:
+        return build_exchange(target, params, settings.virtual_ranks, group)
+    return choose_exchange(settings, params, group, world)
+
+
+def survives(settings: Settings) -> bool:
+    """Return whether survivors of a death can repeat a step under the exchange that the settings choose."""
+    return bool(EXCHANGES[settings.exchange].after_death) and settings.compress.kind == "none"
+
+
+def build_exchange(
+    target: str, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup, **more: Any
+) -> Exchange:
+    """Build the exchange called "module:Class" over these parameters; one virtual rank on one process needs none."""
+    if virtual_ranks == group.size == 1 and not any(map(is_dtensor, params)):
+        target, more = SINGLE, {}
+    exchange: Exchange = exchange_class(target)(params, virtual_ranks, group, **more)
+    return exchange
+
+
+def refuse_hook(name: str) -> None:
+    """Raise LoopError if the exchange called `name` does not support communication hooks."""
+
+    def supports(info: str) -> bool:
+        return hasattr(exchange_class(EXCHANGES[info].target), "register_comm_hook")
+
+    if not supports(name):
+        others = [f"--set exchange={other}" for other in EXCHANGES if supports(other)]
+        raise LoopError(
+            f"run.register_comm_hook does not work with exchange={name}.",
+            "It has no bucket that torch would pass to a hook.",
+            " or ".join(others) + ", or leave the line out.",
+        )
+
+
+def refuse_numbers(params: Sequence[torch.nn.Parameter], compress: CompressSettings) -> None:
+    """Raise LoopError if the gradients of these parameters cannot travel in the form that is asked for.
+
+    Whole numbers count even when they are frozen, as torch has them: who passes them on to be trained expects that they
+    are. Quantised weights beside a trained adapter are not passed on where a pass names its optimizers.
+    """
+    whole = [p for p in params if not (p.is_floating_point() or p.is_complex())]
+    odd = whole or [p for p in params if p.requires_grad and p.dtype != torch.float32]
+    if compress.kind == "none" or not odd:
+        return
+    if whole:
+        more = "whole numbers have no gradient"
+        do = "keep them in buffers (register_buffer), or name what trains: step.run(..., over=[optimizer])"
+    else:
+        more = "too much of wider numbers would be lost"
+        do = "keep parameters in float32 (--set precision=bf16 computes in fewer bits)"
+    dtype = str(odd[0].dtype).removeprefix("torch.")
+    raise LoopError(
+        f"compress.kind={compress.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
+        f"Forms are made of float32: {more}.",
+        f"--set compress.kind=none, or {do}.",
+    )
+
+
+def promise_of(settings: Settings, size: int) -> tuple[str, str]:
+    """Return what the exchange that the settings choose promises on `size` processes, and why."""
+    kind = exchange_class(SINGLE if settings.virtual_ranks == size == 1 else _target(settings))
+    return kind.promise, kind.reason
