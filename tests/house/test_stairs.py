@@ -21,6 +21,7 @@ STEPS = {
     "environment": 1,
     "plan": 1,
     "phases": 1,
+    "tensors": 2,
     "launcher": 3,
     "distributed": 3,
     "data": 4,

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unisono import environment, phases
-from unisono.checkpoint.load import fingerprint_of, load, newest
+from unisono.checkpoint.load import load, newest
 from unisono.environment import World
 from unisono.errors import UnisonoError
 from unisono.monitor.step_monitor import StepMonitor
+from unisono.tensors.digest import fingerprint_of
 from unisono.testing import run_ranks
 from unisono.testing.faults import Fault
 from unisono.train.run import Run

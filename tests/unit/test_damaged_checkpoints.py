@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from unisono.checkpoint import manifest
-from unisono.checkpoint.load import fingerprint_of, load, newest
+from unisono.checkpoint.load import load, newest
 from unisono.checkpoint.safetensors_writer import chunks_in_place, file_layout
 from unisono.checkpoint.save import FORMAT, SaveJob, packed
-from unisono.checkpoint.state_codec import TensorTable
 from unisono.checkpoint.storage import FolderStorage
 from unisono.errors import CheckpointError
+from unisono.tensors.codec import TensorTable
+from unisono.tensors.digest import fingerprint_of
 
 CASES = 200
 

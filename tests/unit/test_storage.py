@@ -19,7 +19,6 @@ from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint, load, newest
 from unisono.checkpoint.save import CheckpointSaver, packed
-from unisono.checkpoint.state_codec import TensorTable
 from unisono.checkpoint.storage import BucketStorage, Storage, place, place_of, prepare_storage
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CheckpointSettings, ParallelSettings
@@ -27,6 +26,7 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.entrypoint import StartRequest
 from unisono.environment import World
 from unisono.errors import CheckpointError, SettingsError
+from unisono.tensors.codec import TensorTable
 from unisono.testing import run_ranks
 
 

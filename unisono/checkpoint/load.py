@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,9 +17,10 @@ from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import STATE
 from unisono.checkpoint.safetensors_reader import LazyTensor, stored
 from unisono.checkpoint.save import FORMAT
-from unisono.checkpoint.state_codec import described, unpack
 from unisono.checkpoint.storage import checkpoints_at, place_of, places_of
 from unisono.errors import CheckpointError
+from unisono.tensors.codec import decode, specs_of
+from unisono.tensors.digest import fingerprint_of
 
 
 class Checkpoint(NamedTuple):
@@ -94,8 +94,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """A whole checkpoint, none of whose tensors has been read: each stands there as a Stored."""
     state = _state(path)
     plain = state.pop("states")
-    tensors = stored(path, described(plain))
-    return Checkpoint(path, state["steps"], state, {name: unpack(item, tensors) for name, item in plain.items()})
+    tensors = stored(path, specs_of(plain))
+    return Checkpoint(path, state["steps"], state, {name: decode(item, tensors) for name, item in plain.items()})
 
 
 def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
@@ -119,38 +119,6 @@ def _state(path: Path) -> dict[str, Any]:
             "go on with the version that wrote it, or start anew in another --run-dir.",
         )
     return state
-
-
-def fingerprint_of(
-    states: dict[str, Any], whole: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor
-) -> str:
-    """sha256 over all tensors and numbers in these states: names, dtypes, shapes and bytes, sorted by name.
-
-    whole  what stands for a tensor, one after the other; None: it is passed over
-    """
-    leaves: list[tuple[str, Any]] = []
-    _flatten(states, "", leaves)
-    digest = hashlib.sha256()
-    for name, value in sorted(leaves, key=lambda leaf: leaf[0]):
-        if isinstance(value, torch.Tensor):
-            if (value := whole(value)) is None:
-                continue
-            dense = value.detach().cpu().contiguous()
-            digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-            digest.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes() if dense.numel() else b"")
-        else:
-            digest.update(f"{name} {value!r}\n".encode())
-    return digest.hexdigest()
-
-
-def _flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> None:
-    if isinstance(value, (set, frozenset)):  # walks in another order in every process
-        value = sorted(value, key=repr)
-    if isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            _flatten(item, f"{name}.{key}" if name else str(key), leaves)
-    else:
-        leaves.append((name, value))
 
 
 def complete_checkpoint(path: Path, asked: str) -> Path:

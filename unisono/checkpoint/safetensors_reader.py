@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from unisono.checkpoint.safetensors_writer import NAMES, SUFFIX
 from unisono.errors import CheckpointError
+from unisono.tensors.spec import TensorSpec
 
 
 class SafetensorsFiles:
@@ -85,15 +86,15 @@ class LazyTensor:
         return out
 
 
-def stored(folder: Path, about: Mapping[str, Mapping[str, Any]]) -> dict[str, LazyTensor]:
-    """The tensors of a whole checkpoint, by name; `about`: dtype and shape of each, as state.json has them.
+def stored(folder: Path, specs: Mapping[str, TensorSpec]) -> dict[str, LazyTensor]:
+    """The tensors of a whole checkpoint, by name; `specs`: of each, as state.json has them.
 
     Raises CheckpointError, which names the folder, where there is less or more of one than it should have.
     """
     sheets = SafetensorsFiles(folder)
     found: dict[str, LazyTensor] = {}
-    for name, of in about.items():
-        found[name] = LazyTensor(sheets, name, getattr(torch, of["dtype"]), torch.Size(of["shape"]), [])
+    for name, spec in specs.items():
+        found[name] = LazyTensor(sheets, name, spec.torch_dtype, torch.Size(spec.shape), [])
     for word in sorted(folder.glob("rank-*.json")):
         said = json.loads(word.read_text(encoding="utf-8"))
         for name in said["whole"]:

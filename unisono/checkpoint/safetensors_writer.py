@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from unisono.tensors.spec import as_bytes
+
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -130,6 +132,6 @@ def _chunks(head: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview
     for tensor in tensors:
         if not tensor.numel():
             continue
-        row = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        row = memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type]
         for begin in range(0, len(row), CHUNK):
             yield row[begin : begin + CHUNK]

@@ -38,11 +38,11 @@ from typing import Any
 
 from unisono.checkpoint.manifest import STATE, WrittenFile, name_of
 from unisono.checkpoint.safetensors_writer import SUFFIX, StagingBuffer, chunks_in_place, file_layout
-from unisono.checkpoint.state_codec import TensorTable, described, pack
 from unisono.checkpoint.storage import Storage, clear_old, place_of
 from unisono.config import size
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError, Problem
+from unisono.tensors.codec import TensorTable, encode, specs_of
 
 FORMAT = 3
 """Of the files of a checkpoint, said in state.json. (1 was torch's index of one file; 2 had no layout.)"""
@@ -172,7 +172,7 @@ class SaveJob:
     def _check_covered(self, words: Iterable[Mapping[str, Any]]) -> None:
         """All that state.json speaks of is there, and of what lies over several processes all of it."""
         assert self.plain is not None
-        wholes = {name: prod(of["shape"]) for name, of in described(self.plain["states"]).items()}
+        wholes = {name: prod(spec.shape) for name, spec in specs_of(self.plain["states"]).items()}
         found = dict.fromkeys(wholes, 0)
         for word in words:
             for name in word["whole"]:
@@ -284,7 +284,7 @@ class CheckpointSaver:
 def packed(states: Mapping[str, Any], about: Mapping[str, Any], tensors: TensorTable) -> Packed | CheckpointError:
     """These states, ready to be saved; or why they cannot be, for all processes to hear."""
     try:
-        return tensors, {**about, "states": {name: pack(state, name, tensors) for name, state in states.items()}}
+        return tensors, {**about, "states": {name: encode(state, name, tensors) for name, state in states.items()}}
     except CheckpointError as error:
         return error
 

@@ -13,7 +13,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint.safetensors_reader import LazyTensor
-from unisono.distributed.process_group import from_local_like, is_dtensor
+from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
+from unisono.tensors.codec import ShardPart
 
 if TYPE_CHECKING:
     from unisono.distributed.mesh import Mesh
@@ -45,14 +46,18 @@ def _in_boxes(tensor: Any, mesh: Mesh) -> bool:
     return set(names) <= set(mesh.axes._fields) and not any(placement.is_partial() for placement in tensor.placements)
 
 
-def start_of(tensor: Any, mesh: Mesh) -> tuple[int, ...] | None:
-    """Where this process's part of a tensor begins in the whole; None: another process has the same part and saves it,
-    the first of those that do."""
+def local_part(tensor: Any, mesh: Mesh) -> ShardPart | None:
+    """Return the part of a DTensor that this process holds; None for a tensor that is not sharded.
+
+    Of the processes that hold the same part, the first one stores it.
+    """
+    if not is_dtensor(tensor):
+        return None
     box, axes, here = box_of(tensor), tensor.device_mesh.mesh_dim_names, tensor.device_mesh.get_coordinate()
     assert box is not None
     copies = [number for number, placement in zip(here, tensor.placements, strict=True) if placement.is_replicate()]
     copies += [getattr(mesh, axis).rank for axis in mesh.axes._fields if axis not in axes]
-    return None if any(copies) else box[1]
+    return ShardPart(to_local(tensor.detach()), None if any(copies) else box[1])
 
 
 def gather_tensor(value: Any) -> Any:

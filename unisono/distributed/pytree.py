@@ -1,28 +1,30 @@
-"""Trees of tensors: a tensor; or a dict by name, a list or a tuple of trees. What process_group.py does to one tensor,
-collectives.py does to them.
+"""Trees of tensors: a tensor, or a dict by name, a list or a tuple of trees. `Collectives` accepts and returns them.
 
-A tree's *form* is what JSON can say of it: how it branches, and the kind and shape of each tensor. Names are taken in
-their order, whoever wrote a dict in which, so that the same tensors lie in the same places on every process.
+The *form* of a tree is JSON: its structure, and the dtype and shape of each tensor. Ranks compare and send forms.
+
+torch.utils._pytree is not used here, for three reasons. It keeps the insertion order of dicts, and ranks may have
+inserted the same names in different orders; here names are sorted, so that the same tensors meet. It cannot serialize
+the structure of a named tuple whose class is not registered. And it takes a subclass of dict or list for a leaf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
 from unisono.distributed.process_group import is_dtensor
+from unisono.tensors.spec import TensorSpec, as_bytes, dtype_name
 
 Tree = Any
 Form = Any
 """{"kind": "float32", "shape": [2, 3]}, {"dict": [[name, form], ...]}, {"list": [form, ...]}, {"tuple": [form, ...]};
-or {"wrong": [what is true, what to type]} in place of something that is none of these."""
+or {"wrong": [fact, remedy]} in place of something that is none of these."""
 
 
 def leaves(tree: Tree) -> list[torch.Tensor]:
-    """The tensors of a tree, without their graphs."""
+    """Return the tensors of a tree in the order of sorted names, without their graphs."""
     if isinstance(tree, torch.Tensor):
         return [tree.detach()]
     parts = [tree[name] for name in sorted(tree)] if isinstance(tree, dict) else tree
@@ -30,14 +32,13 @@ def leaves(tree: Tree) -> list[torch.Tensor]:
 
 
 def form_of(tree: Tree) -> Form:
+    """Return the form of a tree."""
     if isinstance(tree, torch.Tensor):
         if is_dtensor(tree):
-            return invalid_form(
-                "It takes whole tensors, and a DTensor lies over several processes.", "tensor.full_tensor()"
-            )
+            return invalid_form("It takes whole tensors, and one is a DTensor.", "tensor.full_tensor()")
         if tree.layout is not torch.strided:
             return invalid_form(f"It takes dense tensors, and one is {tree.layout}.", "tensor.to_dense()")
-        return {"kind": str(tree.dtype).removeprefix("torch."), "shape": list(tree.shape)}
+        return {"kind": dtype_name(tree.dtype), "shape": list(tree.shape)}
     if isinstance(tree, dict):
         if not all(isinstance(name, str) for name in tree):
             return invalid_form(
@@ -46,24 +47,25 @@ def form_of(tree: Tree) -> Form:
         return {"dict": [[name, form_of(tree[name])] for name in sorted(tree)]}
     if isinstance(tree, (list, tuple)):
         return {"tuple" if isinstance(tree, tuple) else "list": [form_of(part) for part in tree]}
-    true = f"It takes tensors, and dicts, lists and tuples of them; one thing is a {type(tree).__name__}."
-    return invalid_form(true, "torch.tensor(value); or a verb for objects: all_gather_object, broadcast_object")
+    fact = f"It takes tensors, and dicts, lists and tuples of them; one thing is a {type(tree).__name__}."
+    return invalid_form(fact, "torch.tensor(value); or a verb for objects: all_gather_object, broadcast_object")
 
 
-def invalid_form(true: str, do: str) -> Form:
-    return {"wrong": [true, do]}
+def invalid_form(fact: str, remedy: str) -> Form:
+    """Return the form that stands in place of an invalid value."""
+    return {"wrong": [fact, remedy]}
 
 
-def first_error(said: Any) -> Sequence[str] | None:
-    """(what is true, what to type) of the first thing in there that is wrong."""
-    if isinstance(said, dict) and "wrong" in said:
-        return list(said["wrong"])
-    parts = list(said.values()) if isinstance(said, dict) else said if isinstance(said, list) else []
+def first_error(form: Any) -> Sequence[str] | None:
+    """Return (fact, remedy) of the first invalid value in a form or a list of forms, or None."""
+    if isinstance(form, dict) and "wrong" in form:
+        return list(form["wrong"])
+    parts = list(form.values()) if isinstance(form, dict) else form if isinstance(form, list) else []
     return next((found for part in parts if (found := first_error(part))), None)
 
 
 def tensors_of(form: Form) -> list[Form]:
-    """What a form says of its tensors, in the order of `leaves`."""
+    """Return the forms of the tensors, in the order of `leaves`."""
     if "kind" in form:
         return [form]
     parts = [part for _, part in form["dict"]] if "dict" in form else [part for some in form.values() for part in some]
@@ -71,7 +73,13 @@ def tensors_of(form: Form) -> list[Form]:
 
 
 def build(form: Form, found: Iterator[torch.Tensor], like: Tree = None) -> Tree:
-    """The tree of this form with these tensors; named tuples, and the order of names, are those of `like`."""
+    """Return a tree of this form from its tensors.
+
+    Args:
+        form: The form.
+        found: The tensors, in the order of `leaves`.
+        like: A tree of the same structure. Its named tuples, and its order of names, are taken over.
+    """
     if "kind" in form:
         return next(found)
     if "dict" in form:
@@ -85,7 +93,7 @@ def build(form: Form, found: Iterator[torch.Tensor], like: Tree = None) -> Tree:
 
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """Where two forms, or lists of them, differ: (name, what it is in the one, what it is in the other)."""
+    """Yield where two forms, or lists of them, differ: (path, text of the one, text of the other)."""
     if one == other:
         return
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
@@ -104,7 +112,7 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str
 
 
 def describe(form: Any) -> str:
-    """In few words: float32 [2, 3]."""
+    """Return a short text of a form: "float32 [2, 3]"."""
     if not isinstance(form, dict):
         return f"a list of {len(form)}" if isinstance(form, list) else str(form)
     if "kind" in form:
@@ -115,45 +123,40 @@ def describe(form: Any) -> str:
     return f"a {kind} of {len(some)}"
 
 
-# -- as bytes, since a back end does not know every kind of number (gloo: bool, int16, float8)
+# -- as bytes, because no back end knows every dtype (gloo: bool, int16, float8)
 
 
 def pack(tree: Tree, device: torch.device) -> torch.Tensor:
-    """All its tensors, one after the other, as bytes."""
-    parts = [leaf.reshape(-1).contiguous().to(device).view(torch.uint8) for leaf in leaves(tree)]
+    """Return the bytes of all tensors, one after another."""
+    parts = [as_bytes(leaf).to(device) for leaf in leaves(tree)]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def size_of(form: Form) -> int:
-    """Bytes of `pack`."""
-    return sum(_bytes(leaf) for leaf in tensors_of(form))
+    """Return the number of bytes of `pack`."""
+    return sum(spec.nbytes for spec in _specs(form))
 
 
 def unpack(row: torch.Tensor, form: Form, like: Tree = None) -> Tree:
-    """The tree of this form that is packed in a row of bytes, on the devices of `like`'s tensors."""
-    told = tensors_of(form)
-    parts = row.split([_bytes(leaf) for leaf in told]) if told else ()
-    # a copy begins where memory does, and only there a number may be of eight bytes
-    found = [part.clone().view(_kind(leaf)).view(leaf["shape"]) for part, leaf in zip(parts, told, strict=True)]
+    """Return the tree of this form that is packed in a row of bytes, on the devices of the tensors of `like`."""
+    specs = _specs(form)
+    parts = row.split([spec.nbytes for spec in specs]) if specs else ()
+    # cloned, because torch views bytes as a wider dtype only from an aligned address on
+    found = [part.clone().view(spec.torch_dtype).view(spec.shape) for part, spec in zip(parts, specs, strict=True)]
     if like is not None:
         found = [leaf.to(mine.device) for leaf, mine in zip(found, leaves(like), strict=True)]
     return build(form, iter(found), like)
 
 
-def _kind(leaf: Form) -> torch.dtype:
-    kind: torch.dtype = getattr(torch, leaf["kind"])
-    return kind
+def _specs(form: Form) -> list[TensorSpec]:
+    return [TensorSpec(leaf["kind"], tuple(leaf["shape"])) for leaf in tensors_of(form)]
 
 
-def _bytes(leaf: Form) -> int:
-    return int(prod(leaf["shape"])) * _kind(leaf).itemsize
-
-
-# -- as one row for each kind of number, to be added up
+# -- as one row for each dtype, to be reduced
 
 
 def rows_by_kind(tree: Tree, device: torch.device) -> dict[torch.dtype, torch.Tensor]:
-    """{kind: all tensors of that kind, one after the other, in memory of their own}."""
+    """Return copies of all tensors, flat and concatenated by dtype."""
     found = leaves(tree)
     return {
         kind: torch.cat([leaf.reshape(-1).to(device) for leaf in found if leaf.dtype == kind])
@@ -162,7 +165,7 @@ def rows_by_kind(tree: Tree, device: torch.device) -> dict[torch.dtype, torch.Te
 
 
 def from_rows(like: Tree, rows: dict[torch.dtype, torch.Tensor]) -> Tree:
-    """A tree like this one, out of such rows."""
+    """Return a tree of the structure of `like` from rows by dtype."""
     found, places = [], dict.fromkeys(rows, 0)
     for leaf in leaves(like):
         start = places[leaf.dtype]
@@ -171,7 +174,7 @@ def from_rows(like: Tree, rows: dict[torch.dtype, torch.Tensor]) -> Tree:
     return build(form_of(like), iter(found), like)
 
 
-def map_rows(tree: Tree, device: torch.device, make: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
-    """The tree that `make` makes of its rows, kind by kind; rows without an element are left out."""
+def map_rows(tree: Tree, device: torch.device, function: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+    """Apply `function` to the row of each dtype, and return the tree of the results. Empty rows are left out."""
     rows = rows_by_kind(tree, device)
-    return from_rows(tree, {kind: make(row) if len(row) else row for kind, row in rows.items()})
+    return from_rows(tree, {kind: function(row) if len(row) else row for kind, row in rows.items()})

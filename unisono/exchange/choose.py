@@ -12,6 +12,7 @@ from unisono.config.exchanges import EXCHANGES
 from unisono.distributed.process_group import ProcessGroup, is_dtensor
 from unisono.errors import LoopError
 from unisono.exchange.base import Exchange
+from unisono.tensors.spec import dtype_name
 
 if TYPE_CHECKING:
     from unisono.config import CompressSettings, Settings
@@ -117,7 +118,7 @@ def refuse_numbers(params: Sequence[torch.nn.Parameter], compress: CompressSetti
     else:
         more = "too much of wider numbers would be lost"
         do = "keep parameters in float32 (--set precision=bf16 computes in fewer bits)"
-    dtype = str(odd[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(odd[0].dtype)
     raise LoopError(
         f"compress.kind={compress.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
         f"Forms are made of float32: {more}.",

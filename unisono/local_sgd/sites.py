@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono import phases
-from unisono.checkpoint.state_codec import TensorTable, pack, unpack
 from unisono.config.wording import plural
 from unisono.distributed.mesh import build_sites
-from unisono.distributed.process_group import Message, wait_for, wrap_peer_errors
+from unisono.distributed.process_group import to_local, wrap_peer_errors
+from unisono.distributed.value_transfer import gather_values
 from unisono.errors import LoopError
 from unisono.local_sgd.outer import (
     MERGE_ALPHA,
@@ -38,7 +38,7 @@ from unisono.local_sgd.outer import (
     unflatten,
 )
 from unisono.local_sgd.site_transport import SiteTransport, chunk_of
-from unisono.train.modules.buffer_sync import bits_of
+from unisono.tensors.digest import tensor_hashes
 from unisono.train.state.run_state import EXCHANGE, RANDOM
 from unisono.train.step_sync import LOSS, STEP, VERBS
 from unisono.train.sync_points import SyncPoint
@@ -262,7 +262,7 @@ class LocalSGD:
         for fragment in self.fragments:
             self._settle(fragment)
         tensors = _tensors(models)
-        marks = self.across.all_gather_object([bits_of(tensor) for tensor in tensors])
+        marks = self.across.all_gather_object(tensor_hashes(map(to_local, tensors), ordered=True))
         unlike = [t for t, *others in zip(tensors, *marks, strict=True) if len(set(others)) > 1]
         self._own = {id(tensor): tensor.detach().clone() for tensor in unlike}
         numbers = [t for t in unlike if t.is_floating_point() or t.is_complex()]
@@ -317,24 +317,7 @@ class LocalSGD:
         """What every site has, on the main process. Only those who are first in their site tell it."""
         if self.mesh.world.rank:
             return []
-        tensors = TensorTable()
-        plain = pack(mine, "own", tensors)
-        about = [[name, list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()]
-        told = self.across.all_gather_object({"plain": plain, "about": about})
-        if self.number:
-            sent = [t.to(self.across.device).reshape(-1).view(torch.uint8) for t in tensors.values()]
-            wait_for(self.across.send_and_receive([Message(t, 0) for t in sent], []))
-            return []
-        found = [mine]
-        for site, said in enumerate(told[1:], 1):
-            theirs = {
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device=self.across.device)
-                for name, shape, dtype in said["about"]
-            }
-            came = [Message(t.reshape(-1).view(torch.uint8), site) for t in theirs.values()]
-            wait_for(self.across.send_and_receive([], came))
-            found.append(unpack(said["plain"], theirs))
-        return found
+        return gather_values(self.across, mine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: what this site had of its own replaces, as the run's things are tracked, what the main

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
 from unisono.config import plural
 from unisono.data.rng import seed_everything
 from unisono.distributed.process_group import wrap_peer_errors
@@ -36,6 +35,7 @@ from unisono.param_server.messages import ParameterMessages
 from unisono.param_server.tcp_link import TcpLink
 from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.rng_keys import mix
+from unisono.tensors.codec import TensorTable, decode, encode, specs_of
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.optimization.grad_norm import clip_
 from unisono.train.step import FROM_SETTINGS, Step
@@ -153,7 +153,7 @@ class ServerLoop(ServingLoop):
         for _, (_, about, tensors) in sorted(self._shown.items()):
             count = len(about["params"])
             self.wares.unpack(about, tensors[:count])
-            found.append(unpack(about["states"], dict(zip(described(about["states"]), tensors[count:], strict=True))))
+            found.append(decode(about["states"], dict(zip(specs_of(about["states"]), tensors[count:], strict=True))))
         return found
 
     def _order(self, about: Mapping[str, Any]) -> None:
@@ -360,7 +360,7 @@ class FollowerLoop(ServingLoop):
             elif "show" in about:
                 packed, tensors = self.wares.packed(everything=False)
                 found = TensorTable()
-                states = pack(self._states() if about["show"] else {}, "", found)
+                states = encode(self._states() if about["show"] else {}, "", found)
                 self._first.send({**packed, "states": states}, [*tensors, *found.values()])
             elif "over" in about:
                 self._is_open = False

@@ -41,9 +41,8 @@ from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, divide_
 from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.exchange.tree.tree_transport import IN_FLIGHT
 from unisono.plan.reduction_tree import Plan
-
-ALIGN = 16
-"""In a pull every parameter starts at a multiple of this many bytes."""
+from unisono.tensors.flat import FlatTensors
+from unisono.tensors.spec import TensorSpec
 
 
 class ParameterServerExchange(TreeExchange):
@@ -108,31 +107,20 @@ class ParameterServerExchange(TreeExchange):
         """Each bucket's parameters, as bytes: a parameter may have another dtype than its gradient."""
         sends: list[Message] = []
         receives: list[Message] = []
-        theirs: list[tuple[list[torch.nn.Parameter], torch.Tensor]] = []
+        theirs: list[tuple[list[torch.nn.Parameter], FlatTensors]] = []
         for bucket, holder in zip(self.layout.buckets, self.holders, strict=True):
             params = [self.params[number] for number in bucket.members]
             if holder == crew.rank:
-                flat = torch.cat([_bytes(p) for p in params])
-                sends += [Message(flat, other) for other in range(crew.size) if other != crew.rank]
+                flat = FlatTensors.copy_of(params, bucket.device)
+                sends += [Message(flat.data, other) for other in range(crew.size) if other != crew.rank]
             else:
-                flat = torch.empty(sum(map(_padded, params)), dtype=torch.uint8, device=bucket.device)
-                receives.append(Message(flat, holder))
+                flat = FlatTensors.empty([TensorSpec.of(p) for p in params], bucket.device)
+                receives.append(Message(flat.data, holder))
                 theirs.append((params, flat))
         wait_for(crew.send_and_receive(sends, receives))
         for params, flat in theirs:
-            for p, piece in zip(params, flat.split([_padded(p) for p in params]), strict=True):
-                p.copy_(piece[: p.nbytes].view(p.dtype).view(p.shape))
-
-
-def _bytes(p: torch.Tensor) -> torch.Tensor:
-    flat = p.detach().reshape(-1)
-    flat = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, _padded(p) - p.nbytes))
-
-
-def _padded(p: torch.Tensor) -> int:
-    """Bytes that it takes in a message: what follows is aligned."""
-    return -(-p.nbytes // ALIGN) * ALIGN
+            for p, value in zip(params, flat.views(), strict=True):
+                p.copy_(value)
 
 
 class _PendingPush(NamedTuple):

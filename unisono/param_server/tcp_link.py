@@ -3,7 +3,9 @@
 A group of torch's is for processes that are all there: when one dies, the others' collectives fail. Who must go on
 without the dead talks over links instead. A message is one line of JSON, and tensors:
 
-    | 8 bytes: length of the JSON | {"push": 17, ..., "tensors": [["float32", [128, 64]], ...]} | tensors, 16-aligned |
+    | 8 bytes: length of the JSON | {"push": 17, ..., "tensors": [["float32", [128, 64]], ...]} | tensors |
+
+Tensors are laid out as tensors/flat.py draws it.
 
 Nothing that arrives is ever unpickled. A process that dies, however, closes its connections: the system does it. One
 that stands still keeps them, and nobody but its partner waits for it. A host that vanishes is noticed after half a
@@ -30,9 +32,8 @@ import torch
 from unisono import environment
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import WorldError
-
-ALIGN = 16
-"""Every tensor starts at a multiple of this many bytes."""
+from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
+from unisono.tensors.spec import TensorSpec
 
 MEET_SECONDS = 60.0
 """Connecting may take this long, once everybody is there."""
@@ -75,13 +76,8 @@ class TcpLink:
         """The next message, with tensors in the CPU's memory. Raises ConnectionError if the other process is gone."""
         (length,) = _head.unpack(self._read(_head.size).numpy().tobytes())
         about = json.loads(self._read(length).numpy().tobytes())
-        kinds = [(getattr(torch, dtype), shape) for dtype, shape in about.pop("tensors")]
-        sizes = [dtype.itemsize * _elements(shape) for dtype, shape in kinds]
-        payload, tensors, start = self._read(sum(map(_padded, sizes))), [], 0
-        for (dtype, shape), size in zip(kinds, sizes, strict=True):
-            tensors.append(payload[start : start + size].view(dtype).view(shape))
-            start += _padded(size)
-        return about, tensors
+        specs = [TensorSpec.from_json(item) for item in about.pop("tensors")]
+        return about, FlatTensors(specs, self._read(size_of(specs))).views()
 
     def has_word(self) -> bool:
         """Is something here, or the other process gone?"""
@@ -106,28 +102,15 @@ class TcpLink:
 
 def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memoryview:
     """A message as it travels."""
-    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    said = json.dumps({**about, "tensors": kinds}).encode()
-    start = _head.size + len(said)
-    message = torch.zeros(start + sum(_padded(tensor.nbytes) for tensor in tensors), dtype=torch.uint8)
+    specs = [TensorSpec.of(tensor) for tensor in tensors]
+    header = json.dumps({**about, "tensors": specs}).encode()
+    header += b" " * (-(_head.size + len(header)) % ALIGNMENT)  # the tensors begin where their dtypes may
+    start = _head.size + len(header)
+    message = torch.empty(start + size_of(specs), dtype=torch.uint8)
     view = memoryview(message.numpy().data)
-    view[:start] = _head.pack(len(said)) + said
-    for tensor in tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        message[start : start + tensor.nbytes] = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
-        start += _padded(tensor.nbytes)
+    view[:start] = _head.pack(len(header)) + header
+    FlatTensors(specs, message[start:]).fill(tensors)
     return view
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 # -- how they come to be

@@ -13,7 +13,7 @@ import torch
 from unisono.config.validate_sizes import number_of_sites
 from unisono.data.loader import Loader, Schedule
 from unisono.data.rng import RngStates, seed_everything
-from unisono.distributed.process_group import is_dtensor
+from unisono.distributed.process_group import is_dtensor, to_local
 from unisono.errors import DataError, LoopError
 from unisono.exchange.buckets import gradient_modified_error
 from unisono.exchange.choose import refuse_numbers
@@ -23,6 +23,7 @@ from unisono.parallel.precision import LossScale
 from unisono.plan.assignment import Slot, Spans, assign_evenly
 from unisono.plan.batch_order import BatchOrder, MicroBatchId
 from unisono.plan.rng_keys import ROUND, STEP, UPDATE, micro_batch_key, mix
+from unisono.tensors.digest import tensor_hashes
 from unisono.train.balance.rebalance import Rebalancer
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.guarantees.user_errors import (
@@ -32,7 +33,7 @@ from unisono.train.guarantees.user_errors import (
     refuse_hooks,
     single_sample_error,
 )
-from unisono.train.modules.buffer_sync import NOTHING, Gathered, bits_of, versions, watch_samples
+from unisono.train.modules.buffer_sync import NOTHING, Gathered, versions, watch_samples
 from unisono.train.modules.models import Models
 from unisono.train.optimization.grad_norm import clip_, total_norm
 from unisono.train.optimization.sharded_step import prepare
@@ -193,7 +194,7 @@ class StepLoop:
             self.models.buffers.begin(next(v for v in range(*self.block) if self.order.micro_bounds(step, v)))
             self._versions = versions(self.models.params)
             if not gradient.seen:
-                self._held_bits = [bits_of(p) for p in self.models.params]
+                self._held_bits = self._param_hashes()
         if dealing is not None and number == 0:
             dealing.begin()
         rounds = self._claimed(step, kept) if claimed else self._dealt(step, kept, sum(pieces.values()))
@@ -433,8 +434,9 @@ class StepLoop:
     def _check_forward(self, step: Step) -> None:
         """A parameter that forward changes is state outside the tree. (With one virtual rank it may.)"""
         params = self.models.params
-        bits, self._held_bits = self._held_bits, []
-        secretly = [bits_of(p) != was for p, was in zip(params, bits, strict=False)] or [False] * len(params)
+        hashes, self._held_bits = self._held_bits, []
+        secretly = [now != was for now, was in zip(self._param_hashes() if hashes else [], hashes, strict=False)]
+        secretly = secretly or [False] * len(params)
         for p, before, now, changed in zip(params, self._versions, versions(params), secretly, strict=True):
             if before != now or changed:
                 raise LoopError(
@@ -445,6 +447,9 @@ class StepLoop:
                     "do it after step.update (Embedding without max_norm, and a line that renorms), or "
                     "--set virtual_ranks=1.",
                 )
+
+    def _param_hashes(self) -> list[int]:
+        return tensor_hashes([to_local(p.detach()) for p in self.models.params], ordered=True)
 
     @contextmanager
     def round_context(self, place: MicroBatchId, gradient: GradientPass) -> Iterator[None]:

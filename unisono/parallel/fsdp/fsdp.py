@@ -30,6 +30,7 @@ from unisono.parallel.fsdp.sharded_rng import draw_as_whole
 from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.memory_format import lay_out_rows
 from unisono.parallel.precision import DTYPES
+from unisono.tensors.spec import dtype_name
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
@@ -229,7 +230,7 @@ def _refuse_mixed(module: nn.Module, names: Sequence[str], size: int) -> None:
     """FSDP2 gathers a layer as one piece of memory."""
     first = {module.get_parameter(name).dtype: name for name in reversed(names)}
     if len(first) > 1:
-        told = " and ".join(f"{name} is {str(dtype)[6:]}" for dtype, name in first.items())
+        told = " and ".join(f"{name} is {dtype_name(dtype)}" for dtype, name in first.items())
         raise LoopError(
             f"run.place was to divide a {type(module).__name__} among {size} processes.",
             f"A layer is gathered as one, and has one kind of numbers: {told}.",

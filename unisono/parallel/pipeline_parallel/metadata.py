@@ -11,16 +11,10 @@ import torch
 from torch.utils._pytree import tree_flatten, treespec_dumps
 
 from unisono.errors import LoopError
+from unisono.tensors.spec import TensorSpec, dtype_name
 
 PLAIN = (type(None), bool, int, float, str)
 """What a module may return beside tensors."""
-
-
-class MessageHeader(NamedTuple):
-    """Of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class StageMessage(NamedTuple):
@@ -45,7 +39,7 @@ def gave(number: int, name: str, output: Any) -> StageMessage:
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            found.append(MessageHeader(tuple(leaf.shape), str(leaf.dtype)[6:]))
+            found.append(TensorSpec(dtype_name(leaf.dtype), tuple(leaf.shape)))
         elif isinstance(leaf, PLAIN):
             found.append(leaf)
         else:
@@ -60,7 +54,7 @@ def gave(number: int, name: str, output: Any) -> StageMessage:
 def encoded(told: ReceivedMetadata) -> torch.Tensor:
     """As bytes."""
     rows = [
-        (g.link, g.spec, [leaf if isinstance(leaf, MessageHeader) else {"is": leaf} for leaf in g.leaves])
+        (g.link, g.spec, [leaf if isinstance(leaf, TensorSpec) else {"is": leaf} for leaf in g.leaves])
         for g in told.gave
     ]
     text = json.dumps((told.to, rows), separators=(",", ":")).encode()
@@ -81,4 +75,4 @@ def _decoded(text: bytes) -> ReceivedMetadata:
 
 
 def _leaf(told: Any) -> Any:
-    return told["is"] if isinstance(told, Mapping) else MessageHeader(tuple(told[0]), told[1])
+    return told["is"] if isinstance(told, Mapping) else TensorSpec.from_json(told)

@@ -34,7 +34,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_unfla
 from unisono.errors import LoopError
 from unisono.parallel.layers import ForwardWrapper
 from unisono.parallel.pipeline_parallel.metadata import (
-    MessageHeader,
     ReceivedMetadata,
     StageMessage,
     decoded,
@@ -51,6 +50,7 @@ from unisono.parallel.pipeline_parallel.partition import (
     unwrapped,
 )
 from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor, shadow_like
+from unisono.tensors.spec import TensorSpec
 
 
 class StageDone(BaseException):
@@ -276,10 +276,9 @@ class StageCall:
         maker = f"{self.replay.links[number].name} of stage {self.replay.stages[number]}"
 
         def leaf(about: Any) -> Any:
-            if not isinstance(about, MessageHeader):
+            if not isinstance(about, TensorSpec):
                 return about
-            meta = torch.empty(about.shape, dtype=getattr(torch, about.dtype), device="meta")
-            return shadow_like(meta, self.replay.device, self.replay, maker)
+            return shadow_like(about.empty("meta"), self.replay.device, self.replay, maker)
 
         return tree_unflatten([leaf(about) for about in found.leaves], treespec_loads(found.spec))
 

@@ -8,7 +8,7 @@
 Replicas are the same by construction: they begin with the same weights, and step with the same gradient. What breaks
 that is silent: a bit that flips in memory, a core that computes wrongly, `if run.is_main:` around something that writes
 to the model. The result is then no longer anybody's, since every process computes its gradients with weights of its
-own. So now and then each process makes one number of all that it holds (train/diagnostics/tensor_hash.py), and they are
+own. So now and then each process makes one number of all that it holds (tensors/digest.py), and they are
 compared. They are as well before every checkpoint, so that none is written of weights that only the main process has.
 
 On a mismatch every tensor is compared, and the first that differs is told, with the rank that has another one than
@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.process_group import to_local, wrap_peer_errors
 from unisono.distributed.roles import RoleGroup
 from unisono.errors import DivergenceError
 from unisono.plan.rng_keys import mix
+from unisono.tensors.digest import tensor_hashes
+from unisono.train.diagnostics.bit_difference import bit_difference
 from unisono.train.diagnostics.majority_vote import VoteResult, vote
-from unisono.train.diagnostics.tensor_hash import bit_difference, digests
 
 if TYPE_CHECKING:
     from unisono.train.gradient_pass import GradientPass
@@ -83,7 +84,7 @@ class DivergenceCheck:
         if self._due(step + 1):
             params = [p for gradient in gradients for p in gradient.params]
             names = [self.engine.models.names.get(id(p), "a parameter") for p in params]
-            self._given |= dict(zip(names, digests(p.grad for p in params), strict=True))
+            self._given |= dict(zip(names, tensor_hashes(to_local(p.grad) for p in params), strict=True))
 
     def after(self, step: int) -> None:
         """A step is over."""
@@ -102,7 +103,7 @@ class DivergenceCheck:
         gradients = self._given
         self.engine.models.reshard()
         world, held = self.engine.mesh.world, dict(self._held())
-        weights = digests(held.values())
+        weights = tensor_hashes(to_local(tensor.detach()) for tensor in held.values())
         with wrap_peer_errors(WHAT):
             said = world.all_gather_object([self._place(), mix(*weights), mix(*gradients.values())])
             self.compared += 1

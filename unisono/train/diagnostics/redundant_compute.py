@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.process_group import to_local, wrap_peer_errors
 from unisono.errors import DivergenceError
 from unisono.plan.rng_keys import mix
+from unisono.tensors.digest import tensor_hash, tensor_hashes
+from unisono.train.diagnostics.bit_difference import bit_difference
 from unisono.train.diagnostics.divergence import named
 from unisono.train.diagnostics.majority_vote import VoteResult, vote
-from unisono.train.diagnostics.tensor_hash import bit_difference, digests, sum_of
 from unisono.train.spare_rounds import computed
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ class ComputedNumbers(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        return [mix(given, whole) for given, whole in zip(self.given, digests(self.grads), strict=True)]
+        return [
+            mix(given, whole) for given, whole in zip(self.given, tensor_hashes(map(to_local, self.grads)), strict=True)
+        ]
 
 
 class AuditPlan(NamedTuple):
@@ -137,7 +140,7 @@ class RedundantCompute:
 
         def note(number: int, grad: torch.Tensor) -> None:
             if step._place is not None and self._now is not None and step._place.virtual_rank == self._now.virtual_rank:
-                self._noted[number].append(sum_of(grad))
+                self._noted[number].append(tensor_hash(grad))
 
         self._hooks = [p.register_hook(partial(note, number)) for number, p in enumerate(params)]
 

@@ -25,7 +25,7 @@ from unisono.data.rng import preserve_rng
 from unisono.errors import RunStopped
 from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.rng_keys import ROUND, mix
-from unisono.train.diagnostics.content_hash import content_digest
+from unisono.tensors.digest import content_digest
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.loop import StepLoop
 from unisono.train.run import Run

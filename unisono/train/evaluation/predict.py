@@ -14,6 +14,7 @@ from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.data.eval_loader import EvalBatch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
+from unisono.tensors.spec import TensorSpec, as_bytes, dtype_name
 from unisono.train.evaluation.model_outputs import ModelOutputs
 
 
@@ -30,7 +31,7 @@ def predict(outputs: ModelOutputs) -> Any:
             pieces.append(rows)
             numbers.append((micro_batch.number, micro_batch.samples))
     columns = [list(column) for column in zip(*pieces, strict=True)]
-    kinds = [sorted({(str(piece.dtype)[6:], tuple(piece.shape[1:])) for piece in column}) for column in columns]
+    kinds = [sorted({(dtype_name(piece.dtype), tuple(piece.shape[1:])) for piece in column}) for column in columns]
     mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
     everybody = outputs.group.all_gather_object(mine)
     told = next(other for other in everybody if other["spec"] is not None)
@@ -41,7 +42,7 @@ def predict(outputs: ModelOutputs) -> Any:
     for leaf in range(len(told["kinds"])):
         kinds_of = {(d, tuple(shape)) for other in everybody for f in other["kinds"][leaf : leaf + 1] for d, shape in f}
         dtype, shape = _only(kinds_of)
-        like = torch.empty(0, *shape, dtype=getattr(torch, dtype))
+        like = TensorSpec(dtype, (0, *shape)).empty()
         result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, outputs.group))
     return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
 
@@ -98,7 +99,7 @@ def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: Pr
     if group.size == 1 or row_bytes == 0:
         return mine if group.size == 1 else mine.new_empty(sum(counts), *shape)
     sent = torch.zeros(max(counts) * row_bytes, dtype=torch.uint8, device=group.device)
-    sent[: counts[group.rank] * row_bytes] = mine.contiguous().reshape(-1).view(torch.uint8).to(group.device)
+    sent[: counts[group.rank] * row_bytes] = as_bytes(mine).to(group.device)
     everybody = torch.empty(group.size * len(sent), dtype=torch.uint8, device=group.device)
     group.all_gather(everybody, sent).wait()
     parts = []

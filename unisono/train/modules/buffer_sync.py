@@ -21,17 +21,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.distributed.process_group import ProcessGroup, to_local
+from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.value_transfer import broadcast_tensors
 from unisono.errors import LoopError
-from unisono.plan.rng_keys import mix
+from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.train.modules import module_attributes
 from unisono.train.modules.module_attributes import ModuleAttributes
 
 QUICK = 2**20
 """Elements of a buffer that are compared whenever it may have changed: 0.2 ms."""
-
-BLOCK = 2**16
-"""Elements of a parameter that are looked at together: eight bytes each are needed beside it."""
 
 Mark = tuple[int, int]
 """Which tensor, and how often it had been written to."""
@@ -327,21 +325,16 @@ class BufferSync:
 
     def _take_from_first(self) -> dict[str, torch.Tensor | None]:
         """What the first virtual rank made of the other buffers, on every process."""
-        told = {name: None if t is None else [list(t.shape), str(t.dtype)[6:]] for name, t in self._made.items()}
-        values: dict[str, torch.Tensor | None] = {}
-        everybody = self.group.all_gather_object(told if self._made else None)
+        tensors = TensorTable()
+        plain = encode(self._made, "buffers", tensors)
+        everybody = self.group.all_gather_object(plain if self._made else None)
         owner = next((rank for rank, other in enumerate(everybody) if other is not None), None)
         if owner is None:  # others than the first one changed some
             return {}
-        for name, kind in everybody[owner].items():
-            if kind is None:
-                values[name] = None
-            elif owner == self.group.rank:
-                values[name] = self._made[name]
-            else:
-                values[name] = torch.empty(kind[0], dtype=getattr(torch, kind[1]), device=self.group.device)
-        self.group.broadcast_([t for t in values.values() if t is not None], source=owner)
-        return values
+        made: dict[str, torch.Tensor | None] = decode(
+            everybody[owner], broadcast_tensors(self.group, everybody[owner], tensors, owner)
+        )
+        return made
 
     def _put(self, name: str, value: torch.Tensor | None) -> None:
         holder, _, key = name.rpartition(".")
@@ -422,16 +415,3 @@ def watch_samples(
         return look
 
     return [norm.register_forward_pre_hook(hook(name)) for name, norm in norms]
-
-
-def bits_of(tensor: torch.Tensor) -> int:
-    """A number that stands for what is in a tensor, made without a copy of it: every element's bits, by its place."""
-    flat = to_local(tensor.detach()).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    places = torch.arange(min(BLOCK, len(words)), device=flat.device)
-    odd = 2 * (places * places) + 1  # so that no change of a bit is lost
-    found = 0
-    for i, block in enumerate(words.split(BLOCK)):
-        found = mix(found, i, int((block * odd[: len(block)]).sum()))
-    return found

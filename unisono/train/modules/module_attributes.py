@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
 from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.value_transfer import broadcast_tensors
 from unisono.errors import LoopError
+from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.train.modules.attribute_reads import AttributeReads
 from unisono.train.modules.attribute_snapshot import ABSENT, AttributeSnapshot
 from unisono.train.state.portable_values import copied, is_portable
@@ -163,24 +164,19 @@ class ModuleAttributes:
         """The values of the first virtual rank. Every process calls this; nothing changes yet. Raises LoopError on
         every process if a forward pass has replaced a module."""
         tensors = TensorTable()
-        plain = [[*key, pack(made.value, ".".join(key), tensors), made.same] for key, made in self._made.items()]
+        plain = encode([[*key, *made] for key, made in self._made.items()], "attributes", tensors)
         on_cpu = [name for name, tensor in tensors.items() if tensor.is_cpu]
-        said = group.all_gather_object([plain, list(tensors), on_cpu, self._left, self._swapped])
+        said = group.all_gather_object([plain, on_cpu, self._left, self._swapped])
         if swapped := next((each[-1] for each in said if each[-1]), ""):
             raise _replaced(swapped)
-        left = list(dict.fromkeys(words for each in said for words in each[3]))
+        left = list(dict.fromkeys(words for each in said for words in each[2]))
         owner = next((rank for rank, each in enumerate(said) if each[0]), None)
         if owner is None:
             return {}, left
-        plain, names, on_cpu, *_ = said[owner]
-        if owner == group.rank:
-            here = {name: tensors[name].to(group.device) for name in names}
-        else:
-            kinds = described([value for _, _, value, _ in plain])
-            here = {name: _room(kinds[name], group.device) for name in names}
-        group.broadcast_(here.values(), source=owner)
+        plain, on_cpu, *_ = said[owner]
+        here = broadcast_tensors(group, plain, tensors, owner)
         come = {name: t.to("cpu") if name in on_cpu else t for name, t in here.items()}
-        return {(module, key): AttributeValue(unpack(value, come), same) for module, key, value, same in plain}, left
+        return {(module, key): AttributeValue(*made) for module, key, *made in decode(plain, come)}, left
 
     def settle(self, gathered: Gathered) -> None:
         """What was gathered becomes what the attributes are."""
@@ -285,10 +281,6 @@ DIVIDED = (
     "parallel.reshard=step)"
 )
 CURE = "Keep it in a buffer (register_buffer), compute it from the input, or draw from torch's default generator."
-
-
-def _room(kind: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    return torch.empty(kind["shape"], dtype=getattr(torch, kind["dtype"]), device=device)
 
 
 def _is_output(value: Any) -> bool:

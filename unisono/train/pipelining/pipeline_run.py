@@ -24,6 +24,7 @@ from unisono.data.eval_loader import EvalBatch, EvalLoader
 from unisono.data.rng import State, get_state, set_state
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.value_transfer import broadcast_tensors
 from unisono.errors import LoopError
 from unisono.exchange.wrappers.per_stage import PerStageExchange
 from unisono.parallel.layers import ForwardWrapper
@@ -33,6 +34,7 @@ from unisono.parallel.pipeline_parallel.partition import Partition, StageInput
 from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.pipeline_parallel.stage import PipelineSchedule, Tensors
 from unisono.plan.batch_order import MicroBatchId
+from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.train.evaluation.model_outputs import Forward, call, parts
 from unisono.train.guarantees.user_errors import check_loss
 from unisono.train.modules.buffer_sync import versions
@@ -325,24 +327,19 @@ class Pipeline:
         """What the process with the last stage has, on all of the line."""
         leaves, spec = tree_flatten(output)
         strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
-        told = [[*x.shape, str(x.dtype)[6:]] if isinstance(x, torch.Tensor) else [x] for x in leaves if not strange]
-        owner, group = self.line.owners[-1], self.line.group
-        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        mine = {"spec": None if strange else treespec_dumps(spec), "leaves": told, "tensors": is_tensor}
-        found = group.all_gather_object({**mine, "strange": strange} if self.has_last else None)[owner]
-        if found["strange"]:
+        owner, group, tensors = self.line.owners[-1], self.line.group, TensorTable()
+        mine = (
+            {"strange": strange} if strange else {"spec": treespec_dumps(spec), "leaves": encode(leaves, "", tensors)}
+        )
+        found = group.all_gather_object(mine if self.has_last else None)[owner]
+        if "strange" in found:
             raise LoopError(
                 "The model was called outside of a step, which gives its output to all processes of its pipeline.",
                 f"It returned a {found['strange'][0]}, and only tensors and plain values travel.",
                 "let it return these (Hugging Face: use_cache=False).",
             )
-        if not self.has_last:
-            leaves = [
-                torch.empty(about[:-1], dtype=getattr(torch, about[-1]), device=group.device) if a_tensor else about[0]
-                for about, a_tensor in zip(found["leaves"], found["tensors"], strict=True)
-            ]
-        group.broadcast_([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], source=owner)
-        return tree_unflatten(leaves, treespec_loads(found["spec"]))
+        arrived = broadcast_tensors(group, found["leaves"], tensors, owner)
+        return tree_unflatten(decode(found["leaves"], arrived), treespec_loads(found["spec"]))
 
 
 def cut_of(model: nn.Module) -> Partition:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from unisono.checkpoint.load import fingerprint_of
-from unisono.checkpoint.state_codec import RemoteTensor, TensorTable, described, pack, unpack
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import Message, ProcessGroup, from_local_like, to_local, wait_for
+from unisono.distributed.value_transfer import gather_values
 from unisono.errors import CheckpointError
+from unisono.tensors.codec import TensorTable, decode, encode, remote_tensors
+from unisono.tensors.digest import fingerprint_of
 from unisono.train.optimization.grad_norm import is_sharded, norm_of, rows_of
 
 
@@ -236,35 +237,15 @@ class StageParameters:
 
 
 def gather_states(group: ProcessGroup, mine: dict[str, Any], shelf: LocalPart | None = None) -> list[dict[str, Any]]:
-    """Everybody's dict, in the order of ranks, on rank 0; on others only their own. Tensors arrive in the CPU's
-    memory; with a shelf, they stay, and an Elsewhere stands for each."""
+    """Return the dict of every rank on rank 0, and elsewhere only the own one.
+
+    With a shelf, tensors stay where they are, and a RemoteTensor stands for each.
+    """
+    if shelf is None:
+        return gather_values(group, mine)
     tensors = TensorTable()
-    plain = pack(mine, "" if shelf is None else f"{shelf.name}@{group.rank}", tensors)
-    everybody = group.all_gather_object(plain)
-    if shelf is not None:
-        if group.rank:
-            shelf.tensors.update(tensors if shelf.speaks else {})
-            return [mine]
-        return [mine, *(unpack(other, _standing(other)) for other in everybody[1:])]
+    encoded = group.all_gather_object(encode(mine, f"{shelf.name}@{group.rank}", tensors))
     if group.rank:
-        flats = [t.to(group.device).contiguous() for t in tensors.values()]
-        wait_for(group.send_and_receive([Message(_bytes(t), 0) for t in flats], []))
+        shelf.tensors.update(tensors if shelf.speaks else {})
         return [mine]
-    found = [mine]
-    for rank, other in enumerate(everybody[1:], 1):
-        about = described(other)
-        arrived = {
-            name: torch.empty(of["shape"], dtype=getattr(torch, of["dtype"]), device=group.device)
-            for name, of in about.items()
-        }
-        wait_for(group.send_and_receive([], [Message(_bytes(t), rank) for t in arrived.values()]))
-        found.append(unpack(other, {name: t.cpu() for name, t in arrived.items()}))
-    return found
-
-
-def _standing(plain: Any) -> dict[str, RemoteTensor]:
-    return {name: RemoteTensor(name, of["dtype"], of["shape"]) for name, of in described(plain).items()}
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    return [mine, *(decode(plain, remote_tensors(plain)) for plain in encoded[1:])]

@@ -13,15 +13,14 @@ is the way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
 
 from unisono.checkpoint import emergency_dump
 from unisono.errors import CheckpointError
-from unisono.train.recovery.snapshot import FlatTensors, FlatTensorSpec, Snapshot
+from unisono.tensors.codec import TensorTable, decode, encode
+from unisono.train.recovery.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from unisono.train.recovery.shard_replica import ShardReplica
@@ -39,13 +38,12 @@ def dump_replicas(run: Run[Any], error: Exception) -> None:
     buddy, company = run._engine.buddy if run._engine is not None else None, run._group.company
     if buddy is None or company is None or not hands_off(run) or not company.is_peer_loss(error):
         return
-    tensors: dict[str, torch.Tensor] = {}
-    mine, theirs = _written(buddy.mine, tensors), _written(buddy.theirs, tensors)
-    if mine or theirs:
+    steps = [snapshot.step for snapshot in (*buddy.mine, *buddy.theirs) if snapshot is not None]
+    if steps:
+        tensors = TensorTable()
+        plain = encode([buddy.mine, buddy.theirs], "replica", tensors)
         try:
-            emergency_dump.write(
-                run.dir, run.rank, max(each["step"] for each in (*mine, *theirs)), tensors, [mine, theirs]
-            )
+            emergency_dump.write(run.dir, run.rank, max(steps), tensors, plain)
         except (OSError, SafetensorError) as full:
             run.print(f"What buddies have kept cannot be left behind: {full}")
 
@@ -57,8 +55,9 @@ def load_dump(run: Run[Any], buddy: ShardReplica) -> None:
         return
     device = run.device
     if (found := emergency_dump.read_dump(run.dir, run.rank)) is not None:
-        tensors, (mine, theirs) = found
-        buddy.mine, buddy.theirs = _read(mine, tensors, device), _read(theirs, tensors, device)
+        tensors, plain = found
+        mine, theirs = decode(plain, {name: tensor.to(device) for name, tensor in tensors.items()})
+        buddy.mine, buddy.theirs = [*map(_snapshot_of, mine)], [*map(_snapshot_of, theirs)]
     lost = [rank for rank, has in enumerate(run._group.all_gather_object(found is not None)) if not has]
     if len(lost) == run.size:
         return
@@ -74,28 +73,6 @@ def load_dump(run: Run[Any], buddy: ShardReplica) -> None:
         buddy.mine, buddy.theirs = [None, None], [None, None]
 
 
-def _written(parcels: Sequence[Snapshot | None], tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """These parcels as JSON; their bytes go into `tensors`, once, whoever shares them."""
-    told = []
-    for parcel in parcels:
-        if parcel is not None:
-            bags = [_put(bag, tensors) for bag in (parcel.still, parcel.moving)]
-            told.append({"step": parcel.step, "bags": bags, "names": list(parcel.names), "plain": parcel.plain})
-    return told
-
-
-def _put(bag: FlatTensors, tensors: dict[str, torch.Tensor]) -> list[Any]:
-    name = f"bag-{bag.data.data_ptr():x}-{len(bag.data)}"
-    tensors[name] = bag.data.cpu()
-    return [name, bag.abouts]
-
-
-def _read(told: Sequence[Any], tensors: dict[str, torch.Tensor], device: torch.device) -> list[Snapshot | None]:
-    """The same parcels again."""
-    parcels: list[Snapshot | None] = []
-    for each in told:
-        still, moving = (
-            FlatTensors([FlatTensorSpec(*a) for a in abouts], tensors[name].to(device)) for name, abouts in each["bags"]
-        )
-        parcels.append(Snapshot(each["step"], still, moving, each["names"], each["plain"]))
-    return [*parcels, None, None][:2]
+def _snapshot_of(decoded: Any) -> Snapshot | None:
+    """Return the snapshot that was decoded as a tuple."""
+    return None if decoded is None else Snapshot.of(*decoded)

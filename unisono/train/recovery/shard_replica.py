@@ -32,17 +32,9 @@ import torch
 from unisono import phases
 from unisono.distributed.process_group import Message, Work, wait_for, wrap_peer_errors
 from unisono.errors import CheckpointError, LoopError
-from unisono.train.recovery.snapshot import (
-    FlatTensors,
-    FlatTensorSpec,
-    LiveState,
-    Snapshot,
-    about,
-    empty_flat_tensors,
-    live_state,
-    pack_state,
-    restore,
-)
+from unisono.tensors.flat import FlatTensors
+from unisono.tensors.spec import TensorSpec
+from unisono.train.recovery.snapshot import LiveState, Snapshot, live_state, restore
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
@@ -93,7 +85,7 @@ class ShardReplica:
         self._turn = 0  # where the newest are
         self._travel: ReplicaTransfer | None = None
         self._seen: Any = None  # what the last parcel was made of
-        self._left: list[list[FlatTensorSpec]] = []  # what our neighbour's is made of: what is still, what moves
+        self._left: list[list[TensorSpec]] = []  # what our neighbour's is made of: what is still, what moves
         self._next, self._previous = (self.line.rank + 1) % self.line.size, (self.line.rank - 1) % self.line.size
 
     def copy(self, step: int) -> None:
@@ -112,16 +104,16 @@ class ShardReplica:
             (mine, self.mine[turn]), (theirs, self.theirs[turn]) = (self.mine[turn], None), (self.theirs[turn], None)
             parcel = Snapshot(
                 step,
-                last.still if last else pack_state(content.still, device),
-                pack_state(content.moving, device, mine.moving if mine else None),
+                last.still if last else FlatTensors.copy_of(content.still, device),
+                FlatTensors.copy_of(content.moving, device, mine.moving if mine else None),
                 content.names,
                 content.plain,
             )
             still, moving = self._left
             room = Snapshot(
                 step,
-                last_of_theirs.still if last_of_theirs else empty_flat_tensors(still, device),
-                empty_flat_tensors(moving, device, theirs.moving if theirs else None),
+                last_of_theirs.still if last_of_theirs else FlatTensors.empty(still, device),
+                FlatTensors.empty(moving, device, theirs.moving if theirs else None),
             )
             sends = [Message(bag.data, self._next) for bag in _new(parcel, last)]
             receives = [Message(bag.data, self._previous) for bag in _new(room, last_of_theirs)]
@@ -137,7 +129,7 @@ class ShardReplica:
 
     def _agree(self, content: LiveState) -> None:
         """Somebody's tensors are others than before, at the first step for instance: how large is our neighbour's?"""
-        still, moving = ([about(tensor) for tensor in tensors] for tensors in (content.still, content.moving))
+        still, moving = ([TensorSpec.of(tensor) for tensor in tensors] for tensors in (content.still, content.moving))
         told = self.line.all_gather_object([still, moving, content.names])
         if any(names != content.names for _, _, names in told):
             raise LoopError(
@@ -145,7 +137,7 @@ class ShardReplica:
                 f"Optimizers have other states on other processes: {', '.join(f'{len(t[2])} tensors' for t in told)}.",
                 "--set parallel.replicate_shards=false",
             )
-        self._left = [[FlatTensorSpec(*each) for each in abouts] for abouts in told[self._previous][:2]]
+        self._left = [[TensorSpec.from_json(each) for each in abouts] for abouts in told[self._previous][:2]]
 
     # -- the way back
 
@@ -182,13 +174,13 @@ class ShardReplica:
             if gives:
                 assert mine
                 assert theirs
-                told = [theirs.still.abouts, theirs.moving.abouts, mine.names, mine.plain]
+                told = [theirs.still.specs, theirs.moving.specs, mine.names, mine.plain]
             heard = self.line.all_gather_object(told)
             sends = [Message(bag.data, self._previous) for bag in _new(theirs)] if gives else []
             if is_lost:
                 still, moving, names, plain = heard[self._next]
                 device = self.world.device
-                bags = [empty_flat_tensors([FlatTensorSpec(*each) for each in of], device) for of in (still, moving)]
+                bags = [FlatTensors.empty([*map(TensorSpec.from_json, specs)], device) for specs in (still, moving)]
                 mine = Snapshot(step, bags[0], bags[1], names, plain)
             receives = [Message(bag.data, self._next) for bag in _new(mine)] if is_lost else []
             wait_for(self.line.send_and_receive(sends, receives))

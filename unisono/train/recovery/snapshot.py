@@ -6,22 +6,23 @@
     plain    numbers and words beside them (a learning rate)                  the same on all processes of the axis
 
 Of a tensor that lies over several processes it is the part that lies here. What optimizers hold goes by the names that
-a checkpoint gives it (checkpoint/state_codec.py), and comes back through their own load_state_dict: so a state that is
+a checkpoint gives it (tensors/codec.py), and comes back through their own load_state_dict: so a state that is
 made at an optimizer's first step is there from then on, and one that a new process has never seen is made anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from unisono.checkpoint.state_codec import TensorTable, pack, unpack
 from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
 from unisono.errors import LoopError
+from unisono.tensors.codec import TensorTable, decode, encode
+from unisono.tensors.flat import FlatTensors
+from unisono.tensors.spec import TensorSpec
 from unisono.train.modules.buffer_sync import version
 from unisono.train.state.run_state import LAYOUT, RANDOM, keep_dtypes
 
@@ -29,61 +30,6 @@ PART = "~part"
 """Marks a tensor that is a part of one that lies over several processes: {PART: it, LIKE: the weight it lies like}."""
 
 LIKE = "~like"
-
-ALIGNED = 16
-"""Bytes. Every tensor begins at a multiple of it, as every dtype likes."""
-
-
-class FlatTensorSpec(NamedTuple):
-    """Of a tensor: all that it takes to know it in a row of bytes. `device` is where it is at home, "cpu" or not."""
-
-    dtype: str
-    shape: Sequence[int]
-    device: str
-
-
-def about(tensor: torch.Tensor) -> FlatTensorSpec:
-    """Of a tensor that lies here."""
-    return FlatTensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
-
-
-class FlatTensors(NamedTuple):
-    """Tensors, one behind the other, in `data`, uint8."""
-
-    abouts: Sequence[FlatTensorSpec]
-    data: torch.Tensor
-
-    def views(self) -> list[torch.Tensor]:
-        """The tensors, in this memory."""
-        found, begin = [], 0
-        for each in self.abouts:
-            dtype = getattr(torch, each.dtype)
-            size = prod(each.shape) * dtype.itemsize
-            found.append(self.data[begin : begin + size].view(dtype).view(tuple(each.shape)))
-            begin += _room(size)
-        return found
-
-
-def _room(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
-
-
-def empty_flat_tensors(
-    abouts: Sequence[FlatTensorSpec], device: torch.device, old: FlatTensors | None = None
-) -> FlatTensors:
-    """Room for such tensors: that of `old`, which nobody needs any more, if it is as large."""
-    size = sum(_room(prod(each.shape) * getattr(torch, each.dtype).itemsize) for each in abouts)
-    if old is not None and len(old.data) == size:
-        return FlatTensors(abouts, old.data)
-    return FlatTensors(abouts, torch.empty(size, dtype=torch.uint8, device=device))
-
-
-def pack_state(tensors: Sequence[torch.Tensor], device: torch.device, old: FlatTensors | None = None) -> FlatTensors:
-    """A copy of these."""
-    bag = empty_flat_tensors([about(tensor) for tensor in tensors], device, old)
-    for view, tensor in zip(bag.views(), tensors, strict=True):
-        view.copy_(tensor)
-    return bag
 
 
 class Snapshot(NamedTuple):
@@ -94,6 +40,12 @@ class Snapshot(NamedTuple):
     moving: FlatTensors
     names: Sequence[str] = ()
     plain: Mapping[str, Any] = {}
+
+    @classmethod
+    def of(cls, step: int, still: Any, moving: Any, names: Sequence[str], plain: Mapping[str, Any]) -> Snapshot:
+        """Return a snapshot whose tensors were decoded as pairs (specs, data)."""
+        still, moving = (FlatTensors([TensorSpec(*spec) for spec in specs], data) for specs, data in (still, moving))
+        return cls(step, still, moving, names, plain)
 
 
 class LiveState(NamedTuple):
@@ -110,7 +62,7 @@ class LiveState(NamedTuple):
 
     def seen(self) -> tuple[Any, ...]:
         """Changes when the tensors are other ones, or what stands still has been written to."""
-        return self.stands, [about(tensor) for tensor in self.still], [about(tensor) for tensor in self.moving]
+        return self.stands, [TensorSpec.of(t) for t in self.still], [TensorSpec.of(t) for t in self.moving]
 
 
 def live_state(tracked: Mapping[str, Any]) -> LiveState:
@@ -120,7 +72,7 @@ def live_state(tracked: Mapping[str, Any]) -> LiveState:
         places = _places(weights)
         tensors = TensorTable()
         plain = {
-            name: pack(tree_map_only(torch.Tensor, lambda t: _marked(t, places), thing.state_dict()), name, tensors)
+            name: encode(tree_map_only(torch.Tensor, lambda t: _marked(t, places), thing.state_dict()), name, tensors)
             for name, thing in _others(tracked).items()
         }
         frozen = [t for t in weights if _is_still(t)]
@@ -135,19 +87,19 @@ def restore(parcel: Snapshot, tracked: Mapping[str, Any], device: torch.device) 
     with torch.no_grad():
         layout = tracked.get(LAYOUT)
         if layout is not None:  # first: what is still, and what moves, is sorted by what trains
-            layout.load_state_dict(unpack(parcel.plain[LAYOUT], {}))
+            layout.load_state_dict(decode(parcel.plain[LAYOUT], {}))
             layout.apply()
         weights = _weights(tracked)
         here = [t for t in weights if _is_still(t)] + [t for t in weights if not _is_still(t)]
-        bytes_ = [*zip(parcel.still.abouts, parcel.still.views(), strict=True)]
-        bytes_ += zip(parcel.moving.abouts, parcel.moving.views(), strict=True)
+        bytes_ = [*zip(parcel.still.specs, parcel.still.views(), strict=True)]
+        bytes_ += zip(parcel.moving.specs, parcel.moving.views(), strict=True)
         for tensor, (_, view) in zip(here, bytes_, strict=False):
             to_local(tensor).copy_(view)
         home: Callable[[str], Any] = lambda kind: "cpu" if kind == "cpu" else device  # noqa: E731
         copies = [view.to(home(each.device), copy=True) for each, view in bytes_[len(here) :]]
         tensors = dict(zip(parcel.names, copies, strict=True))
         for name, thing in _others(tracked).items():
-            state = _laid(unpack(parcel.plain[name], tensors), weights)
+            state = _laid(decode(parcel.plain[name], tensors), weights)
             if layout is not None and hasattr(thing, "param_groups"):
                 layout.fit(name, thing)
             thing.load_state_dict(state)

@@ -18,18 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.checkpoint.load import Checkpoint
-from unisono.checkpoint.state_codec import TensorTable, described, pack, unpack
 from unisono.config import ENVIRONMENT
 from unisono.distributed.process_group import Message, wait_for
 from unisono.errors import PeerLostError, WorldError
-from unisono.train.recovery.snapshot import (
-    FlatTensorSpec,
-    Snapshot,
-    empty_flat_tensors,
-    live_state,
-    pack_state,
-    restore,
-)
+from unisono.tensors.codec import TensorTable, decode, encode, specs_of
+from unisono.tensors.flat import FlatTensors
+from unisono.tensors.spec import as_bytes
+from unisono.train.recovery.snapshot import Snapshot, live_state, restore
 
 if TYPE_CHECKING:
     from unisono.train.recovery.step_recovery import StepRecovery
@@ -60,14 +55,14 @@ def send_state(survivors: StepRecovery, empty: Sequence[bool]) -> None:
         assert source is not None
         about = told[source]
         _refuse_another_machine(survivors, about["machine"])
-        kind = _ShardedState if "bags" in about else _WholeState
-        luggage = kind(survivors.run, about)
-        for portion in _portions(luggage.room):
+        where = torch.device("cpu") if survivors.run._mesh.torchs is None else survivors.run.device
+        room = {name: spec.empty(where) for name, spec in specs_of(about["state"]).items()}
+        for portion in _portions(room.values()):
             come = [piece.to(group.wire) for piece in portion]  # the very same, if it lies there
             wait_for(group.send_and_receive([], [Message(piece, source) for piece in come]))
             for into, piece in zip(portion, come, strict=True):
                 into.copy_(piece)
-        luggage.unpack()
+        _load(survivors.run, decode(about["state"], room), about["steps"])
         _take(survivors, about)
     group.barrier()
 
@@ -75,9 +70,9 @@ def send_state(survivors: StepRecovery, empty: Sequence[bool]) -> None:
 def _given(survivors: StepRecovery) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """All that a resume needs: the numbers and words of it, and the tensors."""
     run, watch = survivors.run, survivors.watch
-    kind = _WholeState if run._mesh.torchs is None else _ShardedState
-    about, tensors = kind.packed(run)
-    about |= {
+    tensors = TensorTable()
+    about = {
+        "state": encode(_state_of(run), "state", tensors),
         "steps": run.steps_done,
         "meetings": survivors.meetings,
         "columns": run._table.names,
@@ -88,7 +83,7 @@ def _given(survivors: StepRecovery) -> tuple[dict[str, Any], list[torch.Tensor]]
         "differences": run.differences,
         "deaths": [survivors.deaths, survivors.joined],
     }
-    return about, tensors
+    return about, list(tensors.values())
 
 
 def _take(survivors: StepRecovery, about: Mapping[str, Any]) -> None:
@@ -113,47 +108,22 @@ def _refuse_another_machine(survivors: StepRecovery, theirs: Mapping[str, Any]) 
         )
 
 
-class _WholeState:
-    """Whole models: all that is tracked, as a checkpoint holds it. `room`: where the tensors are to arrive."""
-
-    def __init__(self, run: Run[Any], about: Mapping[str, Any]) -> None:
-        self.run, self.about = run, about
-        kinds = described(about["states"])
-        made = {name: torch.empty(kinds[name]["shape"], dtype=getattr(torch, kinds[name]["dtype"])) for name in kinds}
-        self._tensors = made
-        self.room = [made[name] for name in about["names"]]  # in the order in which they were put in
-
-    @staticmethod
-    def packed(run: Run[Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        tensors = TensorTable()
-        states = {name: pack(thing.state_dict(), name, tensors) for name, thing in run._state.tracked.items()}
-        return {"states": states, "names": list(tensors)}, list(tensors.values())
-
-    def unpack(self) -> None:
-        states = {name: unpack(plain, self._tensors) for name, plain in self.about["states"].items()}
-        self.run._state.take(Checkpoint(Path("the memory of a survivor"), self.about["steps"], {}, states))
+def _state_of(run: Run[Any]) -> Any:
+    """Return the state of all that is tracked: by name, or as a snapshot of what this process has of a shared model."""
+    if run._mesh.torchs is None:
+        return {name: thing.state_dict() for name, thing in run._state.tracked.items()}
+    run._models.reshard()
+    live = live_state(run._state.tracked)
+    still, moving = (FlatTensors.copy_of(tensors, run.device) for tensors in (live.still, live.moving))
+    return Snapshot(run.steps_done, still, moving, live.names, live.plain)
 
 
-class _ShardedState:
-    """The same of what several processes share: what this one has of it."""
-
-    def __init__(self, run: Run[Any], about: Mapping[str, Any]) -> None:
-        self.run, self.about = run, about
-        self._bags = [empty_flat_tensors([FlatTensorSpec(*each) for each in of], run.device) for of in about["bags"]]
-        self.room = [bag.data for bag in self._bags]
-
-    @staticmethod
-    def packed(run: Run[Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        run._models.reshard()
-        content = live_state(run._state.tracked)
-        bags = [pack_state(of, run.device) for of in (content.still, content.moving)]
-        about = {"bags": [bag.abouts for bag in bags], "names": content.names, "plain": content.plain}
-        return about, [bag.data for bag in bags]
-
-    def unpack(self) -> None:
-        still, moving = self._bags
-        parcel = Snapshot(self.about["steps"], still, moving, self.about["names"], self.about["plain"])
-        restore(parcel, self.run._state.tracked, self.run.device)
+def _load(run: Run[Any], state: Any, steps: int) -> None:
+    """Load a state that was decoded."""
+    if run._mesh.torchs is None:
+        run._state.take(Checkpoint(Path("the memory of a survivor"), steps, {}, state))
+    else:
+        restore(Snapshot.of(*state), run._state.tracked, run.device)
 
 
 PORTION_BYTES = 1 << 28
@@ -163,15 +133,10 @@ PORTION_BYTES = 1 << 28
 def _portions(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """All bytes of these, in pieces of theirs that are not too many to be under way at once."""
     portion, held = list[torch.Tensor](), 0
-    for piece in (piece for tensor in tensors for piece in _bytes(tensor).split(PORTION_BYTES)):
+    for piece in (piece for tensor in tensors for piece in as_bytes(tensor).split(PORTION_BYTES)):
         if portion and held + len(piece) > PORTION_BYTES:
             yield portion
             portion, held = [], 0
         portion.append(piece)
         held += len(piece)
     yield portion
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as bytes: not every back end knows every kind of number."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -13,13 +13,13 @@ import torch
 from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import CheckpointSaver, packed
-from unisono.checkpoint.sharded_state import apart, gather_state, simple, start_of, tied
-from unisono.checkpoint.state_codec import TensorTable
+from unisono.checkpoint.sharded_state import apart, gather_state, local_part, simple, tied
 from unisono.checkpoint.storage import Storage, place_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import is_dtensor
 from unisono.errors import CheckpointError, SettingsError
+from unisono.tensors.codec import TensorTable
 from unisono.train.modules.buffer_sync import version
 from unisono.train.pipelining.stage_state import LocalPart
 from unisono.train.state.parameter_layout import ParameterLayout
@@ -256,7 +256,7 @@ class RunState:
             self.settle()  # before anything is copied: there is one memory, and one writer
             self.layout.check_alike(self.group)
             main = self.group.rank == 0
-            tensors = TensorTable(speaks=main, begins=partial(start_of, mesh=self.mesh))
+            tensors = TensorTable(keeps_whole=main, part_of=partial(local_part, mesh=self.mesh))
             states = self._parts(tensors)
             state = packed(states, {**about, "models": sorted(self.models)}, tensors)
             keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)

@@ -12,7 +12,7 @@ import torch
 from unisono.config.wording import plural
 from unisono.distributed.process_group import wrap_peer_errors
 from unisono.plan.batch_order import MicroBatchId
-from unisono.train.diagnostics.content_hash import content_digest
+from unisono.tensors.digest import content_digest
 from unisono.train.verification import causes
 from unisono.train.verification.attribute_text import first_change
 from unisono.train.verification.causes import Cause

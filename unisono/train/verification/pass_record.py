@@ -8,7 +8,7 @@ import torch
 
 from unisono.distributed.process_group import to_local
 from unisono.plan.rng_keys import mix
-from unisono.train.diagnostics.tensor_hash import sum_of
+from unisono.tensors.digest import tensor_hash
 
 Facts = dict[str, tuple[str, str, int]]
 """By the part of the model and the micro-batch's number: a digest of its samples; its loss and weight, as text that
@@ -41,7 +41,7 @@ class PassRecord:
 
     def gradient(self, number: int, parameter: int, grad: torch.Tensor) -> None:
         """Note a gradient of a parameter."""
-        self._sums[number][parameter].append(sum_of(to_local(grad.detach())))
+        self._sums[number][parameter].append(tensor_hash(to_local(grad.detach())))
 
     def facts(self) -> Facts:
         """Return what was noted. Waits for the accelerator, if there is one."""

@@ -13,7 +13,7 @@ from torch.utils.data import _utils
 from unisono.data.loader import IndexDataset
 from unisono.data.rng import preserve_rng
 from unisono.plan.batch_order import MicroBatchId
-from unisono.train.diagnostics.content_hash import content_digest
+from unisono.tensors.digest import content_digest
 
 if TYPE_CHECKING:
     from unisono.train.loop import StepLoop

@@ -27,7 +27,7 @@ from unisono.config.wording import plural
 from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import PromiseBrokenError
 from unisono.plan.batch_order import MicroBatchId
-from unisono.train.diagnostics.content_hash import content_digest
+from unisono.tensors.digest import content_digest
 from unisono.train.spare_rounds import gradients_aside, spare_rounds
 from unisono.train.step_sync import LOSS
 from unisono.train.verification import causes
