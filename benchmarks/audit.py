@@ -21,7 +21,7 @@ from benchmarks.tasks import TASKS, loss_of
 from unisono.config import DivergenceSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 WARM_UP = 2
 EVERY = 2
@@ -45,7 +45,7 @@ def train(world: World, settings: Settings, folder: str) -> list[float]:
             group.barrier()
             seconds.append(time.perf_counter() - began)
             began = time.perf_counter()
-        run.close()
+        close_run(run)
     return seconds[WARM_UP:]
 
 

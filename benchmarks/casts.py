@@ -24,7 +24,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.parallel.fsdp.gather_order import AllGather
 from unisono.recipes.text import GPT, Model, loss_sum
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 KINDS = {"float32": ("fp32", "fp32"), "autocast": ("bf16", "fp32"), "param_dtype": ("fp32", "bf16")}
 """By name: the settings precision and parallel.param_dtype."""
@@ -69,7 +69,7 @@ def counted(world: World, kind: str, gather: Any, model: Model, folder: str) -> 
                 counter.watch()
             step.run(placed, loss_sum)
             step.update(optimizer)
-        run.close()
+        close_run(run)
     return counter.bytes
 
 

@@ -29,8 +29,9 @@ from benchmarks.machine import Spread, parser, ratio, show, spread
 from unisono.config import CheckpointSettings, Settings
 from unisono.distributed.init import join_process_group
 from unisono.environment import World
-from unisono.testing import build_run
+from unisono.testing import build_run, close_run
 from unisono.train.run import Run
+from unisono.train.state.save_state import save_checkpoint
 
 WIDTH = 1582
 """Eight layers of it have 20 million parameters: 80 MB, and twice that in AdamW's state."""
@@ -63,10 +64,10 @@ class Bench:
         self.optimizer.zero_grad()
 
     def waiting(self) -> None:
-        self.run._save()
+        save_checkpoint(self.run.context)
 
     def beside(self) -> None:
-        self.run._save(beside=True)
+        save_checkpoint(self.run.context, in_background=True)
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -81,14 +82,14 @@ class Bench:
 
     def end(self) -> None:
         """Until nothing is being written any more."""
-        self.run._state.settle()
+        self.run.context.state.settle()
         if self.future is not None:
             self.future.result()
             self.future = None
 
     def turn(self, save: Callable[[], None]) -> tuple[float, float]:
         """(the stall, the steps after it), in seconds."""
-        self.run.steps_done += 1
+        self.run.context.progress.steps_done += 1
         began = time.perf_counter()
         save()
         stalled = time.perf_counter()
@@ -120,7 +121,7 @@ def measure(rounds: int, width: int, steps: int, folder: Path, *, torchs: bool) 
             for name in list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]:
                 told[name].append(bench.turn(ways[name]))
         size = bench.bytes
-        run.close()
+        close_run(run)
         if torchs:
             dist.destroy_process_group()
     stalls = {name: [stall for stall, _ in turns] for name, turns in told.items()}

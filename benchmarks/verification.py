@@ -24,7 +24,7 @@ from benchmarks.tasks import loss_of, text
 from unisono.config import ParallelSettings, PromiseSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 STEPS = 10
 RUN = 1000
@@ -59,7 +59,7 @@ def train(world: World, settings: Settings, width: int, folder: str) -> list[flo
                 group.barrier()
             seconds.append(time.perf_counter() - began)
             began = time.perf_counter()
-        run.close()
+        close_run(run)
     return seconds
 
 

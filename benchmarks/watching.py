@@ -51,7 +51,8 @@ from unisono.launcher.elastic_policy import ElasticLauncher
 from unisono.launcher.hang_watcher import HangWatcher
 from unisono.monitor.loss_spikes import LossSpikes
 from unisono.monitor.status_thread import StatusThread
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, extension_of, run_ranks
+from unisono.train.diagnostics.divergence import DivergenceCheck
 
 EVERY = DivergenceSettings.every
 STEP_SECONDS = 0.03
@@ -116,12 +117,11 @@ def turns(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
         threads = Threads(world, group.company, told.with_suffix(".place"))
-        left, divergence = iter(run.steps(data)), run._engine.divergence if run._engine is not None else None
-        assert run._engine is not None
+        left, divergence = iter(run.steps(data)), extension_of(run, DivergenceCheck)
         assert divergence is not None
         for turn in range(-1, 2 * pairs):  # the first is to warm up; then on, off, off, on, on, off, ...
             on = turn >= 0 and (turn + 1) // 2 % 2 == 0
-            run._engine.divergence = divergence if on else None
+            divergence.every = steps if on else 0
             with threads.on() if on else nothing():
                 group.barrier()
                 before = {name: seconds_of(thread) for name, thread in beside.items()}
@@ -136,9 +136,9 @@ def turns(
                 used = {name: used[name] + on * (seconds_of(beside[name]) - then) for name, then in before.items()}
             if turn >= 0:
                 found["with" if on else "without"].append(took)
-        run._engine.divergence = divergence
+        divergence.every = steps
         list(left)
-        run.close()
+        close_run(run)
     return {**found, "lived": lived, "used": {**threads.used, **used}}
 
 
@@ -179,16 +179,14 @@ def comparisons(world: World, steps: int, folder: str) -> list[float]:
         model = run.place(task.build)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         run.track(model=model, optimizer=optimizer)
+        DivergenceCheck.before_update = timed(DivergenceCheck.before_update, gradients)  # type: ignore[method-assign]
+        DivergenceCheck.compare = timed(DivergenceCheck.compare, weights, group.barrier)  # type: ignore[method-assign]
         left = run.steps(task.data(settings.batch * 8))
-        watch = run._engine.divergence if run._engine is not None else None
-        assert watch is not None
-        watch.given = timed(watch.given, gradients)  # type: ignore[method-assign]
-        watch.compare = timed(watch.compare, weights, group.barrier)  # type: ignore[method-assign]
         for step in left:
             for x, y in step:
                 step.backward(loss_of(model(x), y), weight=y.numel())
             step.update(optimizer)
-        run.close()
+        close_run(run)
     return [a + b for a, b in zip(gradients, weights, strict=False)][GPT_WARM_UP : GPT_WARM_UP + steps]
 
 

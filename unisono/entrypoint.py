@@ -67,12 +67,13 @@ from unisono.monitor import console, summary
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import limits_named
 from unisono.plan.rng_keys import SCRIPT, mix
+from unisono.train import lifecycle
+from unisono.train.context import Inspection, RunContext, build_context
+from unisono.train.guarantees.promise import result as result_of
 from unisono.train.guarantees.run_identity import agree, compare, describe_environment
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
-from unisono.train.loop import StepLoop
-from unisono.train.recovery.crash_handoff import dump_replicas
+from unisono.train.loop import choose_loop
 from unisono.train.run import Run
-from unisono.train.run_classes import run_class
 
 S = TypeVar("S", bound=Settings)
 
@@ -162,51 +163,55 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         if not world.joins:
             _on_main(group, lambda: asked.write_down(run_dir, loaded, {**facts, "differences": differences}))
         color = world.terminal and not variables(("NO_COLOR",))
-        kind, engine = (Run, StepLoop) if not request.trace else _inspection_classes(request.trace, group.rank)
-        run: Run[S] = run_class(loaded.settings, kind)(
+        loop = choose_loop(loaded.settings, group)
+        context = build_context(
             loaded.settings,
+            loop,
             world=world,
-            group=group,
             run_dir=run_dir,
+            output=sys.stdout,
             identity=identity,
             resumed=resumed,
-            output=sys.stdout,
-            color=color,
+            changes=_changes(resumed, identity, request),
+            differences=differences,
             accepted=request.accept_change,
-            engine=engine,
+            color=color,
+            inspection=_inspection(request.trace, group.rank) if request.trace else None,
         )
-        run.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
-        run.changes += _changes(resumed, identity, request)
-        run.differences = differences
-        print_start(run, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
-        with _signals(run), _own_arguments(request), _planted(request.faults, run):
+        context.on_lead = partial(asked.lead, run_dir, kept, patience=HANDED_ON_SECONDS)
+        run: Run[S] = Run(context, loop)
+        print_start(context, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
+        with _signals(context), _own_arguments(request), _planted(request.faults, context):
             _train(train, run, asked, color)
 
 
 def _train(train: Callable[[Run[S]], None], run: Run[S], asked: StartRequest, color: bool) -> None:
+    context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
         with explain_dtensor_errors(run.settings.parallel), limits_named():
             train(run)
-        run.finish()
+        lifecycle.finish(context)
     except RunStopped:
         pass
     except Exception as error:
-        dump_replicas(run, error)
+        for failed in context.hooks.failed:
+            failed(error)
         raise
     finally:
-        run.close()
+        lifecycle.close(context)
         console.stop()
-    if run.waits:  # it was to join the others, and they were done before
+    if context.waits:  # it was to join the others, and they were done before
         return
-    result = run.result()
-    ended = summary.read_result(run.dir) if run.is_finished_before else None
+    result = result_of(context)
+    ended = summary.read_result(run.dir) if lifecycle.was_finished_before(context) else None
     if ended is not None:  # it was over already: nothing was computed, so nothing is written
         result = ended
-        more = asked.line().flag("--resume").setting(f"steps={2 * run.steps_done}")
-        console.print_line(f"This run was finished before, after {run.steps_done} steps. To go on: {more}")
-    run.together("the run's end", lambda: _leave_result(run, result, new=ended is None))
-    if run.is_main:
+        steps_done = context.progress.steps_done
+        more = asked.line().flag("--resume").setting(f"steps={2 * steps_done}")
+        console.print_line(f"This run was finished before, after {steps_done} steps. To go on: {more}")
+    context.collective.run("the run's end", lambda: _leave_result(context, result, new=ended is None))
+    if context.group.rank == 0:  # another one than before, if the main process has died
         if not asked.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
             lines = summary.closing_lines(
@@ -218,13 +223,13 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: StartRequest, co
                 ascii_only=plain,
             )
             print("\n".join(["", *lines]), flush=True)
-        elif run.world.launcher != "unisono":
+        elif context.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
 
 
-def _leave_result(run: Run[Any], result: dict[str, Any], *, new: bool) -> None:
-    if run.is_main and new:
-        write(run.dir / "result.json", json.dumps(result, indent=1) + "\n")
+def _leave_result(context: RunContext, result: dict[str, Any], *, new: bool) -> None:
+    if context.group.rank == 0 and new:
+        write(context.run_dir / "result.json", json.dumps(result, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -356,21 +361,20 @@ CHANGING = (*KNOWN_LATER, "layout")
 """Parts of a run's identity that are compared elsewhere."""
 
 
-WATCHING = {
+INSPECTIONS = {
     "evidence": "unisono.train.diagnostics.dump:dump_run",
-    "replay": "unisono.train.diagnostics.replay_step:replayed",
-    "audit": "unisono.train.diagnostics.audited_run:audited",
+    "replay": "unisono.train.diagnostics.replay_step:replay_run",
+    "audit": "unisono.train.diagnostics.audited_run:audit_run",
 }
-"""Who watches a script for a command, by what its flag --trace begins with. For `unisono check` it begins with none."""
+"""What a command watches in a run, by the first word of its flag --trace. For `unisono check` there is none."""
 
 
-def _inspection_classes(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
-    """The run and the engine of who watches."""
-    kind, _, words = asked.partition(":")
-    module, name = WATCHING.get(kind, "unisono.train.diagnostics.trace:traced").split(":")
-    build: Callable[[str, int], Any] = getattr(importlib.import_module(module), name)
-    made: tuple[type[Run[Any]], type[StepLoop]] = build(words if kind in WATCHING else asked, rank)
-    return made
+def _inspection(request: str, rank: int) -> Inspection:
+    """Build the inspection that the flag --trace requests."""
+    kind, _, words = request.partition(":")
+    module, name = INSPECTIONS.get(kind, "unisono.train.diagnostics.trace:trace_run").split(":")
+    build: Callable[[str, int], Inspection] = getattr(importlib.import_module(module), name)
+    return build(words if kind in INSPECTIONS else request, rank)
 
 
 def _on_main(group: ProcessGroup, decide: Callable[[], Any]) -> Any:
@@ -393,14 +397,14 @@ def _on_main(group: ProcessGroup, decide: Callable[[], Any]) -> Any:
     return told["value"]
 
 
-def _planted(faults: tuple[str, ...], run: Run[Any]) -> AbstractContextManager[None]:
-    """What is to go wrong in this run, if anything is (unisono doctor --rehearse, and tests)."""
+def _planted(faults: tuple[str, ...], context: RunContext) -> AbstractContextManager[None]:
+    """Return a block in which faults are injected, if any are (unisono doctor --rehearse, and tests)."""
     if not faults:
         return nullcontext()
     from unisono.testing.fault_spec import planted
 
-    number = run.world.number
-    return planted(faults, run.rank if number is None else number, run.dir / "faults")
+    number = context.world.number
+    return planted(faults, context.group.rank if number is None else number, context.run_dir / "faults")
 
 
 @contextmanager
@@ -415,7 +419,7 @@ def _own_arguments(request: RunRequest) -> Iterator[None]:
 
 
 @contextmanager
-def _signals(run: Run[Any]) -> Iterator[None]:
+def _signals(context: RunContext) -> Iterator[None]:
     """Ctrl-C and SIGTERM ask the run to save and leave after the step under way; a second one ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -425,11 +429,12 @@ def _signals(run: Run[Any]) -> Iterator[None]:
     def heard(number: int, frame: FrameType | None) -> None:
         for s, handler in before.items():
             signal.signal(s, handler)
-        if run.is_main and run.world.launcher != "unisono":  # which has said it
+        is_main = context.group.rank == 0 and not context.waits
+        if is_main and context.world.launcher != "unisono":  # which has said it
             words = "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
             with suppress(OSError):  # not print: what it was called into may be printing itself
-                os.write(2, ("\n" * run.world.terminal + words).encode())
-        run.leave()
+                os.write(2, ("\n" * context.world.terminal + words).encode())
+        lifecycle.leave(context)
 
     for s in (signal.SIGINT, signal.SIGTERM):
         before[s] = signal.signal(s, heard)

@@ -15,7 +15,7 @@ from benchmarks.mistakes.stage import DDP, Place, case
 from unisono.config import CheckpointSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World, inherited
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120.0
@@ -75,7 +75,7 @@ def _ours(world: World, name: str, folder: str, launch: int) -> Any:
         try:
             return played.ours(run, Place(world.rank, world.size, Path(folder), launch))
         finally:
-            run.close()
+            close_run(run)
 
 
 def settings(given: Any) -> Settings:

@@ -54,7 +54,7 @@ def ours(run: Run[Any], place: Place) -> dict[str, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run.track(model=model, optimizer=optimizer)
     seen: list[list[float]] = []
-    first = run.steps_done
+    first = run.context.progress.steps_done
     for step in run.steps(data()):
         seen.append([])
         for (x,) in step:

@@ -65,7 +65,7 @@ def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Comm
 
 @pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: str, dies: int) -> None:
-    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    wait = "        while step.number == 4 and not run.context.group.company.knocks:\n            time.sleep(0.01)\n"
     script = DYING.replace("        step.update(", wait + "        step.update(")
     command.script(script.replace("    x = torch.randn(", TELLING))
     words = ("--ranks", "2", "--cpu-ranks", "1", "--run-dir", "out", "--set", f"deaths=2:{dies}")

@@ -26,7 +26,7 @@ DYING = SCRIPT.replace(
 
 
 def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
-    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    wait = "        while step.number == 4 and not run.context.group.company.knocks:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
     ended = command.run(
         *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0", "--set", "checkpoint.dir=kept")
@@ -142,7 +142,7 @@ def main("""
 
 @pytest.mark.slow
 def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
-    wait = "        while step.number == 4 and not run._group.company.knocks:\n            time.sleep(0.01)\n"
+    wait = "        while step.number == 4 and not run.context.group.company.knocks:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
     words = ("--ranks", "4", "--run-dir", "out", "--set", "parallel.shard=2", "--set", "deaths=2:1")
     ended = command.run("run", "script.py", *words, times=3)

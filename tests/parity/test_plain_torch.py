@@ -19,7 +19,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.plan.batch_order import BatchOrder
 from unisono.plan.rng_keys import INIT, ROUND, STEP, micro_batch_key, mix
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 STEPS = 20
 
@@ -53,7 +53,7 @@ def ours(world: World, kind: str, dropout: float, virtual_ranks: int, optimizer:
             for x, y in step:
                 step.backward(*loss_of(model, x, y))
             step.update(stepper)
-        run.close()
+        close_run(run)
         return {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
 
 

@@ -13,7 +13,7 @@ from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run
+from unisono.testing import build_run, close_run, run_promise
 
 VOCABULARY, LENGTH = 24, 12
 
@@ -111,10 +111,10 @@ def come(
             step.update(optimizer)
             losses.append(step.loss)
         run.log(run.evaluate(model, Sentences(7, length), score))
-        losses.append(run.results["score"])
+        losses.append(run.context.progress.results["score"])
         weights = {n: gather_tensor(p).detach().clone().numpy() for n, p in model.named_parameters()}
-        came = Came(losses, norms, gradients, weights, run._state.fingerprint(), run.promise())
-        run.close()
+        came = Came(losses, norms, gradients, weights, run.context.state.fingerprint(), run_promise(run))
+        close_run(run)
         return came
 
 

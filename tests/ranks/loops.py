@@ -15,7 +15,7 @@ from torch import nn
 from unisono.config import Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run
+from unisono.testing import build_run, close_run
 from unisono.train.run import Run
 from unisono.train.step import Step
 
@@ -82,7 +82,7 @@ def train(
             body(step, model, x, i)
         said = after(step, optimizer)
         told.append(step.loss if said is None else said)
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 def attempt(
@@ -105,7 +105,7 @@ def attempt(
             try:
                 return loop(run)
             finally:
-                run.close()
+                close_run(run)
     except Exception as error:
         return "".join(traceback.format_exception_only(error))
     finally:

@@ -56,7 +56,7 @@ def loop(run: Run[Any], stop_after: int | None) -> Any:
         step.update(optimizer)
         if stop_after == step.number + 1:
             run.stop()
-    return seen, run._state.fingerprint()
+    return seen, run.context.state.fingerprint()
 
 
 def work(

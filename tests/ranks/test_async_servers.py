@@ -18,7 +18,7 @@ from unisono.config import CheckpointSettings, ServerSettings, Settings
 from unisono.environment import World
 from unisono.errors import RunStopped
 from unisono.param_server import ledger
-from unisono.testing import run_ranks
+from unisono.testing import run_ranks, run_result
 from unisono.train.run import Run
 
 TREE = settings(clip=0.5, steps=12, checkpoint=CheckpointSettings(every=4, keep=9))
@@ -44,7 +44,7 @@ def left(told: Loop) -> Loop:
 def whole_loop(world: World, folder: str, kind: str, config: Settings, stop: int | None, resume: bool) -> Any:
     def tell(run: Run[Any]) -> Any:
         out = loop(run, kind, 53, {}, stop, False)
-        return {"losses": out["losses"], "norms": out["norms"], "result": run.result()}
+        return {"losses": out["losses"], "norms": out["norms"], "result": run_result(run)}
 
     return attempt(world, Path(folder), left(tell), config, resume=resume)
 
@@ -73,7 +73,7 @@ def seen(world: World, folder: Path, config: Settings) -> Any:
 
     def tell(run: Run[Any]) -> Any:
         small(run, body)
-        return run.result()["late_most"]
+        return run_result(run)["late_most"]
 
     return attempt(world, folder, left(tell), config), mine
 
@@ -135,7 +135,7 @@ def test_batch_norms_statistics_come_with_the_gradient(tmp_path: Path) -> None:
 def half(world: World, folder: Path, config: Settings) -> Any:
     def tell(run: Run[Any]) -> Any:
         small(run)
-        return run.result()["skipped"], run.result()["weights_sha256"]
+        return run_result(run)["skipped"], run_result(run)["weights_sha256"]
 
     return attempt(world, folder, left(tell), config)
 
@@ -217,7 +217,7 @@ def stopped_by_a_worker(world: World, folder: Path, config: Settings) -> Any:
                 run.stop()
 
         small(run, after=after)
-        return run.result()["steps"]
+        return run_result(run)["steps"]
 
     return attempt(world, folder, left(tell), config)
 

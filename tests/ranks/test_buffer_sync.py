@@ -182,9 +182,9 @@ def test_they_are_saved_and_resumed_on_another_number_of_processes(tmp_path: Pat
 def evaluated(run: Run[Any]) -> Any:
     """A forward in eval mode that counts: an evaluation leaves nothing behind, though processes see different parts."""
     model = run.place(Counted)
-    before = run._state.fingerprint(), model.seen.item()
+    before = run.context.state.fingerprint(), model.seen.item()
     run.evaluate(model, Numbers(), lambda output, x, i: (output.sum(), len(i)))
-    return before == (run._state.fingerprint(), model.seen.item())
+    return before == (run.context.state.fingerprint(), model.seen.item())
 
 
 def test_an_evaluation_leaves_them_as_they_were(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.exchange.compression.compressed import CompressedAllReduce, CompressedTree
 from unisono.plan.assignment import assign_evenly
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.run import Run
 
 KINDS: list[Any] = ["fp16", "bf16", "int8", "topk", "powersgd"]
@@ -231,7 +231,7 @@ def of_kind(dtype: torch.dtype, frozen: bool, run: Run[Any]) -> Any:
     for step in run.steps(Numbers()):
         step.run(model, lambda out, *_: (out.sum(), len(out)), over=[optimizer] if frozen else ())
         step.update(optimizer)
-    return run._state.fingerprint()
+    return run.context.state.fingerprint()
 
 
 def meet_other_numbers(world: World, folder: Path) -> list[Any]:
@@ -266,8 +266,8 @@ def freezes(world: World, folder: str, config: Settings, resume: bool, stop: int
             step.update(optimizer)
             if step.number == stop:
                 run.stop()
-        run.close()
-        return run._state.fingerprint(), norms
+        close_run(run)
+        return run.context.state.fingerprint(), norms
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])

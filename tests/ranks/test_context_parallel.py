@@ -26,7 +26,7 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
 from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.recipes.text import GPT, Model
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 # -- attention alone
@@ -167,7 +167,7 @@ def learn(run: Run[Any], kind: str = "gpt", length: int = 37) -> dict[str, Any]:
     told["measured"] = run.evaluate(model, Sentences(21), cross_entropy, collate_fn=padded)["cross_entropy"]
     told["whole"] = model(torch.arange(9).view(1, 9)).tolist()  # outside of a step, by everybody
     told["predicted"] = run.predict(model, [(torch.arange(9),)] * 3).tolist()
-    return told | {"state": run._state.fingerprint(), "promise": run.promise()}
+    return told | {"state": run.context.state.fingerprint(), "promise": run_promise(run)}
 
 
 def recipe(run: Run[Any]) -> Any:
@@ -297,7 +297,7 @@ def with_dropout(run: Run[Any]) -> Any:
         after.append(torch.rand(()).item())
         step.update(optimizer)
         losses.append(step.loss)
-    return {"drawn": drawn, "same": [losses, after, run._state.fingerprint()]}
+    return {"drawn": drawn, "same": [losses, after, run.context.state.fingerprint()]}
 
 
 @pytest.mark.parametrize("ranks", [4, 1])

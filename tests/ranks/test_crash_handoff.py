@@ -17,8 +17,7 @@ from unisono.config import ParallelSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import UnisonoError
-from unisono.testing import build_run, run_ranks
-from unisono.train.recovery.crash_handoff import dump_replicas
+from unisono.testing import build_run, close_run, finish_run, run_ranks
 
 
 def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
@@ -31,11 +30,12 @@ def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
             try:
                 train(run)
             except Exception as error:
-                dump_replicas(run, error)
+                for failed in run.context.hooks.failed:
+                    failed(error)
                 raise
             finally:
-                run.close()
-            return run._state.fingerprint(), run._resumed_at
+                close_run(run)
+            return run.context.state.fingerprint(), run.context.progress.resumed_at
     except (UnisonoError, RuntimeError):
         return None
 
@@ -48,7 +48,7 @@ def train(run: Run[Any]) -> None:
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
         step.update(optimizer)
-    run.finish()
+    finish_run(run)
 
 
 @pytest.mark.slow

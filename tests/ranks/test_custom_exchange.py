@@ -17,7 +17,7 @@ from tests.ranks.loops import SETTINGS, Numbers, attempt, linear, loss_of, sgd, 
 from tests.ranks.training import MLP, Points, settings
 from unisono import Exchange
 from unisono.config import CompressSettings, ParallelSettings, Settings
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 (PAPER,) = [paper for paper in PAPERS if paper.name == "exchanges.md"]
@@ -42,7 +42,7 @@ def learn(run: Run[Any], make: Callable[[nn.Module], Any] = sgd, exchange: Any =
         step.run(model, lambda out, x, y: (nn.functional.cross_entropy(out, y, reduction="sum"), len(y)))
         step.update(optimizer)
         losses.append(step.loss)
-    return losses, run._state.fingerprint(), run.promise()
+    return losses, run.context.state.fingerprint(), run_promise(run)
 
 
 # -- the vote
@@ -65,7 +65,7 @@ def signs(run: Run[Any]) -> Any:
             p.grad.sign_()
         step.update(optimizer)
         losses.append(step.loss)
-    return losses, run._state.fingerprint(), run.promise()
+    return losses, run.context.state.fingerprint(), run_promise(run)
 
 
 def test_the_exchange_of_the_paper_trains(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from unisono.config import DdpSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.run import Run
 
 
@@ -53,7 +53,7 @@ def passes(world: World, config: Any, folder: str) -> Any:
     with join(world) as group:
         run = build_run(config, world, group, Path(folder) / f"{config.exchange}-{world.size}")
         told = alternating(run)
-        run.close()
+        close_run(run)
         return told[:-1]  # losses, norms and sums, without the fingerprint
 
 
@@ -103,7 +103,7 @@ def hooked(world: World, config: Any, folder: str, kind: str) -> Any:
                 assert 0.3 < saw.norms[-1] / step.grad_norm < 3
             step.update(optimizer)
             losses.append(step.loss)
-        run.close()
+        close_run(run)
         return losses
 
 
@@ -160,7 +160,7 @@ def with_ours(world: World, config: Any, folder: str) -> list[float]:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             step.update(optimizer)
-        run.close()
+        close_run(run)
         return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
 
 

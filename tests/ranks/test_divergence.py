@@ -13,8 +13,9 @@ from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.checkpoint import manifest
 from unisono.config import CheckpointSettings, DivergenceSettings, ParallelSettings, Settings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import extension_of, run_ranks, run_result
 from unisono.testing.faults import BitFlip
+from unisono.train.diagnostics.divergence import DivergenceCheck
 from unisono.train.run import Run
 
 SEVEN = replace(SETTINGS, steps=7)
@@ -30,8 +31,8 @@ def watched(world: World, folder: Path, cases: dict[str, tuple[Settings, BitFlip
 
     def loop(run: Run[Any]) -> Any:
         told = train(run)
-        watch = run._engine.divergence if run._engine is not None else None
-        return {"told": told, "compared": watch.compared if watch else 0, "result": run.result()}
+        watch = extension_of(run, DivergenceCheck)
+        return {"told": told, "compared": watch.compared if watch else 0, "result": run_result(run)}
 
     found = {}
     for name, (settings, fault) in cases.items():

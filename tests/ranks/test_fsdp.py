@@ -21,7 +21,7 @@ from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.run import Run
 
@@ -430,7 +430,7 @@ def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
             step.update(optimizer)
             for state in optimizer.state.values():
                 found[2] += sum(to_local(v).nbytes for v in state.values() if v.dim())
-        run.close()
+        close_run(run)
         return found
 
 

@@ -14,7 +14,7 @@ from tests.ranks.loops import Loop, linear, loss_of, train
 from tests.ranks.test_verification import LONGER, attempt, odd
 from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import run_ranks, run_result
 from unisono.train.run import Run
 from unisono.train.step import Step
 
@@ -94,7 +94,7 @@ class Warm(torch.optim.Optimizer):
 
 def with_result(loop: Loop, run: Run[Any]) -> Any:
     fingerprint = loop(run)[-1]
-    told = run.result()
+    told = run_result(run)
     return fingerprint, told["promise"], told.get("verified_steps")
 
 

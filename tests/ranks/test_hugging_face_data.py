@@ -39,7 +39,7 @@ def told(run: Run[Any], folder: str) -> Any:
             seen += i.tolist()
             step.backward(loss_of(model, x), weight=len(i))
         step.update(optimizer)
-    return seen, run._state.fingerprint()
+    return seen, run.context.state.fingerprint()
 
 
 def test_the_same_on_any_number_of_processes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.unit.test_shadow_partition import pieces
 from unisono.config import ParallelSettings
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 transformers = pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
@@ -85,7 +85,7 @@ def learn(run: Run[Any], build: Callable[[], nn.Module]) -> Any:
     with torch.no_grad():
         out = model.eval()(**batch, use_cache=False)
         told += [float(out.loss), float(out.logits.logsumexp(-1).sum())]
-    return told, gradients, run.promise(), run._state.fingerprint()
+    return told, gradients, run_promise(run), run.context.state.fingerprint()
 
 
 def llama_untied(run: Run[Any]) -> Any:

@@ -240,7 +240,7 @@ def bags(run: Run[Any], mended: bool) -> Any:
     for walked in (data, (data[i] for i in range(len(data)))):
         lines.append(run.evaluate(model, walked, loss_of, forward=forward, collate_fn=one))
     lines.append(run.predict(model, data, forward=forward, collate_fn=one).tolist())
-    return run._state.fingerprint(), lines
+    return run.context.state.fingerprint(), lines
 
 
 def forward(model: nn.Module, batch: Any) -> Any:

@@ -20,10 +20,10 @@ from unisono.config import CheckpointSettings, LocalSGDSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.mesh import build_sites
 from unisono.environment import World
+from unisono.local_sgd.site_loop import LocalSGDLoop
 from unisono.local_sgd.site_transport import SiteTransport, chunk_of
-from unisono.local_sgd.sites import LocalSGD
 from unisono.plan.batch_order import BatchOrder
-from unisono.testing import run_ranks
+from unisono.testing import finish_run, run_ranks, run_result
 from unisono.train.run import Run
 
 At = Callable[[Run[Settings], Any, nn.Module], Any]
@@ -86,13 +86,13 @@ def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw:
         losses.append(step.loss)
         if at is not None:
             told.append(at(run, step, model))
-    run.finish()
+    finish_run(run)
     return {
         "begun": begun,
         "weights": [p.tolist() for p in model.parameters()],
         "losses": losses,
         "told": told,
-        "result": run.result(),
+        "result": run_result(run),
     }
 
 
@@ -281,8 +281,8 @@ def evaluates(run: Run[Settings], step: Any, model: nn.Module) -> Any:
         return None
     data = torch.utils.data.TensorDataset(*points())
     found = run.evaluate(model, data, error)["error"]
-    assert isinstance(run._sites, LocalSGD)
-    everybody = run._sites.across.all_gather_object([p.tolist() for p in model.parameters()])
+    assert isinstance(run.context.loop, LocalSGDLoop)
+    everybody = run.context.loop.sites.across.all_gather_object([p.tolist() for p in model.parameters()])
     mean = build()
     for p, *values in zip(mean.parameters(), *everybody, strict=True):
         p.data.copy_(torch.tensor(values).mean(0))

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
 from unisono.config import LoaderSettings, Settings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import close_run, run_ranks, run_result
 from unisono.train.run import Run
 from unisono.train.step import Step
 
@@ -69,7 +69,7 @@ def sums(run: Run[Any]) -> Any:
 
 
 def has_some(step: Step) -> bool:
-    order = step._engine.order
+    order = step._parts.checks.order
     return any({7, 8} & set(batch) for rank in range(4) for batch in order.micro_batches(step.number, rank))
 
 
@@ -95,7 +95,7 @@ def clipped_by(clip: Callable[[Step, Any], Any]) -> Loop:
 
 
 def clip_by_hand(step: Step, optimizer: Any) -> None:
-    step._grad_norm = float(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.3))
+    step._state.grad_norm = float(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.3))
     step.update(optimizer, clip=None)
 
 
@@ -116,7 +116,7 @@ def tied(run: Run[Any]) -> Any:
     data, model = Numbers(), Tied()
 
     def after(step: Step, optimizer: Any) -> Any:
-        order = step._engine.order
+        order = step._parts.checks.order
         numbers = [n for rank in range(4) for batch in order.micro_batches(step.number, rank) for n in batch]
         loss = loss_of(model, torch.stack([data[n][0] for n in numbers])) / step.samples
         plain = torch.autograd.grad(loss, list(model.parameters()))
@@ -146,7 +146,7 @@ def thawing(run: Run[Any]) -> Any:
         given = [p.grad is not None for p in (weight, bias)]
         step.update(optimizer)
         told.append((step.loss, given, [bool((a != b).any()) for a, b in zip(before, (weight, bias), strict=True)]))
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 def scheduled(run: Run[Any]) -> Any:
@@ -179,7 +179,7 @@ def stopped_in(where: str) -> Loop:
             if where == "end" and step.number == 1 and run.rank == run.size - 1:
                 run.stop()
         saved = sorted(path.name for path in (run.dir / "checkpoints").iterdir())
-        return run.steps_done, run.result()["stopped"], run.result()["samples"], saved
+        return run.context.progress.steps_done, run_result(run)["stopped"], run_result(run)["samples"], saved
 
     return loop
 
@@ -201,12 +201,12 @@ def logged(run: Run[Any]) -> Any:
         run.log(again=step.loss)
 
     train(run, after=after)
-    run.close()
+    close_run(run)
     lines = [json.loads(line) for line in (run.dir / "timeline" / f"rank-{run.rank}.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["log"]["again"] for line in lines] == [line["loss"] for line in lines]
     names = ("a", "tensor", "small", "word", "again", "loss")
-    return lines[-1]["log"], {name: run.result()[name] for name in names}
+    return lines[-1]["log"], {name: run_result(run)[name] for name in names}
 
 
 class Growing(nn.Sequential):

@@ -16,7 +16,7 @@ from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 CHANGE_AFTER = 2
 """Steps."""
@@ -66,7 +66,7 @@ def train(world: World, change: Callable[[nn.Module, int], None], shard: int, fo
                 losses.append(step.loss)
                 if step.number + 1 == CHANGE_AFTER:
                     change(model, world.rank)
-            run.close()
+            close_run(run)
         except LoopError as error:
             return str(error), len(losses)
         return "", len(losses)

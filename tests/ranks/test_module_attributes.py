@@ -16,7 +16,7 @@ from torch import nn
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono.config import ParallelSettings, Settings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.modules.module_attributes import ModuleAttributes
 from unisono.train.run import Run
 
@@ -147,7 +147,7 @@ def evaluated(world: World, folder: str, name: str) -> Any:
                 step.backward(model(x).square().sum(), weight=len(x))
             step.update(optimizer)
             told.append(run.evaluate(model, Numbers(31), spread))
-        return [*told, run._state.fingerprint()]
+        return [*told, run.context.state.fingerprint()]
 
     return attempt(world, Path(folder), loop, CONFIG)
 
@@ -203,7 +203,7 @@ def outputs(run: Run[Any]) -> list[Any]:
         for x, y in step:
             step.backward((model(x) - y[:, None]).square().sum(), weight=len(x))
         step.update(optimizer)
-        attributes = run._models.buffers.attributes
+        attributes = run.context.models.buffers.attributes
         told.append([model.loss is not None, attributes.flags["attributes"], attributes.opaque])
     return told
 
@@ -248,7 +248,7 @@ class Swaps(nn.Module):
 def refused(world: World, folder: str) -> tuple[Any, Any]:
     def promised(run: Run[Any]) -> Any:
         train(run, data=Numbers(23), build=Dice)
-        return run.promise()
+        return run_promise(run)
 
     swaps = partial(train, data=Numbers(23), build=Swaps)
     return attempt(world, Path(folder) / "0", promised, CONFIG), attempt(world, Path(folder) / "1", swaps, CONFIG)
@@ -276,7 +276,7 @@ class Recurrent(nn.Module):
 
 def saved_attributes(run: Run[Any]) -> Any:
     train(run, build=Recurrent)
-    return run._models.buffers.attributes.state_dict()["attributes"]
+    return run.context.models.buffers.attributes.state_dict()["attributes"]
 
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
@@ -314,7 +314,7 @@ def in_turns(world: World, folder: Path, config: Settings) -> Any:
     """Three micro-batches for each virtual rank, and what is promised."""
 
     def loop(run: Run[Any], build: Any) -> Any:
-        return train(run, build=build)[-1], run.promise()
+        return train(run, build=build)[-1], run_promise(run)
 
     return [attempt(world, folder / b.__name__, partial(loop, build=b), config) for b in (Largest, Initialized, Noted)]
 
@@ -362,6 +362,6 @@ def test_an_output_that_is_read_later_lowers_the_promise(tmp_path: Path, size: i
 def reads_late(world: World, folder: Path) -> Any:
     def loop(run: Run[Any]) -> Any:
         train(run, build=ReadsLate)
-        return run.promise()
+        return run_promise(run)
 
     return attempt(world, folder, loop, replace(SETTINGS, steps=5))

@@ -27,7 +27,7 @@ from unisono.distributed.rendezvous import connect
 from unisono.environment import World
 from unisono.exchange import buckets
 from unisono.exchange.tree.tree_transport import TreeTransport
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, finish_run, run_ranks
 
 
 def dies_at(owner: Any, name: str, times: int, *, after: bool = False, once: Callable[[], bool] = lambda: True) -> None:
@@ -75,9 +75,9 @@ def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict
                     loss.item() > 0
                 )  # as a script would: here a device that waits for a dead peer would be waited for
             step.update(optimizer)
-        run.finish()
-        run.close()
-        return run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return run.context.state.fingerprint()
 
 
 @pytest.mark.parametrize("times", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 6, 7))])
@@ -123,9 +123,9 @@ def does_everything(world: World, config: Settings, folder: Path, deaths: dict[i
                 step.backward(F.cross_entropy(model(x) - other(x), y, reduction="sum"), weight=len(y))
             step.update(first, second)
             found += [run.evaluate(model, points, right), run.predict(model, points).sum().item()]
-        run.finish()
-        run.close()
-        return found[-3:], run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return found[-3:], run.context.state.fingerprint()
 
 
 @pytest.mark.slow

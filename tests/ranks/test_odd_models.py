@@ -96,7 +96,7 @@ def loop(run: Run[Any], model: nn.Module, between: Callable[[int], None] = lambd
             step.backward(loss_of(model, x), weight=len(i))
         step.update(optimizer)
         losses.append(step.loss)
-    return [*losses, run._state.fingerprint()]
+    return [*losses, run.context.state.fingerprint()]
 
 
 def late(run: Run[Any]) -> Any:
@@ -137,7 +137,7 @@ def criterion(run: Run[Any]) -> Any:
             step.backward(centre(model(x)), weight=len(i))
         step.update(optimizer)
         losses.append(step.loss)
-    return [*losses, run._state.fingerprint()]
+    return [*losses, run.context.state.fingerprint()]
 
 
 def evaluated(run: Run[Any]) -> Any:
@@ -151,9 +151,9 @@ def evaluated(run: Run[Any]) -> Any:
         return out
 
     def evaluate(step: int) -> None:
-        before = run._state.fingerprint(), [m.training for m in (model, beside)]
+        before = run.context.state.fingerprint(), [m.training for m in (model, beside)]
         run.evaluate(model, Numbers(24), lambda out, x, i: (out.sum(), len(i)), forward=forward)
-        assert before == (run._state.fingerprint(), [m.training for m in (model, beside)])
+        assert before == (run.context.state.fingerprint(), [m.training for m in (model, beside)])
 
     optimizer = torch.optim.SGD([*model.parameters(), *beside.parameters()], lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -162,7 +162,7 @@ def evaluated(run: Run[Any]) -> Any:
         for x, i in step:
             step.backward(loss_of(model, x) + loss_of(beside, x), weight=len(i))
         step.update(optimizer)
-    return [run._state.fingerprint()]
+    return [run.context.state.fingerprint()]
 
 
 class Reused(nn.Linear):

@@ -64,7 +64,7 @@ def nested(run: Run[Any]) -> Any:
         step.update(optimizer)
         losses.append(step.loss)
     rows = run.predict(model, Pairs(21))
-    return losses, run.evaluate(model, Pairs(21), right), rows["weight"].tolist(), run._state.fingerprint()
+    return losses, run.evaluate(model, Pairs(21), right), rows["weight"].tolist(), run.context.state.fingerprint()
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -119,7 +119,7 @@ def hugging_face(run: Run[Any]) -> Any:
         model, Sentences(21), lambda out, batch: (out.loss * counted(batch), counted(batch)), collate_fn=padded
     )
     best = run.predict(model, Sentences(21), forward=lambda m, b: m(**b).logits[:, 0].argmax(-1), collate_fn=padded)
-    return losses, loss, best.tolist(), run._state.fingerprint()
+    return losses, loss, best.tolist(), run.context.state.fingerprint()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -18,7 +18,7 @@ from tests.ranks.training import settings
 from unisono import ParallelPlan
 from unisono.config import ParallelSettings
 from unisono.distributed.process_group import to_local
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 (PAPER,) = [paper for paper in PAPERS if paper.name == "placements.md"]
@@ -78,7 +78,7 @@ def words(run: Run[Any], plan: Callable[[], Any] = rows_apart) -> Any:
         step.update(optimizer)
         losses.append(step.loss)
     losses += run.evaluate(model, Words(), score).values()
-    return losses, run._state.fingerprint(), norms, len(to_local(model.words.weight)), run.promise()
+    return losses, run.context.state.fingerprint(), norms, len(to_local(model.words.weight)), run_promise(run)
 
 
 CONFIG = settings(batch=12, virtual_ranks=4, steps=5)

@@ -136,7 +136,7 @@ def rows(run: Run[Any], build: Any = Rows, **place: Any) -> Any:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     told.append(run.evaluate(model, training.Sentences(7), next_token, collate_fn=padded))
     told.append(run.predict(model, [torch.arange(i, i + 5) for i in range(5)]).sum().item())
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 plain = partial(rows, build=Plain, sequence=unisono.SequenceDims())
@@ -196,7 +196,7 @@ def compiled(run: Run[Any]) -> Any:
         step.run(model, next_token)
         step.update(optimizer, clip=1.0)
         told += [step.loss, step.grad_norm]
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 @pytest.mark.slow  # a first compilation takes ten seconds and more
@@ -320,7 +320,7 @@ def pictures(run: Run[Any]) -> Any:
         if average is not None:
             average.update_parameters(model)
             assert average(torch.zeros(1, 1, 8, 8)).dtype == torch.float32
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 def test_another_order_in_memory_and_a_copy(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def twice(run: Run[Any]) -> Any:
             step.backward(out.square().sum() + model(-x).square().sum() + slope.square().sum(), weight=len(i))
         step.update(optimizer, clip=10.0)
         told += [step.loss, step.grad_norm]
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 def test_what_is_called_several_times(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def thaws(run: Run[Any]) -> Any:
 
     def after(step: Any, optimizer: Any) -> None:
         step.update(optimizer)
-        run._models.modules[0].requires_grad_(True)
+        run.context.models.modules[0].requires_grad_(True)
 
     return train(run, after=after, build=build)
 

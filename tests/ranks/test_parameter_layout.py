@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of
 from unisono.config import Settings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 from unisono.train.state.parameter_layout import ParameterLayout
 
@@ -47,7 +47,11 @@ def unfreezing(run: Run[Any], *, groups: bool) -> Any:
         for x, i in step:
             step.backward(loss_of(model, x), weight=len(i))
         step.update(optimizer)
-    return run._state.fingerprint(), [len(group["params"]) for group in optimizer.param_groups], run.promise()[0]
+    return (
+        run.context.state.fingerprint(),
+        [len(group["params"]) for group in optimizer.param_groups],
+        run_promise(run)[0],
+    )
 
 
 def resumed(world: World, folder: str, config: Settings, groups: bool, enabled: bool) -> Any:
@@ -124,7 +128,7 @@ def decided_again(world: World, folder: str) -> Any:
                 for x, i in step:
                     step.backward(loss_of(model, x), weight=len(i))
                 step.update(optimizer)
-            return model.body.weight.requires_grad, run.promise()
+            return model.body.weight.requires_grad, run_promise(run)
 
         return body
 

@@ -22,7 +22,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.recipes.text import GPT, Model
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_promise, run_ranks
 from unisono.train.run import Run
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -59,7 +59,7 @@ def deep(run: Run[Any], build: Callable[[], nn.Module] = Deep, length: int = 53)
     told.append(run.predict(model, Numbers(5)).tolist())
     with torch.no_grad():
         told.append(model(torch.ones(2, 3)).tolist())
-    return [*told, run.promise()[0], run._state.fingerprint()]
+    return [*told, run_promise(run)[0], run.context.state.fingerprint()]
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,8 @@ def language(run: Run[Any], *, text: bool, tied: bool, stop_after: int | None = 
         if step.number + 1 == stop_after:
             run.stop()
     told.append(run.evaluate(model, data, likelihood, collate_fn=collate))
-    assert run._state.fingerprint() == run._state.fingerprint()
-    return told, gradients, run.promise(), run._state.fingerprint()
+    assert run.context.state.fingerprint() == run.context.state.fingerprint()
+    return told, gradients, run_promise(run), run.context.state.fingerprint()
 
 
 def untied_text(run: Run[Any]) -> Any:
@@ -266,7 +266,7 @@ def stopping(world: World, folder: Path, config: Settings, stop_after: int, tied
     with join(world) as group:
         run = build_run(config, world, group, folder, resume=True)
         *_, promise, fingerprint = language(run, text=True, tied=tied, stop_after=stop_after)
-        run.close()
+        close_run(run)
         return f"{promise[0]} {fingerprint}"
 
 
@@ -291,7 +291,7 @@ def averaged(run: Run[Any]) -> Any:
         step.update(optimizer)
         average.update_parameters(model)
         told.append((step.loss, step.mean("high")))
-    return [*told, run.evaluate(average, Numbers(20), squares), run._state.fingerprint()]
+    return [*told, run.evaluate(average, Numbers(20), squares), run.context.state.fingerprint()]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

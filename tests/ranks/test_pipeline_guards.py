@@ -115,7 +115,7 @@ def asking(run: Run[Any], given: Callable[[Any], Any], build: Callable[[], nn.Mo
         step.run(model, loss, forward=lambda model, batch: model(given(batch[0])))
         step.update(optimizer)
         told.append(step.loss)
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 def as_dict(x: Tensor) -> Any:

@@ -19,7 +19,7 @@ from tests.ranks.test_pipeline import UNEVEN, Deep, deep, squares
 from tests.ranks.training import settings
 from unisono.config import ParallelSettings
 from unisono.errors import LoopError
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 
@@ -191,7 +191,7 @@ def looked_at(run: Run[Any], kind: str) -> Any:
         step.run(model, squares)
         step.update(optimizer)
         told.append([step.loss, run.evaluate(model, Numbers(9), squares)])
-    return [*told, run.predict(model, Numbers(9)).tolist(), run.promise()[0]]
+    return [*told, run.predict(model, Numbers(9)).tolist(), run_promise(run)[0]]
 
 
 @pytest.mark.parametrize("kind", ["drops", "draws"])
@@ -216,7 +216,7 @@ def thawing(run: Run[Any]) -> Any:
         try:
             step.run(model, squares)
         except LoopError as error:
-            return [*told, str(error), run._state.fingerprint()]
+            return [*told, str(error), run.context.state.fingerprint()]
         norm = step.grad_norm
         step.update(optimizer)
         told.append([step.loss, norm])

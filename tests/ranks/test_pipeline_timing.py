@@ -19,7 +19,7 @@ from tests.ranks.test_pipeline import UNEVEN, Deep, squares
 from tests.ranks.test_pipeline_limits import Counts
 from unisono.config import ParallelSettings
 from unisono.recipes.text import GPT, Model
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 PIPED = replace(UNEVEN, parallel=ParallelSettings(pipeline=2))
@@ -87,7 +87,7 @@ def trained(run: Run[Any], example: Any) -> Any:
         step.run(model, squares)
         told.append((step.loss, step.grad_norm))
         step.update(optimizer)
-    return [*told, run.promise()[0], run._state.fingerprint()]
+    return [*told, run_promise(run)[0], run.context.state.fingerprint()]
 
 
 def without(run: Run[Any]) -> Any:

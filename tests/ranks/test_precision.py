@@ -55,9 +55,9 @@ def trained(run: Run[Any], data: Any, stop_after: int | None = None) -> dict[str
         "skipped": skipped,
         "losses": losses,
         "dtypes": sorted(map(str, dtypes)),
-        "state": run._state.fingerprint(),
+        "state": run.context.state.fingerprint(),
         "lr": optimizer.param_groups[0]["lr"],
-        "scale": run._scale.value,
+        "scale": run.context.scale.value,
     }
 
 
@@ -149,7 +149,7 @@ def beside(run: Run[Any], data: Any, precision: str) -> Any:
         step.update(optimizer, clip=1.0)
     theirs, scale = by_hand(twin, batches, precision)
     same = {name: torch.equal(value, theirs[name]) for name, value in model.state_dict().items()}
-    return all(same.values()), run._scale.value == scale
+    return all(same.values()), run.context.scale.value == scale
 
 
 @pytest.mark.parametrize(("precision", "data"), [("bf16", Numbers(23)), ("fp16", Spiky(23))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,16 @@ import torch.nn.functional as F
 from tests.pairs import every_pair
 from tests.ranks import training
 from unisono.config import BalanceSettings, LoaderSettings, Settings
+from unisono.config.mesh_shape import MeshShape
 from unisono.data.loader import Schedule
 from unisono.distributed.init import join_process_group as join
+from unisono.distributed.mesh import build_mesh
+from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
-from unisono.plan.load_balance import LoadBalancer
-from unisono.testing import SlowAt, build_run, run_ranks
+from unisono.testing import SlowAt, build_run, close_run, run_ranks
 from unisono.train.balance.rebalance import Rebalancer
-from unisono.train.balance.step_timer import StepTimer
+from unisono.train.balance.work_stealing import NoWorkStealing, WorkStealing
+from unisono.train.step_sync import StepSync
 
 CLAIMED: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -77,9 +81,10 @@ def claimed(world: World, config: Settings, folder: str, kind: str, times: float
         run.track(model=model, optimizer=optimizer)
         losses, rounds, guests = [], 0, 0
         for step in run.steps(data, collate_fn=training.padded if kind == "gpt" else None):
-            dealing = run._engine.dealing if run._engine else None
-            if dealing is not None and dealing.claims is not None:
-                dealing.claims.on = step.number % 4 != 3
+            assert run.context.parts is not None
+            stealing = run.context.parts.source.stealing
+            if isinstance(stealing, WorkStealing):
+                stealing.on = step.number % 4 != 3
                 slow.times = times if step.number % world.size == world.rank else 1.0
             for _ in range(2 if step.number == 2 else 1):  # one step has two passes
                 for x, y in step.over(optimizer):
@@ -89,10 +94,10 @@ def claimed(world: World, config: Settings, folder: str, kind: str, times: float
                     step.backward(loss, weight=(y != -100).sum())
                 step.update(optimizer)
             losses.append(step.loss)
-        if dealing is not None and dealing.claims is not None:
-            guests = dealing.claims.guests
-        run.close()
-        return {"losses": losses, "rounds": rounds, "guests": guests, "state": run._state.fingerprint()}
+        if isinstance(stealing, WorkStealing):
+            guests = stealing.guests
+        close_run(run)
+        return {"losses": losses, "rounds": rounds, "guests": guests, "state": run.context.state.fingerprint()}
 
 
 @pytest.mark.parametrize(("case", "kind"), every_pair(CLAIMED, ["mlp", "gpt"]))
@@ -110,10 +115,14 @@ def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: 
 def test_it_is_named_although_it_computes_nothing_now() -> None:
     """The others have become quicker, and in the step that shows it, it has no time of its own."""
     said: list[str] = []
-    dealer = LoadBalancer(3, ((0, 1), (1, 2), (2, 3)))
-    dealing = Rebalancer(dealer, None, 1.0, StepTimer(torch.device("cpu")), Schedule(dealer.spans), said.append)
+    source: Any = SimpleNamespace(schedule=Schedule(((0, 1), (1, 2), (2, 3))), stealing=NoWorkStealing())
+    world = ProcessGroup(size=3)
+    mesh = replace(build_mesh(MeshShape(), ProcessGroup()), axes=MeshShape(replicate=3), world=world)
+    rebalancer = Rebalancer(
+        Settings(steps=1, batch=3, virtual_ranks=3), mesh, source, StepSync(3, world), said.append, 0
+    )
     for step, seconds in enumerate([[1.0, 1.0, 1.0]] * 60 + [[0.01, 0.01, 0.0]] * 100):
-        dealing.hear(step, [(took, float(step), 0.0) for took in seconds])
+        rebalancer.apply(step, [(took, float(step), 0.0) for took in seconds])
     assert any(
         line.startswith("Rank 2 would take 1e+03 ms for a virtual rank, where the others take 10:") for line in said
     )

@@ -16,8 +16,9 @@ from tests.ranks import training
 from tests.ranks.loops import SETTINGS, attempt, loss_of, train
 from unisono.config import BalanceSettings, DivergenceSettings, Settings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import extension_of, run_ranks
 from unisono.testing.faults import BitFlip, flip_
+from unisono.train.diagnostics.redundant_compute import RedundantCompute
 from unisono.train.run import Run
 from unisono.train.step import Step
 
@@ -46,8 +47,8 @@ def told(run: Run[Any], wrong: str) -> Any:
         loss = loss_of(model, x)
         if wrong == "always" and step.number >= 2:
             loss = loss * 1.0000001
-        calls[0] += step._place == (3, 3, 0, False)  # the third one, and no spare one
-        if wrong == "in the step" and step._place == (3, 3, 0, False):
+        calls[0] += step._state.place == (3, 3, 0, False)  # the third one, and no spare one
+        if wrong == "in the step" and step._state.place == (3, 3, 0, False):
             loss = loss * 1.0000001
         step.backward(loss, weight=len(i))
 
@@ -57,7 +58,7 @@ def told(run: Run[Any], wrong: str) -> Any:
             flip_(next(iter(optimizer.param_groups[0]["params"])))
 
     said = train(run, body, after)
-    audit = run._engine.audit if run._engine is not None else None
+    audit = extension_of(run, RedundantCompute)
     return {"told": said, "done": audit.done if audit else []}
 
 
@@ -111,10 +112,9 @@ def trained(world: World, folder: Path, cases: dict[str, tuple[str, Settings]]) 
 
     def loop(run: Run[Any], kind: str) -> Any:
         out = training.loop(run, kind, 53, {}, None, True)
-        assert run._engine is not None
-        audit = run._engine.audit
+        audit = extension_of(run, RedundantCompute)
         done = len({(v, ranks) for _, v, ranks in audit.done}) if audit else 0
-        return {"losses": out["losses"], "norms": out["norms"], "done": done, "sha": run._state.fingerprint()}
+        return {"losses": out["losses"], "norms": out["norms"], "done": done, "sha": run.context.state.fingerprint()}
 
     return [
         attempt(world, folder / name, partial(loop, kind=kind), settings, verified=True)

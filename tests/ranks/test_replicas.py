@@ -21,7 +21,7 @@ from unisono import phases
 from unisono.config import CheckpointSettings, ParallelSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, finish_run, run_ranks, run_result
 from unisono.train.gradient_pass import GradientPass
 
 Gather = Literal["layer", "step"]
@@ -65,9 +65,9 @@ def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead:
                 step.backward(loss, weight=len(y))
             step.update(optimizer)
             losses.append(step.loss)
-        run.finish()
-        run.close()
-        return losses, run._state.fingerprint(), spare, run.result()
+        finish_run(run)
+        close_run(run)
+        return losses, run.context.state.fingerprint(), spare, run_result(run)
 
 
 def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:

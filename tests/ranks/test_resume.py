@@ -20,7 +20,7 @@ from tests.ranks.training import settings
 from unisono.checkpoint.load import fingerprint
 from unisono.config import CheckpointSettings, LoaderSettings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import finish_run, run_promise, run_ranks, run_result
 from unisono.train.run import Run
 from unisono.train.step import Step
 
@@ -39,7 +39,7 @@ def train_all(world: World, folders: dict[str, str], resume: bool) -> dict[str, 
     """What each kind of training tells, in its folder."""
 
     def loop(kind: str) -> Loop:
-        return lambda run: training(run, kind, 53, {}, None, False) | {"weights": run.result()["weights_sha256"]}
+        return lambda run: training(run, kind, 53, {}, None, False) | {"weights": run_result(run)["weights_sha256"]}
 
     return {
         name: attempt(world, Path(folder), loop(KINDS[name][0]), KINDS[name][1], resume=resume)
@@ -120,7 +120,7 @@ def tracks(*names: str, late: bool = False, build: Callable[[], nn.Module] = lin
             for x, i in step:
                 whole(step, model, x, i)
             step.update(optimizer, schedule, *([second] if not late or step.number == 1 else []))
-        return run.steps_done
+        return run.context.progress.steps_done
 
     return loop
 
@@ -244,7 +244,7 @@ def in_bfloat16(run: Run[Any]) -> str:
             whole(step, model, x.bfloat16(), i)
         step.update(optimizer)
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return run._state.fingerprint() + str([value.dtype for value in states])
+    return run.context.state.fingerprint() + str([value.dtype for value in states])
 
 
 def keep_dtypes(world: World, folder: str) -> list[str]:
@@ -290,8 +290,8 @@ def breaks(run: Run[Any], in_step: bool, change: bool, leave: bool) -> tuple[str
     with torch.no_grad():
         for p in model.parameters() if leave and change else ():
             p.mul_(2)
-    run.finish()
-    return run._state.fingerprint(), run.promise()[0]
+    finish_run(run)
+    return run.context.state.fingerprint(), run_promise(run)[0]
 
 
 def leave_and_go_on(world: World, folder: str) -> dict[str, Any]:
@@ -361,7 +361,7 @@ def scheduled(run: Run[Any], how: str) -> Any:
             whole(step, model, x, i)
         rates.append(schedule.get_last_lr()[0])
         step.update(optimizer, schedule)
-    return rates, run.result()["promise"], run.result()["reason"]
+    return rates, run_result(run)["promise"], run_result(run)["reason"]
 
 
 def lengthen(world: World, folder: str) -> Any:
@@ -404,7 +404,7 @@ def promises(world: World, folder: str) -> list[str]:
 
             def promised(run: Run[Any], loop: Loop = loop) -> str:
                 loop(run)
-                return ": ".join(run.promise())
+                return ": ".join(run_promise(run))
 
             told.append(attempt(world, Path(folder, name), promised, config, resume=resume))
     return told

@@ -26,7 +26,7 @@ from unisono.checkpoint.storage import FolderStorage
 from unisono.config import CheckpointSettings, ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.run import Run
 
 
@@ -57,11 +57,11 @@ def on_a_slow_disk(world: World, folder: Path) -> Any:
 
     def body(run: Run[Any]) -> Any:
         slow = SlowFolder(folder / "checkpoints")
-        run._state._place = slow
+        run.context.state._place = slow
 
         def after(step: Any, optimizer: Any) -> None:
             step.update(optimizer)
-            prints[step.number + 1] = run._state.fingerprint()
+            prints[step.number + 1] = run.context.state.fingerprint()
             if step.number in (2, 3):
                 assert slow.begun.wait(30)
                 went_on.append(step.number)
@@ -91,8 +91,8 @@ def killed_while_saving(world: World, folder: Path) -> None:
         def after(step: Any, optimizer: Any) -> None:
             step.update(optimizer)
             if step.number == 2:  # after step 2 it was saved; the next one is on a slow disk
-                run._state.settle()
-                run._state._place = slow
+                run.context.state.settle()
+                run.context.state._place = slow
             if step.number == 4:
                 assert slow.begun.wait(30)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -142,8 +142,8 @@ def short(world: World, folder: Path, config: Any, resume: bool = False) -> str:
     with join(world) as group:
         run = build_run(config, world, group, folder, resume=resume)
         loop(run, "mlp", 101, {}, None, False)
-        run.close()
-        return run._state.fingerprint()
+        close_run(run)
+        return run.context.state.fingerprint()
 
 
 def test_each_process_writes_its_shards_and_one_reads_them_all(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def second_cannot_write(world: World, folder: Path) -> Any:
         def after(step: Any, optimizer: Any) -> None:
             step.update(optimizer)
             if step.number == 2:
-                run._state.settle()
+                run.context.state.settle()
                 if world.rank == 0:
                     (folder / "checkpoints/.step-00000004.unfinished/rank-00001.safetensors").mkdir(parents=True)
 
@@ -207,7 +207,7 @@ def loses_permission(world: World, folder: Path) -> Any:
         def after(step: Any, optimizer: Any) -> None:
             step.update(optimizer)
             if step.number == 2:
-                run._state.settle()
+                run.context.state.settle()
                 (folder / "checkpoints").chmod(0o500)
 
         return train(run, after=after)

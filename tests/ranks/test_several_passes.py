@@ -70,7 +70,7 @@ def alternating(run: Run[Any]) -> Any:
         assert all(p.grad is None for p in a.d.parameters())
         step.update(a.of_g)
         told += [step.loss, step.weight, step.mean("seen")]
-    return [*told, run._state.fingerprint()]
+    return [*told, run.context.state.fingerprint()]
 
 
 def together(run: Run[Any]) -> Any:
@@ -83,7 +83,7 @@ def together(run: Run[Any]) -> Any:
             step.backward(a.loss_g(x), weight=len(i))
         assert all(p.grad is not None for m in (a.d, a.g) for p in m.parameters())
         step.update(a.of_g, a.of_d)
-    return run._state.fingerprint()
+    return run.context.state.fingerprint()
 
 
 def in_turn(run: Run[Any]) -> Any:
@@ -94,7 +94,7 @@ def in_turn(run: Run[Any]) -> Any:
         for x, i in step.over(optimizer):
             step.backward(loss(x), weight=len(i))
         step.update(optimizer)
-    return run._state.fingerprint()
+    return run.context.state.fingerprint()
 
 
 class SignOfMomentum(torch.optim.Optimizer):
@@ -135,7 +135,7 @@ def of_ones_own(run: Run[Any]) -> Any:
         step.update(optimizer, schedule)
         average.update_parameters(model)
     mean = run.evaluate(average, Numbers(22), lambda out, x, i: (out.square().sum(), len(i)))
-    return [mean, run._state.fingerprint()]
+    return [mean, run.context.state.fingerprint()]
 
 
 def without_data(run: Run[Any]) -> Any:
@@ -151,7 +151,7 @@ def without_data(run: Run[Any]) -> Any:
         step.update(optimizer)
         sums.append(step.sum("numbers"))
     assert sums == [sum(range(8 * n, 8 * n + 8)) for n in range(6)]
-    return run._state.fingerprint()
+    return run.context.state.fingerprint()
 
 
 LOOPS: dict[str, Callable[[Run[Any]], Any]] = {

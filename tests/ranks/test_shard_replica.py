@@ -23,8 +23,10 @@ from unisono.checkpoint.sharded_state import gather_state
 from unisono.config import ParallelSettings
 from unisono.config.mesh_shape import MeshShape
 from unisono.distributed.process_group import to_local
-from unisono.testing import run_ranks
-from unisono.train.recovery.shard_replica import ShardReplica, step_of, survival_of
+from unisono.testing import extension_of, finish_run, run_ranks
+from unisono.train.recovery.replication import Replication
+from unisono.train.recovery.shard_replica import ShardReplica, step_of
+from unisono.train.recovery.survival import survival_of
 from unisono.train.run import Run
 
 attempt = partial(loops.attempt, verified=True)
@@ -96,16 +98,18 @@ def spoil(model: nn.Module, steppers: list[Any], *, new: bool) -> None:
 
 def state_of(run: Run[Any]) -> list[Any]:
     """The bits of all weights, and of whatever is tracked beside them, thing by thing."""
-    others = {name: thing.state_dict() for name, thing in run._state.tracked.items() if name.startswith("stepper")}
+    others = {
+        name: thing.state_dict() for name, thing in run.context.state.tracked.items() if name.startswith("stepper")
+    }
     leaves = tree_leaves(gather_state(others, keep=True))
     bits = [sha256(leaf.numpy().tobytes()).hexdigest() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return [run._state.fingerprint(), *bits]
+    return [run.context.state.fingerprint(), *bits]
 
 
 def buddy_of(run: Run[Any]) -> ShardReplica:
-    assert run._engine is not None
-    assert run._engine.buddy is not None
-    return run._engine.buddy
+    replication = extension_of(run, Replication)
+    assert replication is not None
+    return replication.replica
 
 
 def loop(
@@ -300,8 +304,8 @@ def leaves_early(run: Run[Any]) -> Any:
             step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
         step.update(*steppers)
     under_way = buddy_of(run)._travel is not None
-    run.finish()
-    return [under_way, buddy_of(run)._travel is None, run.steps_done]
+    finish_run(run)
+    return [under_way, buddy_of(run)._travel is None, run.context.progress.steps_done]
 
 
 def test_a_loop_that_is_left_early_waits_for_its_copies(tmp_path: Path) -> None:

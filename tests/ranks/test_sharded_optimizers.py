@@ -14,7 +14,7 @@ from unisono.config import ParallelSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_promise, run_ranks
 
 
 class Signs(torch.optim.Optimizer):
@@ -63,7 +63,7 @@ def all_of_them(world: World, folder: Path) -> dict[str, Any]:
     """By its name what comes of an optimizer in shards: bits and promise, or words."""
 
     def loop(make: Any) -> Any:
-        return lambda run: (train(run, build=matrix, make=lambda model: make(model.parameters())), run.promise())
+        return lambda run: (train(run, build=matrix, make=lambda model: make(model.parameters())), run_promise(run))
 
     config = replace(SETTINGS, parallel=ParallelSettings(shard=world.size))
     return {name: attempt(world, folder / name, loop(make), config) for name, make in MAKE.items()}
@@ -97,7 +97,7 @@ def begun_or_resumed(world: World, folder: str, config: Settings, resume: bool) 
                 step.update(optimizer)
         except LoopError as error:
             return str(error)
-        run.close()
+        close_run(run)
         return ""
 
 

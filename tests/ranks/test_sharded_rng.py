@@ -15,7 +15,7 @@ from torch import nn
 from unisono.config import ParallelSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_promise, run_ranks
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "randn_like": lambda grad: grad.add_(0.1 * torch.randn_like(grad)),
@@ -42,8 +42,8 @@ def train(world: World, how: str, folder: str, config: Settings) -> tuple[str, s
             for p in model.parameters():
                 CHANGES[how](p.grad)
             step.update(optimizer)
-        run.close()
-        return run._state.fingerprint(), run.promise()[0]
+        close_run(run)
+        return run.context.state.fingerprint(), run_promise(run)[0]
 
 
 @pytest.mark.parametrize("how", CHANGES)

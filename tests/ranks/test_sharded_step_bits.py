@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks.loops import SETTINGS, Loop, attempt, train
 from unisono.config import ParallelSettings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.optimization import sharded_step
 from unisono.train.run import Run
 from unisono.train.step import Step
@@ -64,7 +64,7 @@ def loop(build: Any, make: Any, *, locally: bool = True) -> Loop:
         with pytest.MonkeyPatch.context() as patch:
             if not locally:
                 patch.setattr(sharded_step, "steps_locally", lambda optimizer: False)
-            return train(run, whole, build=build, make=make)[-1], run.promise()
+            return train(run, whole, build=build, make=make)[-1], run_promise(run)
 
     return body
 

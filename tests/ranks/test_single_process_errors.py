@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, sgd, train, whole
 from unisono.config import LoaderSettings
 from unisono.environment import World
-from unisono.testing import run_ranks
+from unisono.testing import finish_run, run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step
 
@@ -97,7 +97,7 @@ def leaves_alone(run: Run[Any]) -> Any:
     try:
         train(run, after=after)
     except StopIteration:
-        run.finish()
+        finish_run(run)
 
 
 ELSEWHERE: dict[str, tuple[Loop, str]] = {
@@ -120,7 +120,7 @@ def go_elsewhere(world: World, folder: str) -> dict[str, Any]:
     def whole_script(loop: Loop) -> Loop:
         def script(run: Run[Any]) -> None:
             loop(run)
-            run.finish()
+            finish_run(run)
 
         return script
 

@@ -15,7 +15,7 @@ from tests.ranks.loops import SETTINGS, Loop, attempt
 from unisono.config import ParallelSettings
 from unisono.environment import World
 from unisono.exchange import buckets
-from unisono.testing import run_ranks
+from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
 
@@ -49,7 +49,7 @@ def loop(*, clip: float | None = None, merge: bool = True) -> Loop:
                 if run.settings.parallel.shard == 1:
                     grads += [p.grad.to_dense().numpy().tobytes() for p in model.parameters() if p.grad is not None]
                 step.update(optimizer, clip=clip)
-        return run._state.fingerprint(), grads, run.promise()[0]
+        return run.context.state.fingerprint(), grads, run_promise(run)[0]
 
     return body
 

@@ -20,7 +20,7 @@ from unisono.checkpoint.load import newest
 from unisono.config import BalanceSettings, CheckpointSettings, LoaderSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, finish_run, run_ranks, run_result
 
 
 def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], kind: str = "mlp") -> Any:
@@ -30,10 +30,10 @@ def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[s
             die_at(*deaths[world.number])
         run = build_run(config, world, group, folder, verified=True)
         out = loop(run, kind, 101, {}, None, config.parallel.shard == 1)  # noise on shards is each process's own
-        run.finish()
-        run.close()
-        result = run.result()
-        return out["losses"], run._state.fingerprint(), result
+        finish_run(run)
+        close_run(run)
+        result = run_result(run)
+        return out["losses"], run.context.state.fingerprint(), result
 
 
 def undisturbed(folder: Path, kind: str = "mlp", *, noise: bool = True, **changes: Any) -> Any:
@@ -116,9 +116,9 @@ def evaluated(world: World, config: Settings, folder: Path, deaths: dict[int, tu
             step.update(optimizer)
             found.append(run.evaluate(model, points, right))
             found.append(run.predict(model, points).sum().item())
-        run.finish()
-        run.close()
-        return found, run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return found, run.context.state.fingerprint()
 
 
 def right(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, int]:
@@ -167,9 +167,9 @@ def large(world: World, config: Settings, folder: Path, deaths: dict[int, int]) 
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             step.update(optimizer)
-        run.finish()
-        run.close()
-        return run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return run.context.state.fingerprint()
 
 
 PHASES = ("data", "forward", "backward", "exchange", "update", "checkpoint", "other", "evaluate")
@@ -198,9 +198,9 @@ def long_work(
                 run.evaluate(model, points, right)
             if (folder / "enough").exists():
                 run.stop()
-        run.finish()
-        run.close()
-        return finished, run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return finished, run.context.state.fingerprint()
 
 
 @pytest.mark.slow
@@ -294,9 +294,9 @@ def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, t
             for x, y in step.over(second):
                 step.backward(F.cross_entropy(one(x) - other(x), y, reduction="sum"), weight=len(y))
             step.update(first, second)
-        run.finish()
-        run.close()
-        return run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return run.context.state.fingerprint()
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -322,9 +322,9 @@ def evaluates_between(world: World, config: Settings, folder: Path, deaths: dict
             found.append(run.evaluate(one, Points(57), right))
             step.run(other, summed, over=[second])
             step.update(second)
-        run.finish()
-        run.close()
-        return found, run._state.fingerprint()
+        finish_run(run)
+        close_run(run)
+        return found, run.context.state.fingerprint()
 
 
 def summed(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:

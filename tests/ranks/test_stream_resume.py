@@ -74,7 +74,7 @@ def follow(run: Run[Any], stream: Stream, stop: int | None = None) -> dict[str, 
         losses.append(step.loss)
         if step.number + 1 == stop:
             run.stop()
-    return {"seen": seen, "losses": losses, "weights": run._state.fingerprint()}
+    return {"seen": seen, "losses": losses, "weights": run.context.state.fingerprint()}
 
 
 def train(world: World, data: str, folder: str, stop: int | None = None, resume: bool = False) -> dict[str, Any]:

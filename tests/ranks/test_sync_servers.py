@@ -77,7 +77,7 @@ def interrupted(world: World, folder: str, config: Settings, stop_after: int | N
     out = attempt(
         world,
         Path(folder),
-        lambda run: loop(run, "gpt", 53, {}, stop_after, False) | {"state": run._state.fingerprint()},
+        lambda run: loop(run, "gpt", 53, {}, stop_after, False) | {"state": run.context.state.fingerprint()},
         config,
         resume=resume,
     )

@@ -14,7 +14,7 @@ from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import CheckpointError
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, finish_run, run_ranks, run_result
 
 PATIENCE = 2
 
@@ -46,10 +46,10 @@ def train(world: World, folder: str, shard: int = 1, stop_after: int | None = No
                 kept["weights"] = torch.full((3,), now)
             if step.number + 1 == stop_after:
                 run.stop()
-        run.finish()
-        run.close()
+        finish_run(run)
+        close_run(run)
         told = kept | {"weights": kept["weights"].tolist()}
-        return told, run.steps_done, run._state.fingerprint(), run.result()["promise"]
+        return told, run.context.progress.steps_done, run.context.state.fingerprint(), run_result(run)["promise"]
 
 
 def test_who_stops_early_does_so_wherever_it_was_resumed(tmp_path: Path) -> None:

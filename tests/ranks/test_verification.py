@@ -27,7 +27,7 @@ from unisono.data import alignment
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
 from unisono.exchange import buckets
-from unisono.testing import run_ranks
+from unisono.testing import run_ranks, run_result
 from unisono.train import build
 from unisono.train import run as run_module
 from unisono.train.guarantees import promise
@@ -313,7 +313,7 @@ def test_what_breaks_a_promise_is_named_in_the_first_steps(tmp_path: Path, size:
 def lowered(world: World, folder: Path, settings: Settings) -> Any:
     def loop(run: Run[Any]) -> Any:
         train(run, lambda step, model, x, i: step.backward(loss_of(model, x) * (1 + draw()), weight=len(i)))
-        return run.result()
+        return run_result(run)
 
     draws = torch.Generator().manual_seed(3)
 

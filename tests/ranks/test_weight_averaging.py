@@ -13,7 +13,7 @@ from tests.ranks import training
 from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 
 
 def train(world: World, folder: str, parallel: ParallelSettings) -> tuple[list[float], str]:
@@ -34,8 +34,8 @@ def train(world: World, folder: str, parallel: ParallelSettings) -> tuple[list[f
                 for a, p in zip(average.parameters(), model.parameters(), strict=True):
                     a.lerp_(p, 0.1)
             losses.append(run.evaluate(average, training.tensors(20), measure)["measure"])
-        run.close()
-        return losses, run._state.fingerprint()
+        close_run(run)
+        return losses, run.context.state.fingerprint()
 
 
 def measure(out: torch.Tensor, _: Any, y: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -23,7 +23,7 @@ from unisono.data.loader_workers import deaths
 from unisono.environment import World
 from unisono.plan.assignment import Slot
 from unisono.plan.batch_order import BatchOrder
-from unisono.testing import run_ranks
+from unisono.testing import run_ranks, run_result
 from unisono.train.run import Run
 
 STEPS = 6
@@ -87,7 +87,7 @@ def loop(run: Run[Any], folder: Path, how: str) -> Any:
         if step.number in (1, 3):
             told.append(run.evaluate(model, walked, measure))
     told.append(run.predict(model, walked, forward=lambda m, batch: m(batch[0])).tolist())
-    return [run._state.fingerprint(), told], run.result().get("worker_restarts", 0)
+    return [run.context.state.fingerprint(), told], run_result(run).get("worker_restarts", 0)
 
 
 def trained(world: World, folder: str, how: str, count: int, virtual_ranks: int) -> Any:

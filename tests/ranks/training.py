@@ -16,7 +16,7 @@ from torch import nn
 from unisono.config import Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run
+from unisono.testing import build_run, close_run, reassign, run_result
 from unisono.train.run import Run
 
 
@@ -138,8 +138,8 @@ def train(
     with join(world) as group:
         run = build_run(config, world, group, Path(run_dir), resume=resume)
         out = loop(run, kind, length, deals or {}, stop_after, noise)
-        run.close()
-        return out | {"result": run.result(), "state": run._state.fingerprint()}
+        close_run(run)
+        return out | {"result": run_result(run), "state": run.context.state.fingerprint()}
 
 
 def loop(
@@ -153,7 +153,7 @@ def loop(
     losses, norms, rounds, held = [], [], 0, {}
     for step in run.steps(data, collate_fn=padded if kind == "gpt" else None):
         if step.number in deals:
-            held[step.number] = run.deal(deals[step.number])
+            held[step.number] = reassign(run, deals[step.number])
         louder = 1 + np.random.rand() * random.random() if noise else 1.0
         for x, y in step:
             rounds += 1
@@ -175,6 +175,6 @@ def loop(
 
 
 def copies(run: Run[Settings]) -> int:
-    assert run._engine is not None
-    pools = [getattr(gradient.exchange, "pool", None) for gradient in run._engine._gradients.values()]
+    assert run.context.parts is not None
+    pools = [getattr(gradient.exchange, "pool", None) for gradient in run.context.parts.sync.gradients]
     return sum(pool.made for pool in pools if pool)

@@ -17,7 +17,7 @@ from unisono.config import LoaderSettings, Settings
 from unisono.environment import World
 from unisono.recipes import image, speech, text, topics
 from unisono.recipes.datasets import docstrings
-from unisono.testing import run_ranks
+from unisono.testing import run_ranks, run_result
 from unisono.train.run import Run
 
 CASES: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ SETTINGS: dict[str, Settings] = {
 
 def trained(run: Run[Any], main: Callable[[Run[Any]], None]) -> dict[str, Any]:
     main(run)
-    result = run.result()
+    result = run_result(run)
     return {name: result.get(name) for name in ("weights_sha256", "loss", "skipped", "accuracy", "bits_per_byte")}
 
 

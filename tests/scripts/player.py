@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unisono import environment, phases
+from unisono import entrypoint, environment, phases
 from unisono.checkpoint.load import load, newest
 from unisono.environment import World
 from unisono.errors import UnisonoError
@@ -22,7 +22,7 @@ from unisono.monitor.step_monitor import StepMonitor
 from unisono.tensors.digest import fingerprint_of
 from unisono.testing import run_ranks
 from unisono.testing.faults import Fault
-from unisono.train.run import Run
+from unisono.train.context import RunContext
 from unisono.train.state.run_state import RANDOM
 
 SECONDS = 100.0
@@ -128,7 +128,7 @@ class Heard:
         """{number: [loss, what was logged]}; what is logged behind the loop is in the results."""
         self.results: list[dict[str, Any]] = []
         self._logged: dict[str, Any] = {}
-        step, log, result = StepMonitor.step, StepMonitor.log, Run.result
+        step, log, result = StepMonitor.step, StepMonitor.log, entrypoint.result_of
 
         def heard_step(watcher: StepMonitor, done: Any) -> None:
             self.steps[done.number], self._logged = [done.loss, self._logged], {}
@@ -138,9 +138,9 @@ class Heard:
             self._logged = {**self._logged, **values}
             log(watcher, values)
 
-        def heard_result(run: Any) -> dict[str, Any]:
-            self.results.append(result(run))
+        def heard_result(context: RunContext) -> dict[str, Any]:
+            self.results.append(result(context))
             return self.results[-1]
 
         StepMonitor.step, StepMonitor.log = heard_step, heard_log  # type: ignore[method-assign,assignment]
-        Run.result = heard_result  # type: ignore[method-assign,assignment]
+        entrypoint.result_of = heard_result

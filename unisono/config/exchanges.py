@@ -32,8 +32,8 @@ class ExchangeInfo:
     mixed_devices    whether its processes may have different kinds of device
     not_recomputed   why another process cannot compute one of its gradients again; "": it can
     not_replayed     why one process cannot repeat its steps; "": it can
-    run_class        a function from settings to the class of the run, as "module:function"; "": the usual class
-    sync_points      the class that says when all processes hold the same model; "": after every step
+    loop             the loop in which its processes make steps, as "module:Class" or "module:function"; "": all
+                     make every step together
     """
 
     target: str
@@ -48,8 +48,7 @@ class ExchangeInfo:
     mixed_devices: bool = True
     not_recomputed: str = ""
     not_replayed: str = ""
-    run_class: str = ""
-    sync_points: str = ""
+    loop: str = ""
 
     def reason_against(self, axis: str) -> str:
         """Return why this exchange does not support an axis that is not in `axes`."""
@@ -87,13 +86,13 @@ EXCHANGES: dict[str, ExchangeInfo] = {
         has_section=True,
         not_recomputed="Its processes are servers and workers, which hold different tensors.",
         not_replayed="Its workers train at their own pace, and the order of their updates is not recorded.",
-        run_class="unisono.param_server.sync_servers:run_class",
+        loop="unisono.param_server.sync_servers:choose_server_loop",
     ),
     "local_sgd": ExchangeInfo(
         "unisono.local_sgd.inner:InnerExchange",
         has_section=True,
         not_recomputed="Its sites hold different weights between synchronizations.",
         not_replayed="Its sites hold different weights between synchronizations, and a checkpoint has their mean.",
-        sync_points="unisono.local_sgd.sites:LocalSGD",
+        loop="unisono.local_sgd.site_loop:LocalSGDLoop",
     ),
 }

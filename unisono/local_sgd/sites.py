@@ -1,24 +1,25 @@
-"""Sites: groups of processes that train by themselves, and meet now and then (exchange=local_sgd).
+"""Sites: groups of processes that train by themselves, and synchronize now and then (exchange=local_sgd).
 
-    steps      0 ... begin        ... begin + every        ... begin + 2 every       ...
+    steps      0 ... warmup       ... warmup + every      ... warmup + 2 every      ...
     site 0     |  all  |---- its own steps ----|---- its own steps ----|
-               | sites |                    meeting                 meeting
+               | sites |                 synchronization         synchronization
     site 1     | as one|---- its own steps ----|---- its own steps ----|
 
-Between two meetings nothing travels between sites, not even a flag: what a step agrees on (its sums, its loss, who
-wants to stop) is agreed on within the site. At a meeting every site tells the others how far its weights have come, the
-outer step (local_sgd/outer.py) says where they all go on, and what anybody asked for (a stop, a checkpoint) all do.
+Between two synchronizations nothing travels between sites, not even a flag: what a step agrees on (its sums, its loss,
+whether to stop) is agreed on within the site. At a synchronization every site sends how far its weights have moved, the
+outer step (local_sgd/outer.py) decides where all continue, and all do what some process has requested (a stop, a
+checkpoint).
 
 Everything else stays a site's own: optimizers, schedules, the scale of fp16, buffers (batch norm's statistics). So a
 checkpoint has these of every site. What is evaluated, saved as the model and left at the end is the mean of the sites'
-weights and buffers (of whole numbers, a counter's: site 0's), made for that moment. Their training does not notice.
+weights and buffers (of integers, such as a counter: site 0's), computed for that moment. Training does not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,19 +40,12 @@ from unisono.local_sgd.outer import (
 )
 from unisono.local_sgd.site_transport import SiteTransport, chunk_of
 from unisono.tensors.digest import tensor_hashes
+from unisono.train.context import RunContext
+from unisono.train.gradient_sync import GradientSync
+from unisono.train.loop import SyncPoint
 from unisono.train.state.run_state import EXCHANGE, RANDOM
+from unisono.train.step_state import StepState
 from unisono.train.step_sync import LOSS, STEP, VERBS
-from unisono.train.sync_points import SyncPoint
-
-if TYPE_CHECKING:
-    from unisono.config import Settings
-    from unisono.distributed.mesh import Mesh
-    from unisono.exchange.exchange_state import ExchangeStates
-    from unisono.train.loop import StepLoop
-    from unisono.train.modules.models import Models
-    from unisono.train.state.run_state import RunState
-    from unisono.train.step import Step
-    from unisono.train.step_sync import StepSync
 
 MEETING = "A meeting of the sites"
 
@@ -59,66 +53,65 @@ MEETING = "A meeting of the sites"
 class LocalSGD:
     """The sites of a run, from one of them.
 
-    told  for result.json
+    number    of this site
+    mesh      of its processes
+    across    the processes with the same rank in all sites
+    is_split  whether sites train by themselves
+    met       steps done at the last synchronization
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        mesh: Mesh,
-        models: Models,
-        table: StepSync,
-        state: RunState,
-        carried: ExchangeStates,
-        say: Callable[[str], None],
-    ) -> None:
-        self.settings, self.local = settings, settings.local_sgd
-        self.models, self.table, self.state, self.say = models, table, state, say
-        self.number, self.mesh, self.across = build_sites(self.local.sites, mesh.world)
-        self.between = SiteTransport(self.mesh.world, self.across)
+    def __init__(self, context: RunContext) -> None:
+        settings, world = context.settings, context.mesh.world
+        self.settings, self.local, self.context = settings, settings.local_sgd, context
+        self.models, self.state = context.models, context.state
+        self.number, self.mesh, self.across = build_sites(self.local.sites, world)
+        self.transport = SiteTransport(self.mesh.world, self.across)
         average = self.local.outer_optimizer == "average"
         how = (1.0, 0.0) if average else (self.local.outer_lr, self.local.outer_momentum)
-        self.fragments = [ModelFragment(mesh.world.device, *how) for _ in range(self.local.num_fragments)]
-        self.parted = False
-        self.met = 0  # steps done when all sites were last together
-        self.began = 0  # steps done when the sites parted
-        self._last: Step | None = None
+        self.fragments = [ModelFragment(world.device, *how) for _ in range(self.local.num_fragments)]
+        self.is_split = False
+        self.met = 0
+        self._split_at = 0  # steps done when the sites were split
+        self._last: StepState | None = None
         self._saved: Mapping[str, Any] = {}
         self._own: dict[int, torch.Tensor] = {}  # while all are as one: what this site's tensors were
-        models.heard.append(self._join)
-        carried.keep("sites", self)
+        context.models.heard.append(self._add_parameters)
+        context.exchange_states.keep("sites", self)
 
-    @property
-    def told(self) -> Mapping[str, Any]:
-        steps = 0 if self._last is None else self._last.number + 1 - self.began
-        return {"sites": self.local.sites, "bytes_per_step": round(self.between.sent / steps, 1) if steps else 0.0}
+    def result(self) -> Mapping[str, Any]:
+        """Return entries of result.json."""
+        steps = 0 if self._last is None else self._last.number + 1 - self._split_at
+        return {"sites": self.local.sites, "bytes_per_step": round(self.transport.sent / steps, 1) if steps else 0.0}
 
     # -- from step to step
 
-    def begin(self, engine: StepLoop, done: int) -> None:
-        self.met = done
+    def begin(self, sync: GradientSync) -> None:
+        """The loop begins."""
+        progress, note = self.context.progress, self.context.monitor.note
+        done = self.met = progress.steps_done
         every, apart = self.settings.checkpoint.every, self.local.sync_every
         if every and (every % apart or self.local.warmup_steps % apart or self.local.sync_delay):
-            self.say(f"checkpoints are written when sites have met, {plural(apart, 'step')} apart, and not between")
-        alone = engine.last - max(done, self.local.warmup_steps)
+            note(f"checkpoints are written when sites have met, {plural(apart, 'step')} apart, and not between")
+        alone = progress.last - max(done, self.local.warmup_steps)
         if 0 < alone < apart:
-            self.say(f"no meeting in the {plural(alone, 'step')} to come: sites are {plural(apart, 'step')} apart")
+            note(f"no meeting in the {plural(alone, 'step')} to come: sites are {plural(apart, 'step')} apart")
         if done >= self.local.warmup_steps:
-            self._part(engine)
+            self._split(sync)
 
-    def after(self, engine: StepLoop, step: Step) -> SyncPoint | None:
-        """A step is done; if sites meet after it, they do so now. None: they are not together."""
+    def after(self, sync: GradientSync, step: StepState) -> SyncPoint | None:
+        """A step is done: synchronize the sites, if they are due. None: they are not synchronized."""
+        progress_agreed = self.context.progress.agreed
         done, before, self._last = step.number + 1, self.met, step
-        if not self.parted:
-            self.met, agreed = done, engine.agreed
+        if not self.is_split:
+            self.met = done
             if done == self.local.warmup_steps:
-                self._part(engine)
-            return SyncPoint(agreed, before)
-        agreed = {}
+                self._split(sync)
+            return SyncPoint(progress_agreed, before)
+        agreed: Mapping[str, int] = {}
         with phases.phase("exchange"), wrap_peer_errors(MEETING):
             for number, fragment in enumerate(self.fragments):
                 if (done - self.local.warmup_steps) % self.local.sync_every == self._turn(number):
-                    self._send(fragment, step, engine.agreed)
+                    self._send(fragment, step, progress_agreed)
             for fragment in self.fragments:
                 if (fragment.letters or fragment.arrived) and fragment.due <= done:
                     agreed = self._receive(fragment)
@@ -126,29 +119,31 @@ class LocalSGD:
         return SyncPoint(agreed, before) if self.met == done else None
 
     def _turn(self, fragment: int) -> int:
-        """How many steps after the last one's meeting this fragment meets. The last fragment's turn ends the round."""
+        """Return after how many steps of a round this fragment is synchronized. The last fragment ends the round."""
         return (fragment + 1) * self.local.sync_every // self.local.num_fragments % self.local.sync_every
 
-    def _part(self, engine: StepLoop) -> None:
-        """From the next step on every site is by itself."""
-        share, order = self.settings.virtual_ranks // self.local.sites, engine.order
-        last = order.batch_size(order.steps_per_epoch - 1)
-        if last < self.local.sites and engine.last >= order.steps_per_epoch:
+    def _split(self, sync: GradientSync) -> None:
+        """From the next step on every site trains by itself."""
+        order, last = sync.order, self.context.progress.last
+        share = self.settings.virtual_ranks // self.local.sites
+        smallest = order.batch_size(order.steps_per_epoch - 1)
+        if smallest < self.local.sites and last >= order.steps_per_epoch:
             better = next(b for b in range(order.batch, 0, -1) if not 0 < order.length % b < self.local.sites)
             raise LoopError(
                 f"{self.local.sites} sites were to train by themselves.",
-                f"The last step of every epoch of {order.length} samples has {last} of them: not one for every site.",
+                f"The last step of every epoch of {order.length} samples has {smallest} of them: not one for every "
+                "site.",
                 f"--set batch={better}, or more data.",
             )
-        engine.part(self.mesh, (self.number * share, (self.number + 1) * share))
-        self.table.group, self.table.also = self.mesh.world, self._ask
+        sync.split(self.mesh, (self.number * share, (self.number + 1) * share))
+        self.context.step_sync.switch_group(self.mesh.world, self._ask)
         self.models.buffers.group = self.mesh.data
-        self.parted, self.began = True, self.met
+        self.is_split, self._split_at = True, self.met
         if self.models.trained:
-            self._join()
+            self._add_parameters()
 
-    def _join(self) -> None:
-        """What trains now meets as well. Its anchor is what it was until now, which is the same in all sites."""
+    def _add_parameters(self) -> None:
+        """Synchronize the parameters that are new as well. Their anchors are their values, equal in all sites."""
         known = {id(p) for fragment in self.fragments for p in fragment.params}
         fresh = set(map(id, self.models.trained)) - known
         named = []
@@ -157,7 +152,7 @@ class LocalSGD:
                 if id(p) in fresh:  # once, if several models have it
                     fresh.remove(id(p))
                     named.append((f"{i}.{name}", p))
-        if not self.parted or not named:
+        if not self.is_split or not named:
             return
         count = len(self.fragments)
         if not known and len(named) < count:
@@ -168,27 +163,27 @@ class LocalSGD:
             )
         stretches = [list(range(len(named)))]
         if not known:
-            stretches = self._as_before(named) or fragments_of([p.numel() for _, p in named], count)
+            stretches = self._saved_fragments(named) or fragments_of([p.numel() for _, p in named], count)
         anchors, velocities = self._saved.get("anchors", {}), self._saved.get("velocities", {})
         for fragment, stretch in zip(self.fragments[-len(stretches) :], stretches, strict=True):
             for name, p in (named[number] for number in stretch):
                 fragment.add(name, p, anchors.get(name, p), velocities.get(name))
         if not known:
-            self._take_up()
+            self._resume_fragments()
 
-    # -- a meeting
+    # -- a synchronization
 
-    def _send(self, fragment: ModelFragment, step: Step, agreed: Mapping[str, int]) -> None:
-        """This site's way, and a few words with it, go out."""
+    def _send(self, fragment: ModelFragment, step: StepState, agreed: Mapping[str, int]) -> None:
+        """Send how far the weights of this site have moved, and a few flags."""
         rows = fragment.pseudo_gradients()
         whole = all(bool(torch.isfinite(row).all()) for row in rows)
-        words = [VERBS.index(STEP), step.number, agreed["stop"], agreed["leave"], whole, *step._sums[LOSS]]
+        words = [VERBS.index(STEP), step.number, agreed["stop"], agreed["leave"], whole, *step.sums[LOSS]]
         left = fragment.residuals(rows, self.mesh.world) if self.local.bits < 32 else ()
-        fragment.letters = self.between.send(words, rows, self.local.bits, left)
+        fragment.letters = self.transport.send(words, rows, self.local.bits, left)
         fragment.due = step.number + 1 + self.local.sync_delay
 
     def _receive(self, fragment: ModelFragment) -> Mapping[str, int]:
-        """Everybody's ways are here: the outer step. Returns what all sites agree on."""
+        """Make the outer step with what all sites have sent. Returns what all sites agree on."""
         self._settle(fragment)
         assert fragment.arrived is not None
         (words, rows), fragment.arrived = fragment.arrived, None
@@ -196,7 +191,7 @@ class LocalSGD:
         return {"stop": int(sum(said[2] for said in words)), "leave": int(sum(said[3] for said in words))}
 
     def _settle(self, fragment: ModelFragment) -> None:
-        """Wait for what is under way; it is used when it is due."""
+        """Wait for what is under way; it is applied when it is due."""
         if fragment.letters is None:
             return
         words = fragment.letters.heard()
@@ -212,9 +207,9 @@ class LocalSGD:
         fragment.letters = None
 
     def _ask(self, verb: str) -> None:
-        """Every site is about to do this, one of VERBS; raises LoopError on all of them if not."""
+        """Check that every site is about to do this, one of VERBS; raises LoopError on all of them if not."""
         with wrap_peer_errors(verb):
-            self._check(verb, self.between.tell([VERBS.index(verb), *[0.0] * 6]))
+            self._check(verb, self.transport.tell([VERBS.index(verb), *[0.0] * 6]))
 
     def _check(self, verb: str, words: Sequence[Sequence[float]]) -> None:
         doing = [VERBS[int(said[0])] for said in words]
@@ -231,8 +226,8 @@ class LocalSGD:
 
     @contextmanager
     def as_one(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """In it, these models have the mean of the sites' weights and buffers."""
-        if not self.parted:
+        """Return a block in which these models have the mean of the sites' weights and buffers."""
+        if not self.is_split:
             yield
             return
         with wrap_peer_errors(MEETING):
@@ -245,20 +240,22 @@ class LocalSGD:
                 if id(tensor) in own:
                     tensor.data.copy_(own[id(tensor)])
 
-    def rest(self, step: Step | None) -> None:
-        """No more steps will come: all sites are left with the mean of their weights, and know the loss of all."""
-        if not self.parted:
+    def finish(self, step: StepState | None) -> None:
+        """Leave all sites with the mean of their weights, and the loss of all; `step`: the last one."""
+        if not self.is_split:
             return
         with phases.phase("exchange"), wrap_peer_errors(MEETING):
             self._unite([*self.models.modules, *self.models.tracked])
             self._own = {}
             if step is not None:
-                sums = self.across.all_gather_object(list(step._sums[LOSS]))
-                step._sums = {**step._sums, LOSS: (sum(total for total, _ in sums), sum(weight for _, weight in sums))}
+                sums = self.across.all_gather_object(list(step.sums[LOSS]))
+                step.sums = {**step.sums, LOSS: (sum(total for total, _ in sums), sum(weight for _, weight in sums))}
 
     def _unite(self, models: Sequence[torch.nn.Module]) -> None:
-        """Tensors that differ between the sites become their mean; `_own` keeps what this site's were. (.data has a
-        version of its own: nobody takes this for the script's doing.)"""
+        """Replace tensors that differ between the sites by their mean; `_own` keeps this site's values.
+
+        `.data` has a version counter of its own, so no check takes this for a change by the script.
+        """
         for fragment in self.fragments:
             self._settle(fragment)
         tensors = _tensors(models)
@@ -270,7 +267,7 @@ class LocalSGD:
         if not numbers:
             return
         parts = [as_real(tensor) for tensor in numbers]
-        letters = self.between.send([], concatenate(parts, self.mesh.world.device), 32)
+        letters = self.transport.send([], concatenate(parts, self.mesh.world.device), 32)
         means = letters.means(kinds(parts))
         for tensor, mean in zip(numbers, unflatten(means, parts), strict=True):
             tensor.data.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
@@ -278,9 +275,11 @@ class LocalSGD:
     # -- what a checkpoint holds of it
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors and velocities, which all sites share; what is under way; and what each site has of its own. All
-        processes call this together, as one."""
-        if not self.parted:
+        """Return anchors and velocities, which all sites share; what is under way; and what each site has of its own.
+
+        All processes call this together, as one.
+        """
+        if not self.is_split:
             return {}
         for fragment in self.fragments:
             self._settle(fragment)
@@ -300,7 +299,7 @@ class LocalSGD:
         }
 
     def _of_this_site(self) -> dict[str, Any]:
-        """Everything tracked that is no model, and of models what differs from the other sites' now."""
+        """Return everything tracked that is no model, and of models what differs from the other sites."""
         weights: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in self.state.models.items():
             named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -314,22 +313,24 @@ class LocalSGD:
         return {"weights": weights, "things": things}
 
     def _gathered(self, mine: dict[str, Any]) -> list[Any]:
-        """What every site has, on the main process. Only those who are first in their site tell it."""
+        """Return what every site has, on the main process. The first process of each site sends it."""
         if self.mesh.world.rank:
             return []
         return gather_values(self.across, mine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: what this site had of its own replaces, as the run's things are tracked, what the main
-        process had. Other sites than these were others' ways: then it means nothing."""
+        """Continue from there: what this site had of its own replaces what the main process had, when it is tracked.
+
+        It is ignored if the number of sites has changed.
+        """
         if state["sites"] != self.local.sites:
             return
         own = state["own"][self.number]
         self._saved = {**state, "own": own}
         self.state.own = {**own["things"], **own["weights"]}
 
-    def _as_before(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
-        """The fragments of the run that is resumed: who joined late was in the last one. Empty, if there are none."""
+    def _saved_fragments(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
+        """Return the fragments of the run that is resumed; parameters that came later are in the last one. []: none."""
         before: list[list[str]] = self._saved.get("fragments", [])
         numbers = {name: number for number, (name, _) in enumerate(named)}
         found = [[numbers.pop(name) for name in names if name in numbers] for names in before]
@@ -338,8 +339,8 @@ class LocalSGD:
         found[-1] += numbers.values()
         return found
 
-    def _take_up(self) -> None:
-        """What was under way, and what quantising had lost."""
+    def _resume_fragments(self) -> None:
+        """Resume what was under way, and the residuals of quantization."""
         saved, self._saved = self._saved, {}
         if len(saved.get("under_way", [])) != len(self.fragments):  # other fragments meet at other steps
             return
@@ -356,5 +357,5 @@ class LocalSGD:
 
 
 def _tensors(models: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """All parameters and buffers of these models, each once."""
+    """Return all parameters and buffers of these models, each once."""
     return list({id(t): t for model in models for t in (*model.parameters(), *model.buffers())}.values())

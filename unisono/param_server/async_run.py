@@ -1,4 +1,4 @@
-"""A run in which each worker goes at its own pace (exchange=server, server.staleness above 0, or none).
+"""The loop in which each worker makes steps at its own pace (exchange=server, server.staleness above 0, or none).
 
 One process serves (or several: async_server.py), the others work, and no two ever wait for a step in common:
 
@@ -32,9 +32,9 @@ hear of it the same way and end; what it has saved is where a resume goes on.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,67 +44,101 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.distributed.roles import RoleGroup, build_crew
 from unisono.errors import LoopError, RunStopped
 from unisono.launcher import failure_record
-from unisono.monitor.step_monitor import StepMonitor
-from unisono.param_server.async_server import FollowerLoop, ServerLoop
-from unisono.param_server.async_worker import WorkerLoop
-from unisono.param_server.sync_servers import RoleRun, ServerParts
+from unisono.param_server.async_server import FirstServer, Follower, ServerBatches, ServerRole, ServerSync
+from unisono.param_server.async_worker import Worker, WorkerBatches, WorkerSync
+from unisono.param_server.messages import ParameterMessages
+from unisono.param_server.server_parts import ServerParts, refuse_foreign
 from unisono.param_server.tcp_link import TcpLink, build_links
-from unisono.train.loop import StepLoop
+from unisono.train.context import LoopParts, RunContext
+from unisono.train.loop import SyncLoop
 from unisono.train.pipelining.stage_state import LocalPart
-from unisono.train.run import Run
-from unisono.train.step import Step
+from unisono.train.state.save_state import save_checkpoint
+from unisono.train.step import Step, StepParts
+from unisono.train.step_state import StepState
 
-T = TypeVar("T")
 
+class AsyncServerLoop(SyncLoop):
+    """The loop of processes that meet before it only. In it each trains alone, as far as torch is concerned."""
 
-class AsyncServerRun(RoleRun):
-    """A run whose processes meet before the loop only. In it each is by itself, as far as torch is concerned."""
+    is_uniform = False
+    parts_of_optimizers: AsyncParts
 
-    def __init__(
-        self, settings: Settings, *, group: ProcessGroup, engine: type[StepLoop] = StepLoop, **more: Any
-    ) -> None:
+    def __init__(self, settings: Settings, group: ProcessGroup) -> None:
+        super().__init__(settings, group)
+        self.training = ProcessGroup(device=group.device)
         self.crew = build_crew(group, settings.server.count)
-        pace: type[StepLoop] = ServerLoop if group.rank == 0 else FollowerLoop if self.crew.serves else WorkerLoop
-        kind = pace if engine is StepLoop else type("Engine", (engine, pace), {})
-        super().__init__(settings, group=ProcessGroup(device=group.device), engine=kind, **more)
-        self._everybody, self._group, self._alone = group, group, self._group
-        self._table.group = group  # until the loop begins
-        self._state.stages = self._parts = AsyncParts(self.crew, self._state.tracked)
-        world, output, color = more["world"], more["output"], more.get("color", False)
-        self._watcher = StepMonitor(
-            self.dir, self.rank, output, live=world.terminal, columns=world.columns, color=color
-        )
+        self.saves = group.rank == 0
+        self._server: ServerRole | None = None
+        self._worker: Worker | None = None
+        self._has_begun = False
 
-    def _steps(self, engine: StepLoop) -> Iterator[Step]:
-        self._refuse_averages()
-        links = build_links(self._group, self.crew.servers)
-        self._group.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._table.group = self._group = self._alone
-        if isinstance(engine, ServerLoop):
-            engine.open(links, self.crew, self.steps_done, self.print, self._stop_now)
-        elif isinstance(engine, FollowerLoop):
-            engine.open(links, self.crew, self._parts.mine)
-        else:
-            assert isinstance(engine, WorkerLoop)
-            failure_record.mark_spare()
-            return self._work(engine, links)
-        return super()._steps(engine)
+    # -- before the loop
 
-    def _ask_for_collective(self) -> None:
-        if self._group is self._alone:
+    def attach(self, context: RunContext) -> None:
+        context.state.stages = self.parts_of_optimizers = AsyncParts(self.crew, context.state.tracked)
+        context.progress.bytes_sent = math.nan  # what links carry is not counted
+
+    def place(self, model: torch.nn.Module) -> None:
+        self.crew.shares.know(model.parameters())
+
+    def track(self, things: Iterable[Any]) -> None:
+        refuse_foreign(things, self.crew.servers)
+
+    def check_collective(self) -> None:
+        if self._has_begun:
             raise LoopError(
                 "A verb of run.collectives was called.",
                 "With exchange=server and server.staleness above 0 no two processes meet once the loop has begun.",
                 "call it before the loop, or --set server.staleness=0.",
             )
-        super()._ask_for_collective()
 
-    def _refuse_averages(self) -> None:
+    def parts(self, context: RunContext, parts: LoopParts, steps: StepParts) -> StepParts:
+        """Leave torch's group, and return what this process's steps are made of, by its role."""
+        self._refuse_averages(context)
+        links = build_links(self.group, self.crew.servers)
+        self.group.barrier()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        context.step_sync.switch_group(self.training)
+        self._has_begun = True
+        messages = ParameterMessages(context.models, self.crew)
+        if not self.crew.serves:
+            return self._as_worker(context, parts, steps, links, messages)
+        server: ServerRole
+        if self.group.rank == 0:
+            server = FirstServer(context, self.crew, links, messages, lambda: self._save_now(context))
+        else:
+            server = Follower(self.crew, links, messages, self.parts_of_optimizers.mine)
+        self._server = server
+        hooks = steps.hooks._replace(updated=(*steps.hooks.updated, server.updated))
+        return steps._replace(
+            source=ServerBatches(parts.source),
+            sync=ServerSync(context, parts, server),
+            hooks=hooks,
+            periodic=server.is_first,
+        )
+
+    def _as_worker(
+        self,
+        context: RunContext,
+        parts: LoopParts,
+        steps: StepParts,
+        links: Mapping[int, TcpLink],
+        messages: ParameterMessages,
+    ) -> StepParts:
+        worker = self._worker = Worker(context, parts, links, messages)
+        hooks = steps.hooks._replace(updated=(*steps.hooks.updated, worker.pull))
+        return steps._replace(
+            source=WorkerBatches(parts.source, worker),
+            sync=WorkerSync(context, parts, worker),
+            hooks=hooks,
+            periodic=False,
+        )
+
+    def _refuse_averages(self, context: RunContext) -> None:
         """With several servers the first one sees the others' parameters now and then."""
-        placed = {id(p) for model in self._models.modules for p in model.parameters()}
-        strange = [m for m in self._state.models.values() if any(id(p) not in placed for p in m.parameters())]
+        placed = {id(p) for model in context.models.modules for p in model.parameters()}
+        strange = [m for m in context.state.models.values() if any(id(p) not in placed for p in m.parameters())]
         if strange and self.crew.servers > 1:
             raise LoopError(
                 f"run.track was given a {type(strange[0]).__name__} that was not placed.",
@@ -113,51 +147,50 @@ class AsyncServerRun(RoleRun):
                 "--set server.count=1, or --set server.staleness=0.",
             )
 
-    def _work(self, engine: WorkerLoop, links: Mapping[int, TcpLink]) -> Iterator[Step]:
-        """The steps that the server gives this process, until it is over."""
-        self._state.begin()
-        self._watcher.begin(engine.last, self.steps_done, 0, resumed=self._state.resumed is not None)
-        self._began = time.perf_counter()
-        engine.begin(links, self.crew)
+    # -- the steps
+
+    def steps(self, context: RunContext, parts: StepParts) -> Iterator[Step]:
+        if self._worker is None:
+            return super().steps(context, parts)
+        failure_record.mark_spare()
+        return self._given_steps(context, parts, self._worker)
+
+    def _given_steps(self, context: RunContext, parts: StepParts, worker: Worker) -> Iterator[Step]:
+        """Yield the steps that the server gives this worker, until the run is over."""
+        self.begin(context, parts)
+        parts.sync.gradient_of(None)  # which parameters train is known before anything comes
+        worker.begin()
         while True:
-            step = self._last_step = engine.new_step(engine.number)
-            engine.before_step(engine.number)
-            try:
-                yield step
-            except GeneratorExit:  # the loop was left with break
-                self._state.seal(half_done=step.is_half_done)
-                raise
-            step.finish()
-            self._state.check_whole(self._models.modules, engine.steppers)
-            self._samples_here += step.samples
-            self._done = step
-            self._watcher.step(step)
-            if self._leave:
+            state = StepState(worker.number, parts.checks.order.batch_size(worker.number))
+            yield from self.step(context, parts, state)
+            context.state.check_whole(context.models.modules, context.progress.steppers)
+            self.count(context, state)
+            if context.progress.leaving:
                 raise RunStopped
 
-    def _save(self, more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
-        if isinstance(self._engine, ServerLoop):
-            self._parts.shown = self._engine.refresh(states=True)
-            super()._save(more_changes, beside=beside)
+    def end(self, parts: StepParts) -> None:
+        if self._server is not None:
+            self._server.end()
+        super().end(parts)
 
-    def together(self, what: str, body: Callable[[], T], *, again: bool = True) -> T:
-        if isinstance(self._engine, ServerLoop) and what in ("run.evaluate", "run.predict"):
-            self._engine.refresh()
-        return super().together(what, body, again=again)
+    def refresh(self, *, states: bool = False) -> None:
+        if isinstance(self._server, FirstServer):
+            found = self._server.refresh(states=states)
+            if states:
+                self.parts_of_optimizers.shown = found
 
-    def _stop_now(self) -> None:
-        """Between two updates: save what is there."""
-        if self._state.saved_after != self.steps_done:
-            self._save()
+    def _save_now(self, context: RunContext) -> None:
+        """Save between two updates, before an early end."""
+        if context.state.saved_after != context.progress.steps_done:
+            save_checkpoint(context)
 
-    def leave(self) -> None:
-        super().leave()
-        if isinstance(self._engine, ServerLoop):
-            self._engine.wake()
+    def wake(self) -> None:
+        if isinstance(self._server, FirstServer):
+            self._server.wake()
 
-    def promise(self) -> tuple[str, str]:
-        if self.changes:
-            return super().promise()
+    # -- what comes out
+
+    def promise(self, context: RunContext) -> tuple[str, str]:
         bound = self.settings.server.staleness
         late = "by any number of updates" if bound is None else f"by up to {plural(bound, 'update')}"
         return (
@@ -166,20 +199,15 @@ class AsyncServerRun(RoleRun):
             f"late {late}: two runs of one command differ; server.staleness=0 does not",
         )
 
-    def result(self) -> dict[str, Any]:
-        told = super().result()
-        told["promise"], told["reason"] = self.promise()
-        told["servers"] = self.settings.server.count
-        told.pop("bytes_per_step", None)  # nobody counts what links carry
-        if isinstance(self._engine, ServerLoop):
-            told |= self._engine.told()
-        return told
+    def result(self) -> Mapping[str, Any]:
+        more = self._server.result() if isinstance(self._server, FirstServer) else {}
+        return {"servers": self.crew.servers, **more}
 
 
 class AsyncParts(ServerParts):
-    """Optimizers of which other servers have told what they hold.
+    """Optimizers of which other servers have sent what they hold.
 
-    shown  by them: {name of the optimizer: {number of the parameter: its state}}
+    shown  by each of them: {name of the optimizer: {number of the parameter: its state}}
     """
 
     def __init__(self, crew: RoleGroup, tracked: Mapping[str, Any]) -> None:
@@ -188,7 +216,7 @@ class AsyncParts(ServerParts):
         self.shown: list[dict[str, dict[str, Any]]] = []
 
     def mine(self) -> dict[str, dict[str, Any]]:
-        """What this process holds of all that is tracked."""
+        """Return what this process holds of all that is tracked."""
         optimizers = {name: o for name, o in self.tracked.items() if isinstance(o, torch.optim.Optimizer)}
         return {name: self.held(o, o.state_dict()) for name, o in optimizers.items()}
 
@@ -197,8 +225,3 @@ class AsyncParts(ServerParts):
             return state
         name = next(name for name, tracked in self.tracked.items() if tracked is thing)
         return self.together(state, [self.held(thing, state), *(shown[name] for shown in self.shown)])
-
-
-def kind_of_pace(settings: Settings) -> type[Run[Any]]:
-    """The class of such a run."""
-    return AsyncServerRun

@@ -1,158 +1,217 @@
-"""The server of an asynchronous run, and others that follow it (async_run.py).
+"""The servers of an asynchronous run: the first one, and those that follow it (async_run.py).
 
 With several servers each holds some of the parameters (distributed/roles.py), and the first one decides for all. A
-worker sends each what it holds, and the first one its part last:
+worker sends each server its part of the gradient, the first one last:
 
     worker 3  --part of q----------------->  server 1  --"I have 3's step 7"-->  server 0
               --part of p, loss, buffers-------------------------------------->  all have it: its turn comes
     server 0  --"use 3's step 7", "give 3 what you have"-->  server 1            it steps p, server 1 steps q
               --p, "yours is step 9"-->  worker 3  <--q--  server 1
 
-What it says to a follower arrives in order, so all make the same updates in the same order, and what a worker gets of
-each is the same version. The norm to clip by comes from the worker, which has the whole gradient. Before the first one
-evaluates or saves, it asks the others for what they hold.
+What the first server sends to a follower arrives in order, so all make the same updates in the same order, and a worker
+gets the same version of each part. The norm to clip by comes from the worker, which has the whole gradient. Before the
+first server evaluates or saves, it gets what the others hold.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from unisono.config import plural
 from unisono.data.rng import seed_everything
-from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
 from unisono.distributed.roles import RoleGroup
 from unisono.errors import PeerLostError, RunStopped, WorldError
-from unisono.param_server.async_worker import AsyncLoop
+from unisono.param_server.async_worker import refuse_passes
 from unisono.param_server.connections import Message, WorkerConnections
 from unisono.param_server.ledger import Ledger
 from unisono.param_server.messages import ParameterMessages
 from unisono.param_server.tcp_link import TcpLink
-from unisono.plan.batch_order import MicroBatchId
-from unisono.plan.rng_keys import mix
+from unisono.plan.rng_keys import UPDATE, mix
 from unisono.tensors.codec import TensorTable, decode, encode, specs_of
+from unisono.train.batches.batch_source import Assignment, BatchSource
+from unisono.train.collective import Rounds
+from unisono.train.context import LoopParts, RunContext
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.optimization.grad_norm import clip_
-from unisono.train.step import FROM_SETTINGS, Step
+from unisono.train.step_state import StepState
+from unisono.train.step_sync import Totals
 
 LOOK_SECONDS = 0.1
-"""Where a worker may hold up others, it is looked so often whether it does so for too long."""
+"""Interval at which the first server checks whether a worker holds up others for too long."""
 
 
-class ServerStep(Step):
-    """A step is an update; when it is made, who sent the gradient gets what came of it."""
+class ServerRole(Protocol):
+    """What a server does between two updates. `is_first`: whether it decides for all."""
 
-    _engine: ServingLoop
+    is_first: bool
+    messages: ParameterMessages
 
-    def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
-        super().update(*steppers, clip=clip)
-        self._engine.updated()
+    def next(self, step: StepState) -> Message:
+        """Return the gradient whose turn it is."""
+        ...
+
+    def updated(self, step: StepState) -> None:
+        """The update is made."""
+        ...
+
+    def register(self) -> None:
+        """Exchanges were closed, or an exchange was built."""
+        ...
+
+    def end(self) -> None:
+        """All updates are made."""
+        ...
+
+    def close(self) -> None:
+        """Close the links."""
+        ...
 
 
-class ServingLoop(AsyncLoop, ABC):
-    """What all servers have in common: gradients come from workers."""
+class ServerBatches:
+    """A server computes no micro-batches."""
 
-    hub: WorkerConnections | None = None
-    crew: RoleGroup
-    wares: ParameterMessages
-    _norm: float | None = None  # of the gradient that is being used, if only its worker knows
+    def __init__(self, source: BatchSource) -> None:
+        self.source = source
 
-    def new_step(self, number: int) -> Step:
-        return ServerStep(self, number)
+    def seed_step(self, step: int) -> None:
+        """See BatchSource."""
+        self.source.seed_step(step)
 
-    def micro_batches(
-        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
-    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
-        """None: workers have them."""
+    def begin(self, step: StepState) -> Assignment:
+        """Return an empty assignment."""
+        return Assignment((), (0, 0), {})
+
+    def rounds(self, step: StepState, assignment: Assignment) -> Rounds:
+        """Return no micro-batches: workers have them."""
         return iter(())
 
-    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
+    def close(self) -> None:
+        """See BatchSource."""
+        self.source.close()
+
+
+class ServerSync:
+    """Wait for gradients of workers instead of making gradients whole."""
+
+    steps_optimizers = True
+
+    def __init__(self, context: RunContext, parts: LoopParts, role: ServerRole) -> None:
+        self.progress, self.scale, self.inner, self.role = context.progress, context.scale, parts.sync, role
+        device = context.device
+        self._accelerator = device if device.type != "cpu" else None
+        self._key = mix(parts.source.order.seed, UPDATE)
+        self._norm: float | None = None  # of the gradient that is being used, if only its worker knows
+
+    @property
+    def group(self) -> ProcessGroup:
+        """This process alone."""
+        return self.inner.group
+
+    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> GradientPass:
+        """See GradientSync."""
+        refuse_passes(optimizers)
+        gradient = self.inner.gradient_of(None, waiting=waiting)
+        self.role.register()
+        return gradient
+
+    def begin(self, step: StepState, gradient: GradientPass, assignment: Assignment) -> None:
+        """A step begins: there is nothing to compute."""
+
+    def synchronize(self, step: StepState, gradient: GradientPass) -> None:
         """Wait for the next gradient."""
-        letter = self.next(step)
-        self.wares.take(gradient, letter.about, letter.tensors)
-        gradient.may_skip, self._norm = self.scale.may_skip, letter.about["norm"]
-        self.asked["stop"] |= bool(letter.about["stop"])
-        self.agreed = dict(self.asked) if self.crew.rank == 0 else {"stop": False, "leave": False}
-        step.samples = self.order.batch_size(letter.about["push"])
-        seed_everything(mix(self._update_key, step.number), self._accelerator)
-        return {name: (total, weight) for name, (total, weight) in letter.about["sums"].items()}
+        role, requests = self.role, self.progress.requests
+        message = role.next(step)
+        about = message.about
+        role.messages.take(gradient, about, message.tensors)
+        gradient.may_skip, self._norm = self.scale.may_skip, about["norm"]
+        requests["stop"] |= bool(about["stop"])
+        self.progress.agreed = dict(requests) if role.is_first else {"stop": False, "leave": False}
+        step.samples = self.inner.order.batch_size(about["push"])
+        step.totals = Totals({name: (total, weight) for name, (total, weight) in about["sums"].items()}, {}, [], [])
 
-    @abstractmethod
-    def next(self, step: Step) -> Message:
-        """The gradient whose turn it is."""
-
-    def updated(self) -> None:
-        """The update is made."""
+    def commit(self, step: StepState, gradient: GradientPass) -> None:
+        """The gradient is here: seed for what comes after the rounds."""
+        seed_everything(mix(self._key, step.number), self._accelerator)
+        step.sums = step.totals.sums
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
+        """Clip by the norm that the worker has computed, if it has."""
         if self._norm is None:
-            return super().clip(params, limit)
+            return self.inner.clip(params, limit)
         if limit is not None:
             clip_([p.grad for p in params if p.grad is not None], limit, self._norm)
         return self._norm
 
     def close(self) -> None:
-        super().close()
-        if self.hub is not None:
-            self.hub.close()
+        """Release the parameters, and close the links."""
+        self.inner.close()
+        self.role.close()
 
 
-class ServerLoop(ServingLoop):
-    """The first server: it knows who has which step, and whose gradient is used next."""
+class FirstServer:
+    """The first server: it knows which worker has which step, and whose gradient is used next."""
 
-    def open(
+    is_first = True
+
+    def __init__(
         self,
-        links: Mapping[int, TcpLink],
+        context: RunContext,
         crew: RoleGroup,
-        first: int,
-        tell: Callable[[str], None],
+        links: Mapping[int, TcpLink],
+        messages: ParameterMessages,
         save: Callable[[], None],
     ) -> None:
-        """From now on there are workers, and `first` updates were made. `tell` says something on the screen; `save` is
-        called before an end."""
-        self.crew, self._tell, self._save_now = crew, tell, save
+        """`save` is called before an early end."""
+        progress = context.progress
+        self.progress, self.scale, self.messages = progress, context.scale, messages
+        self._exchange_states, self._note, self._save = context.exchange_states, context.monitor.note, save
         self.followers = {rank: links[rank] for rank in range(1, crew.servers)}
-        self.hub = WorkerConnections({rank: links[rank] for rank in crew.workers}, self.followers)
-        self.ledger = Ledger(first, self.last, self.settings.server.staleness)
-        self.carried.register("ledger", self.ledger)  # type: ignore[arg-type]  # it has a state as exchanges have
-        self.wares = ParameterMessages(self.models, crew)
+        self.connections = WorkerConnections({rank: links[rank] for rank in crew.workers}, self.followers)
+        self.ledger = Ledger(progress.steps_done, progress.last, context.settings.server.staleness)
+        self.register()
         self.workers = set(crew.workers)  # that are there
         self.lost: list[int] = []
         self._idle: list[int] = []  # workers for whom there was no step
         self._new = set(crew.workers)  # workers that have nothing yet
         self._parts: dict[int, Message] = {}  # gradients of which followers may not have their part yet
-        self._have: dict[tuple[int, int], int] = {}  # of a worker's step, how many of them have
+        self._have: dict[tuple[int, int], int] = {}  # of a worker's step, the number of followers that have it
         self._here: dict[int, Message] = {}  # gradients that wait for their turn
         self._now: int | None = None  # the worker whose gradient is being used
         self._copies: tuple[int, tuple[dict[str, Any], list[torch.Tensor]]] | None = None
         self._shown: dict[int, Message] = {}
 
-    def updated(self) -> None:
-        """The update is made: its worker goes on with what came of it, whatever the loop does now."""
+    def register(self) -> None:
+        """Keep the ledger among the states of exchanges, which a checkpoint holds."""
+        if "ledger" not in self._exchange_states.exchanges:
+            self._exchange_states.register("ledger", self.ledger)  # type: ignore[arg-type]  # it has a state, too
+
+    def updated(self, step: StepState) -> None:
+        """The update is made: send its worker what came of it, whatever the loop does now."""
         assert self._now is not None
         worker, self._now = self._now, None
         self.ledger.use(worker)
         self._give(worker)
 
     def refresh(self, *, states: bool = False) -> list[dict[str, Any]]:
-        """Get what followers hold: parameters, and, if they are asked for, the states of their optimizers."""
-        if self.hub is None or self.hub.is_over or not self.followers:
+        """Get the parameters that followers hold, and with `states` return the states of their optimizers."""
+        if self.connections.is_over or not self.followers:
             return []
         self._shown = {}
         self._order({"show": states})
         while len(self._shown) < len(self.followers):
-            letter = self.hub.receive(None)
-            if letter is not None:
-                self._read(letter)
+            message = self.connections.receive(None)
+            if message is not None:
+                self._read(message)
         found = []
         for _, (_, about, tensors) in sorted(self._shown.items()):
             count = len(about["params"])
-            self.wares.unpack(about, tensors[:count])
+            self.messages.unpack(about, tensors[:count])
             found.append(decode(about["states"], dict(zip(specs_of(about["states"]), tensors[count:], strict=True))))
         return found
 
@@ -161,21 +220,23 @@ class ServerLoop(ServingLoop):
             link.send(about)
 
     def wake(self) -> None:
-        """Somebody wants to leave. A signal's handler may call it."""
-        if self.hub is not None:
-            self.hub.notify()
+        """End a wait for messages: a signal came. Its handler may call this."""
+        self.connections.notify()
 
     def end(self) -> None:
-        if self.hub is not None and not self.hub.is_over:
+        """Tell all processes that the run is over."""
+        if not self.connections.is_over:
             with suppress(OSError):
                 self._order({"over": True})
-            self.hub.finish()
-        super().end()
+            self.connections.finish()
 
-    def told(self) -> dict[str, Any]:
-        """What the result says of it."""
-        if self.hub is None:
-            return {}
+    def close(self) -> None:
+        """Close the links."""
+        self.end()
+        self.connections.close()
+
+    def result(self) -> dict[str, Any]:
+        """Return entries of result.json."""
         ledger = self.ledger
         made = ledger.version - ledger.first
         return {
@@ -186,64 +247,57 @@ class ServerLoop(ServingLoop):
             "late_most": ledger.latest,
         }
 
-    def _forget(self) -> None:
-        super()._forget()
-        if self.hub is not None:  # which is no gradient's
-            self.carried.register("ledger", self.ledger)  # type: ignore[arg-type]
-
-    def next(self, step: Step) -> Message:
-        """The gradient whose turn it is; meanwhile whoever asks for work gets some."""
-        hub, ledger = self.hub, self.ledger
-        assert hub is not None
+    def next(self, step: StepState) -> Message:
+        """Return the gradient whose turn it is; meanwhile give steps to workers."""
+        connections, ledger = self.connections, self.ledger
         while (turn := ledger.turn()) is None:
-            if self.asked["leave"]:
-                self._save_now()
+            if self.progress.requests["leave"]:
+                self._save()
                 self.end()
                 raise RunStopped
             if not self.workers:
                 self._deserted(step)
-            letter = hub.receive(LOOK_SECONDS if self._idle or ledger.bound is not None else None)
-            if letter is not None:
-                self._read(letter)
+            message = connections.receive(LOOK_SECONDS if self._idle or ledger.bound is not None else None)
+            if message is not None:
+                self._read(message)
             for worker in ledger.overtake(time.monotonic(), idle=bool(self._idle)):
-                self._tell(f"Worker {worker} holds up the others: its step is handed out again.")
+                self._note(f"Worker {worker} holds up the others: its step is handed out again.")
                 self._give_idle()
         self._now = turn
         self._order({"use": turn})
         return self._here.pop(turn)
 
-    def _read(self, letter: Message) -> None:
-        worker, about = letter.worker, letter.about
+    def _read(self, message: Message) -> None:
+        worker, about = message.worker, message.about
         if worker in self.followers:
-            self._hear(letter)
+            self._read_follower(message)
         elif not about or "bye" in about:
             self._part_with(worker, died=not about)
         elif "push" in about:
-            self._parts[worker] = letter
+            self._parts[worker] = message
             self._arrive(worker, about["push"])
         else:
             self._give(worker)
 
-    def _hear(self, letter: Message) -> None:
-        """What a follower says."""
-        if "have" in letter.about:
-            worker, number = letter.about["have"]
+    def _read_follower(self, message: Message) -> None:
+        if "have" in message.about:
+            worker, number = message.about["have"]
             self._have[worker, number] = self._have.get((worker, number), 0) + 1
             self._arrive(worker, number)
-        elif "params" in letter.about:
-            self._shown[letter.worker] = letter
+        elif "params" in message.about:
+            self._shown[message.worker] = message
         else:
-            raise lost(letter.worker)
+            raise lost(message.worker)
 
     def _arrive(self, worker: int, number: int) -> None:
-        """Once every server has its part, a gradient is there."""
-        letter = self._parts.get(worker)
-        if letter is None or self._have.get((worker, number), 0) < len(self.followers):
+        """Note that a server has its part of a gradient; once all have it, it waits for its turn."""
+        message = self._parts.get(worker)
+        if message is None or self._have.get((worker, number), 0) < len(self.followers):
             return
         del self._parts[worker]
         self._have.pop((worker, number), None)
         if self.ledger.arrive(worker, number, time.monotonic()):
-            self._here[worker] = letter
+            self._here[worker] = message
         else:
             self._give(worker)
 
@@ -256,7 +310,7 @@ class ServerLoop(ServingLoop):
         if died:
             self.lost.append(worker)
             what = "" if again is None else f" Step {again} is handed out again;"
-            self._tell(f"Worker {worker} is gone.{what} {plural(len(self.workers), 'worker')} left.")
+            self._note(f"Worker {worker} is gone.{what} {plural(len(self.workers), 'worker')} left.")
         self._give_idle()
 
     def _give_idle(self) -> None:
@@ -265,8 +319,7 @@ class ServerLoop(ServingLoop):
             self._give(worker)
 
     def _give(self, worker: int) -> None:
-        """New parameters and the next step, if there is one; otherwise it waits for either."""
-        assert self.hub is not None
+        """Give a worker new parameters and the next step, if there is one; otherwise it waits for either."""
         if worker not in self.workers:
             return
         number = self.ledger.hand(worker, time.monotonic())
@@ -278,18 +331,18 @@ class ServerLoop(ServingLoop):
         self._new.discard(worker)
         more = {"step": number, "version": self.ledger.version, "scale": self.scale.state_dict()}
         self._order({"give": worker, "everything": everything})
-        self.hub.answer(Message(worker, {**about, **more}, tensors))
+        self.connections.answer(Message(worker, {**about, **more}, tensors))
 
     def _copy(self, *, everything: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """What a worker gets: one copy for all who ask between the same two updates."""
+        """Return what a worker gets: one copy for all that it is sent to between the same two updates."""
         if everything:
-            return self.wares.packed(everything=True)
+            return self.messages.packed(everything=True)
         if self._copies is None or self._copies[0] != self.ledger.version:
-            self._copies = self.ledger.version, self.wares.packed(everything=False)
+            self._copies = self.ledger.version, self.messages.packed(everything=False)
         return self._copies[1]
 
-    def _deserted(self, step: Step) -> NoReturn:
-        self._save_now()
+    def _deserted(self, step: StepState) -> NoReturn:
+        self._save()
         died = " and ".join(map(str, sorted(self.lost))) or "none"
         raise WorldError(
             f"Step {step.number} waited for a gradient.",
@@ -298,73 +351,71 @@ class ServerLoop(ServingLoop):
         )
 
 
-class FollowerStep(ServerStep):
-    """What is done now and then, the first server does."""
-
-    def every(self, n: int) -> bool:
-        return False
-
-    @property
-    def ends_epoch(self) -> bool:
-        return False
-
-
-class FollowerLoop(ServingLoop):
+class Follower:
     """Another server: it does what the first one says, with what it holds."""
 
-    _is_open = False
+    is_first = False
 
-    def open(self, links: Mapping[int, TcpLink], crew: RoleGroup, states: Callable[[], dict[str, Any]]) -> None:
-        """`states`: of optimizers, of what this process holds."""
-        self.crew, self._first, self._states, self._is_open = crew, links[0], states, True
-        self.hub = WorkerConnections({rank: links[rank] for rank in crew.workers}, {0: links[0]})
-        self.wares = ParameterMessages(self.models, crew)
+    def __init__(
+        self,
+        crew: RoleGroup,
+        links: Mapping[int, TcpLink],
+        messages: ParameterMessages,
+        states: Callable[[], dict[str, Any]],
+    ) -> None:
+        """`states` returns the states of optimizers that this process holds."""
+        self.crew, self.messages, self._first, self._states = crew, messages, links[0], states
+        self.connections = WorkerConnections({rank: links[rank] for rank in crew.workers}, {0: links[0]})
         self._here: dict[int, Message] = {}
+        self._is_open = True
 
-    def new_step(self, number: int) -> Step:
-        return FollowerStep(self, number)
+    def register(self) -> None:
+        """The first server keeps the ledger."""
 
-    def next(self, step: Step) -> Message:
-        while (letter := self._obey()) is None:
+    def next(self, step: StepState) -> Message:
+        """Return the gradient that the first server says is next."""
+        while (message := self._obey()) is None:
             pass
-        return letter
+        return message
+
+    def updated(self, step: StepState) -> None:
+        """The first server says what comes next."""
 
     def end(self) -> None:
-        """All updates are made: what was made of them is still asked for."""
+        """All updates are made: the first server still gets what was made of them."""
         while self._is_open:
             self._obey()
-        super().end()
 
     def close(self) -> None:
+        """Close the links."""
         self._is_open = False
-        super().close()
+        self.connections.close()
 
     def _obey(self) -> Message | None:
-        """Wait for the next word, and do what it says; returns the gradient to use, if that is it."""
-        assert self.hub is not None
+        """Wait for the next message, and do what it says; returns the gradient to use, if it says so."""
         with wrap_peer_errors("The next update"):
-            letter = self.hub.receive(None)
-            if letter is None:
+            message = self.connections.receive(None)
+            if message is None:
                 return None
-            worker, about = letter.worker, letter.about
+            worker, about = message.worker, message.about
             if worker in self.crew.workers:
                 if "push" in about:
-                    self._here[worker] = letter
+                    self._here[worker] = message
                     self._first.send({"have": [worker, about["push"]]})
                 return None
             if "use" in about:
                 return self._here.pop(about["use"])
             if "give" in about:
                 self._here.pop(about["give"], None)  # it came too late
-                self.hub.answer(Message(about["give"], *self.wares.packed(everything=about["everything"])))
+                self.connections.answer(Message(about["give"], *self.messages.packed(everything=about["everything"])))
             elif "show" in about:
-                packed, tensors = self.wares.packed(everything=False)
+                packed, tensors = self.messages.packed(everything=False)
                 found = TensorTable()
                 states = encode(self._states() if about["show"] else {}, "", found)
                 self._first.send({**packed, "states": states}, [*tensors, *found.values()])
             elif "over" in about:
                 self._is_open = False
-                self.hub.finish()
+                self.connections.finish()
                 raise RunStopped
             else:
                 raise lost(0)
@@ -372,6 +423,7 @@ class FollowerLoop(ServingLoop):
 
 
 def lost(server: int) -> PeerLostError:
+    """Return the error for a server that is gone."""
     return PeerLostError(
         f"The server on rank {server} was asked for what it holds.",
         "It is gone, and nobody else has the state of its optimizer.",

@@ -1,77 +1,52 @@
-"""A worker of an asynchronous run: steps come from the server, gradients go there (async_run.py)."""
+"""A worker of an asynchronous run: it gets steps from the server, and sends gradients there (async_run.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from unisono.distributed.process_group import wrap_peer_errors
-from unisono.distributed.roles import RoleGroup
+import torch
+
+from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
 from unisono.errors import LoopError, RunStopped
 from unisono.param_server.messages import ParameterMessages
 from unisono.param_server.tcp_link import TcpLink
-from unisono.plan.batch_order import MicroBatchId
+from unisono.train.batches.batch_source import Assignment, BatchSource
+from unisono.train.collective import Rounds
+from unisono.train.context import LoopParts, RunContext
 from unisono.train.gradient_pass import GradientPass
-from unisono.train.loop import StepLoop
-from unisono.train.step import FROM_SETTINGS, Step
+from unisono.train.step_state import StepState
 
 
-class WorkerStep(Step):
-    """A step that was given to this process. Nothing is stepped here: new parameters come."""
-
-    _engine: WorkerLoop
-
-    def every(self, n: int) -> bool:
-        """What is done now and then, the server does."""
-        return False
-
-    @property
-    def ends_epoch(self) -> bool:
-        return False
-
-    def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
-        super().update(*steppers, clip=clip)
-        self._engine.pull()
-
-    def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            self._engine.register_optimizer(optimizer)
-        for schedule in steppers:
-            if schedule not in optimizers:
-                self._engine.register_schedule(schedule)
+def refuse_passes(optimizers: Sequence[Any] | None) -> None:
+    """Raise LoopError for a pass over some parameters: a step is one gradient here."""
+    if optimizers is not None:
+        raise LoopError(
+            "step.over was asked for a pass.",
+            "With exchange=server and server.staleness above 0 a step is one gradient and one update.",
+            "add the losses up in one pass, or --set server.staleness=0.",
+        )
 
 
-class AsyncLoop(StepLoop):
-    """What servers and workers have in common: a step is one gradient."""
+class Worker:
+    """The links of a worker to its servers, and the step that it was given.
 
-    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> GradientPass:
-        if optimizers is not None:
-            raise LoopError(
-                "step.over was asked for a pass.",
-                "With exchange=server and server.staleness above 0 a step is one gradient and one update.",
-                "add the losses up in one pass, or --set server.staleness=0.",
-            )
-        return super().gradient_of(optimizers, waiting=waiting)
-
-
-class WorkerLoop(AsyncLoop):
-    """Steps come from the server, gradients go there.
-
-    number   of the step that is this process's now
+    number   of that step
     version  updates that are in its parameters
     """
 
-    number = -1
-    version = 0
-    _links: Mapping[int, TcpLink] = {}
-
-    def begin(self, links: Mapping[int, TcpLink], crew: RoleGroup) -> None:
+    def __init__(
+        self, context: RunContext, parts: LoopParts, links: Mapping[int, TcpLink], messages: ParameterMessages
+    ) -> None:
         """`links`: to all servers, the first one first."""
-        self._links, self.wares = links, ParameterMessages(self.models, crew)
-        self._loader.steps = self._numbers()
-        self.gradient_of(None)  # what trains is known before anything comes
+        self.scale, self.links, self.messages = context.scale, links, messages
+        self.number, self.version = -1, 0
+        parts.source.follow(self._numbers())
+
+    def begin(self) -> None:
+        """Ask for the first step. Which parameters train is known already."""
         with wrap_peer_errors("The first step"):
-            for link in links.values():
+            for link in self.links.values():
                 link.send({"hello": True})
         self.pull()
 
@@ -79,44 +54,105 @@ class WorkerLoop(AsyncLoop):
         while True:
             yield self.number
 
-    def new_step(self, number: int) -> Step:
-        return WorkerStep(self, number)
-
-    def micro_batches(
-        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
-    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
-        for micro_batch in super().micro_batches(step, number, gradient, kept):
-            if self._links[0].has_word():  # unasked: it is over, or the server is gone
-                self.pull()
-            yield micro_batch
-
-    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
-        """The gradient of the step goes to the servers, to the first one last: then all have it."""
-        sums = super().synchronize(step, number, gradient)
-        norm = self.clip(gradient.params, None) if len(self._links) > 1 else None
-        more = {"push": step.number, "version": self.version, "sums": sums, "norm": norm}
-        more |= {"stop": bool(self.asked["stop"]), "finite": gradient.finite}
-        with wrap_peer_errors(f"Step {step.number}'s push"):
-            for server in reversed(list(self._links)):
-                about, tensors = self.wares.pushed(gradient, server)
-                self._links[server].send({**about, **more}, tensors)
-        return sums
-
-    def pull(self) -> None:
-        """New parameters, and the next step. Raises Stopped when it is over."""
+    def pull(self, step: StepState | None = None) -> None:
+        """Receive new parameters, and the next step. Raises RunStopped when the run is over."""
         with wrap_peer_errors("A pull of new parameters"):
-            for server, link in self._links.items():
+            for server, link in self.links.items():
                 about, tensors = link.receive()
                 if "over" in about:
                     raise RunStopped
-                self.wares.unpack(about, tensors)
+                self.messages.unpack(about, tensors)
                 if server == 0:
                     self.scale.load_state_dict(about["scale"])
                     self.number, self.version = about["step"], about["version"]
-        self.wares.mark()
+        self.messages.mark()
+
+    def push(self, gradient: GradientPass, about: Mapping[str, Any]) -> None:
+        """Send a gradient to the servers, to the first one last: then all have it."""
+        with wrap_peer_errors(f"Step {about['push']}'s push"):
+            for server in reversed(list(self.links)):
+                described, tensors = self.messages.pushed(gradient, server)
+                self.links[server].send({**described, **about, "version": self.version}, tensors)
+
+    @property
+    def has_message(self) -> bool:
+        """Whether the first server has sent something unasked: the run is over, or the server is gone."""
+        return self.links[0].has_word()
 
     def close(self) -> None:
-        super().close()
-        for link in self._links.values():
+        """Tell the servers that this worker leaves, and close its links."""
+        for link in self.links.values():
             link.tell({"bye": True})
             link.close()
+
+
+class WorkerBatches:
+    """The micro-batches of the step that a worker was given."""
+
+    def __init__(self, source: BatchSource, worker: Worker) -> None:
+        self.source, self.worker = source, worker
+
+    def seed_step(self, step: int) -> None:
+        """See BatchSource."""
+        self.source.seed_step(step)
+
+    def begin(self, step: StepState) -> Assignment:
+        """See BatchSource."""
+        return self.source.begin(step)
+
+    def rounds(self, step: StepState, assignment: Assignment) -> Rounds:
+        """Yield the micro-batches, and end early if the run is over."""
+        for micro_batch in self.source.rounds(step, assignment):
+            if self.worker.has_message:
+                self.worker.pull()
+            yield micro_batch
+
+    def close(self) -> None:
+        """See BatchSource."""
+        self.source.close()
+
+
+class WorkerSync:
+    """Make a worker's gradient whole, which it computes by itself, and send it to the servers."""
+
+    steps_optimizers = False
+
+    def __init__(self, context: RunContext, parts: LoopParts, worker: Worker) -> None:
+        self.progress, self.inner, self.worker = context.progress, parts.sync, worker
+
+    @property
+    def group(self) -> ProcessGroup:
+        """This process alone."""
+        return self.inner.group
+
+    def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> GradientPass:
+        """See GradientSync."""
+        refuse_passes(optimizers)
+        return self.inner.gradient_of(None, waiting=waiting)
+
+    def begin(self, step: StepState, gradient: GradientPass, assignment: Assignment) -> None:
+        """See GradientSync."""
+        self.inner.begin(step, gradient, assignment)
+
+    def synchronize(self, step: StepState, gradient: GradientPass) -> None:
+        """See GradientSync."""
+        self.inner.synchronize(step, gradient)
+
+    def commit(self, step: StepState, gradient: GradientPass) -> None:
+        """Send the gradient to the servers. With several, each clips by the norm that this process computes."""
+        self.inner.commit(step, gradient)
+        norm = self.clip(gradient.params, None) if len(self.worker.links) > 1 else None
+        stop = bool(self.progress.requests["stop"])
+        sums = step.totals.sums
+        self.worker.push(
+            gradient, {"push": step.number, "sums": sums, "norm": norm, "stop": stop, "finite": gradient.finite}
+        )
+
+    def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
+        """See GradientSync."""
+        return self.inner.clip(params, limit)
+
+    def close(self) -> None:
+        """Release the parameters, and leave."""
+        self.inner.close()
+        self.worker.close()

@@ -15,8 +15,8 @@ A loop needs a run, and gets one without the command around it:
         with unisono.distributed.init.group(world) as group:
             run = build_run(settings, world, group, folder)
             script.main(run)
-            run.close()
-            return run.result()["loss"]
+            close_run(run)
+            return run_result(run)["loss"]
 
     assert len({loss for size in (1, 2, 3) for loss in run_ranks(loss, size, Settings(steps=3), tmp_path)}) == 1
 """
@@ -55,6 +55,7 @@ from unisono.testing.faults import (
 
 if TYPE_CHECKING:
     from unisono.distributed.process_group import ProcessGroup
+    from unisono.plan.assignment import Spans
     from unisono.train.run import Run
 
 __all__ = [
@@ -67,13 +68,20 @@ __all__ = [
     "SlowAt",
     "TornFile",
     "build_run",
+    "close_run",
+    "extension_of",
+    "finish_run",
     "flip_",
     "flip_bit",
+    "reassign",
+    "run_promise",
     "run_ranks",
+    "run_result",
     "tear",
 ]
 
 S = TypeVar("S", bound=Settings)
+E = TypeVar("E")
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -126,7 +134,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 def build_run(
     settings: S, world: World, group: ProcessGroup, folder: Path, *, resume: bool = False, verified: bool = False
 ) -> Run[S]:
-    """Build the run that a script's main is given, with a progress line that is not shown. `close` it in the end.
+    """Build the run that a script's main is given, with a progress line that is not shown.
+
+    Call `close_run` in the end.
 
     folder    the run directory: checkpoints and timeline go there
     resume    from the newest checkpoint there, if there is one; the caller answers for it that the settings go with it
@@ -138,7 +148,9 @@ def build_run(
     from unisono.checkpoint.load import newest, open_checkpoint
     from unisono.checkpoint.storage import prepare_storage
     from unisono.config.validate import check
-    from unisono.train.run_classes import run_class
+    from unisono.train.context import build_context
+    from unisono.train.loop import choose_loop
+    from unisono.train.run import Run
 
     if problems := check(settings, world.size, CommandLine()):
         raise SettingsError.of(problems)
@@ -147,8 +159,50 @@ def build_run(
     prepare_storage(folder, settings.checkpoint.dir, resume=resume or world.rank > 0)
     found = newest(folder, print) if resume else None
     resumed = open_checkpoint(found) if found is not None else None
-    kind = run_class(settings)
-    return kind(settings, world=world, group=group, run_dir=folder, identity={}, resumed=resumed, output=io.StringIO())
+    loop = choose_loop(settings, group)
+    return Run(build_context(settings, loop, world=world, run_dir=folder, resumed=resumed, output=io.StringIO()), loop)
+
+
+def finish_run(run: Run[Any]) -> None:
+    """End a run as `unisono.main` does when the script has returned."""
+    from unisono.train import lifecycle
+
+    lifecycle.finish(run.context)
+
+
+def close_run(run: Run[Any]) -> None:
+    """Release everything that a run holds."""
+    from unisono.train import lifecycle
+
+    lifecycle.close(run.context)
+
+
+def run_result(run: Run[Any]) -> dict[str, Any]:
+    """Return what goes into result.json."""
+    from unisono.train.guarantees.promise import result
+
+    return result(run.context)
+
+
+def run_promise(run: Run[Any]) -> tuple[str, str]:
+    """Return what is promised of a run's result, and why."""
+    from unisono.train.guarantees.promise import promise
+
+    return promise(run.context)
+
+
+def extension_of(run: Run[Any], kind: type[E]) -> E | None:
+    """Return the extension of this class, if the loop of a run has one."""
+    return next((each for each in run.context.extensions if isinstance(each, kind)), None)
+
+
+def reassign(run: Run[Any], spans: Spans) -> int:
+    """Assign virtual ranks from now on as given; returns the first step for which that holds. All processes call it."""
+    from unisono.train.balance.rebalance import set_assignment
+
+    context = run.context
+    assert context.parts is not None
+    return set_assignment(context.parts.source, context.step_sync, context.group, spans)
 
 
 def _collect(

@@ -1,38 +1,83 @@
-"""A loop is opened: what `run.steps` finds out before the first step, and the engine that it makes of it."""
+"""Build the training loop of `run.steps`: check its arguments, and construct what steps are made of."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from unisono.config import Settings
+from unisono.config.wording import plural
 from unisono.data.loader import Collate, IndexDataset, Loader, Schedule, length_of, same_length
 from unisono.data.streaming.stream import Stream, shard_layout
 from unisono.distributed.existing_group import refuse_second_group
+from unisono.distributed.mesh import Mesh
 from unisono.errors import SettingsError
-from unisono.exchange.choose import promise_of
-from unisono.exchange.wrappers.custom import Build, own_exchange
+from unisono.exchange.wrappers.custom import Build, CustomExchange, own_exchange
 from unisono.launcher import failure_record
 from unisono.plan.assignment import Slot
 from unisono.plan.batch_order import BatchOrder
-from unisono.train.balance.rebalance import WORDS, build_dealing
+from unisono.train.balance.rebalance import Rebalancer, build_stealing, wants_balance
+from unisono.train.batches.batch_source import BatchSource
+from unisono.train.batches.sequence_slices import SequenceSlices
+from unisono.train.collective import NoRecovery
+from unisono.train.context import LoopParts, RunContext
 from unisono.train.diagnostics.divergence import build_divergence
 from unisono.train.diagnostics.redundant_compute import build_audit
+from unisono.train.extensions import Extension, bind
+from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.rank_consistency import ModeCheck, check_same_parameters
-from unisono.train.loop import StepLoop
-from unisono.train.recovery.crash_handoff import hands_off, load_dump
-from unisono.train.recovery.shard_replica import ShardReplica
-from unisono.train.recovery.step_recovery import build_survivors
+from unisono.train.loop import SyncLoop
+from unisono.train.recovery.crash_handoff import hands_off
+from unisono.train.recovery.replication import build_replication
+from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
+from unisono.train.step import Step, StepParts
 from unisono.train.verification.verification import build_verification
 
-if TYPE_CHECKING:
-    from unisono.train.run import Run
+
+def total_steps(context: RunContext, data: Any) -> int:
+    """Return the number of steps of the whole run over a data set. For a Stream all processes call this together."""
+    settings = context.settings
+    if settings.steps is not None:
+        return settings.steps
+    assert settings.epochs is not None
+    read_lengths(context, data)
+    return settings.epochs * -(-length_of(data, "The training set") // settings.batch)
 
 
-def build_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | None, exchange: Build | None) -> StepLoop:
-    """The engine of a run over this data, from where the run stands to its end. Every process must call this."""
-    refuse_second_group(run.world.size)
-    settings, state, identity = run.settings, run._state, run._identity
+def read_lengths(context: RunContext, data: Any) -> None:
+    """Count the samples of a Stream. That may take a while, so a line says it."""
+    if isinstance(data, Stream):
+        if data.counts is None:
+            context.monitor.note(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
+        data.read_lengths(context.group, context.settings.loader.on_error)
+
+
+def build_loop(
+    context: RunContext,
+    loop: SyncLoop,
+    data: Any,
+    last: Callable[[Any], int],
+    *,
+    shuffle: bool,
+    collate: Collate | None,
+    exchange: Build | None,
+) -> Iterator[Step]:
+    """Build the loop of a run over a data set, from where the run stands to its end. All processes call this.
+
+    Args:
+        context: of the run.
+        loop: how the processes make steps.
+        data: a map-style data set, a Stream, or None.
+        last: returns the number of steps of the whole run over a data set.
+        shuffle: whether every epoch has another order.
+        collate: a list of samples -> a batch.
+        exchange: builds the script's own exchange.
+    """
+    refuse_second_group(context.world.size)
+    settings, progress, models = context.settings, context.progress, context.models
     if data is None:
         data, shuffle = IndexDataset(settings.batch), False
         if settings.steps is None:
@@ -41,53 +86,68 @@ def build_loop(run: Run[Any], data: Any, *, shuffle: bool, collate: Collate | No
                 f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
                 "--set steps=100 --set epochs=none",
             )
-    own = own_exchange(exchange, settings, run._mesh.axes)
-    run._table.require_same_call("run.steps")
-    named = [(run._models.names[id(p)], p) for p in run._models.params]
-    if run._mesh.pipeline.size == 1 or run._group.mixed:
-        check_same_parameters(run._group, named, "run.steps was asked for a step", run.device)
-    run._models.buffers.attributes.say = run._watcher.note
-    run._settle(data)
+    custom = own_exchange(exchange, settings, context.mesh.axes)
+    context.step_sync.require_same_call("run.steps")
+    named = [(models.names[id(p)], p) for p in models.params]
+    group = context.group
+    if context.mesh.pipeline.size == 1 or group.mixed:
+        check_same_parameters(group, named, "run.steps was asked for a step", context.device)
+    models.buffers.attributes.say = context.monitor.note
+    read_lengths(context, data)
     length = length_of(data, "The training set")
-    same_length(run._group, length, "The training set")
-    last = run.count_steps(data)
+    same_length(group, length, "The training set")
+    progress.last = last(data)
+    _check_identity(context, data, length, custom)
+    context.monitor.typed = run_dir = shell_path(context.run_dir, context.world.folder)
+    replication = build_replication(context)
+    progress.order = _order(settings, data, shuffle=shuffle)
+    progress.exchange = (custom.promise, custom.reason) if custom is not None else None
+    parts = _build_parts(context, loop, data, collate, custom, run_dir)
+    extensions = [*replication, *_build_extensions(context, parts)]
+    hooks = bind(extensions)
+    build_slot = partial(_slot, loop, settings, context.mesh)
+    recovery = build_recovery(context, parts, hooks.regrouped, build_slot)
+    if isinstance(recovery, StepRecovery):
+        hooks = hooks._replace(result=(*hooks.result, recovery.result))
+        context.collective.survive_deaths(recovery)
+    steps = StepParts(
+        models,
+        parts.source,
+        parts.sync,
+        parts.checks,
+        context.step_sync,
+        context.scale,
+        recovery or NoRecovery(),
+        hooks,
+    )
+    steps = loop.parts(context, parts, steps)
+    context.parts, context.extensions = parts, extensions
+    context.hooks = steps.hooks._replace(close=(*steps.hooks.close, steps.source.close, steps.sync.close))
+    failure_record.begin_loop(replaceable=recovery is not None, bequeaths=hands_off(context))
+    models.on_change()
+    return loop.steps(context, steps)
+
+
+def _check_identity(context: RunContext, data: Any, length: int, custom: CustomExchange | None) -> None:
+    """Record what the bits of the run depend on, and compare it with the run that is resumed."""
+    identity, state, progress = context.identity, context.state, context.progress
     identity["length"] = data.shape if isinstance(data, Stream) else length
-    identity["ties"] = run._models.ties or "none"
-    identity["own exchange"] = run._carried.own = own.name if own is not None else "none"
-    run.changes += state.check_length(identity["length"], run._accepted)
-    run.changes += state.check_ties(identity["ties"])
-    run.changes += state.check_exchange(identity["own exchange"], run._accepted)
-    buddy = ShardReplica(state.tracked, run._mesh, run._models.reshard) if settings.parallel.replicate_shards else None
-    if buddy is not None:
-        load_dump(run, buddy)
-    engine = _build_engine(run, data, last, shuffle=shuffle, collate=collate)
-    engine.own = own
-    promise, _ = promise_of(settings, run.size) if own is None else (own.promise, own.reason)
-    engine.dealing = build_dealing(settings, run._mesh, engine.schedule, run.steps_done, promise, run._watcher.note)
-    run._table.words = WORDS if engine.dealing is not None else 0
-    run._table.modes = ModeCheck(run._models.modules) if run._mesh.pipeline.size == 1 else None
-    engine.audit = build_audit(engine, run)
-    engine.divergence = build_divergence(engine, run)
-    engine.verification = build_verification(engine, run, promise)
-    engine.run_dir = run._watcher.typed = shell_path(run.dir, run.world.folder)
-    run._engine = engine
-    engine.survivors = build_survivors(run)
-    engine.buddy = buddy
-    failure_record.begin_loop(replaceable=engine.survivors is not None, bequeaths=hands_off(run))
-    return engine
+    identity["ties"] = context.models.ties or "none"
+    identity["own exchange"] = context.exchange_states.own = custom.name if custom is not None else "none"
+    progress.changes += state.check_length(identity["length"], context.accepted)
+    progress.changes += state.check_ties(identity["ties"])
+    progress.changes += state.check_exchange(identity["own exchange"], context.accepted)
 
 
 def shell_path(path: Path, folder: str) -> str:
-    """A path as one types it in this folder."""
+    """Return a path as one types it in a folder."""
     within = path.is_relative_to(folder)
     return shlex.quote(str(path.relative_to(folder) if within else path))
 
 
-def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate: Collate | None) -> StepLoop:
-    """The engine for all steps up to `last` - 1, with its order, its placement and its loader."""
-    settings, mesh, kind = run.settings, run._mesh, run._kind
+def _order(settings: Settings, data: Any, *, shuffle: bool) -> BatchOrder:
     shards, window = shard_layout(data)
-    order = BatchOrder(
+    return BatchOrder(
         length=len(data),
         batch=settings.batch,
         virtual_ranks=settings.virtual_ranks,
@@ -97,17 +157,40 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
         shards=shards,
         window=window,
     )
-    seat, schedule = kind.seated(settings, mesh)
-    if seat.turns > 1 and settings.micro_batch is not None:
-        run._table.pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
-    run._models.buffers.attributes.divided = run._table.pieces > 1 or mesh.context.size > 1
 
-    def open_loader(schedule: Schedule, seat: Slot, first: int) -> Loader:
+
+def _slot(loop: SyncLoop, settings: Settings, mesh: Mesh) -> tuple[Slot, Schedule]:
+    """Return which span this process computes, and the spans of all. Processes that share layers take turns in one."""
+    slot, line = Slot(mesh.data.rank), mesh.data
+    if mesh.shard.size > 1 and settings.parallel.reshard == "layer":
+        slot, line = Slot(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size), mesh.replicate
+    return slot, Schedule(loop.spans(line.size))
+
+
+def _build_parts(
+    context: RunContext,
+    loop: SyncLoop,
+    data: Any,
+    collate: Collate | None,
+    custom: CustomExchange | None,
+    run_dir: str,
+) -> LoopParts:
+    settings, mesh, models, progress = context.settings, context.mesh, context.models, context.progress
+    order, last = progress.order, progress.last
+    assert order is not None
+    slot, schedule = _slot(loop, settings, mesh)
+    pieces = 1
+    if slot.turns > 1 and settings.micro_batch is not None:
+        pieces = max(len(order.micro_bounds(0, v)) for v in range(settings.virtual_ranks))
+    context.step_sync.configure(pieces=pieces, modes=ModeCheck(models.modules) if mesh.pipeline.size == 1 else None)
+    models.buffers.attributes.divided = pieces > 1 or mesh.context.size > 1
+
+    def open_loader(schedule: Schedule, slot: Slot, first: int) -> Loader:
         return Loader(
             data,
             order,
             schedule,
-            seat=seat,
+            seat=slot,
             first=first,
             last=last,
             device=mesh.world.device,
@@ -117,7 +200,57 @@ def _build_engine(run: Run[Any], data: Any, last: int, *, shuffle: bool, collate
             keyed=settings.virtual_ranks > 1,
         )
 
-    of_run = (run._models, last, run._table, run._generators, run._scale, run._carried)
-    engine = kind(settings, mesh, seat, order, open_loader(schedule, seat, run.steps_done), schedule, *of_run)
-    engine.open_loader = open_loader
-    return engine
+    source = BatchSource(
+        order,
+        slot,
+        schedule,
+        progress.steps_done,
+        open_loader=open_loader,
+        build_stealing=partial(build_stealing, settings, mesh, custom.promise if custom is not None else ""),
+        generators=context.generators,
+        buffers=models.buffers,
+        device=mesh.world.device,
+    )
+    checks = LoopChecks(
+        settings,
+        models,
+        context.scale,
+        order,
+        last,
+        turns=slot.turns,
+        steppers=progress.steppers,
+        run_dir=run_dir,
+    )
+    sync = loop.build_sync(
+        settings,
+        mesh,
+        models,
+        context.step_sync,
+        context.scale,
+        context.exchange_states,
+        checks,
+        progress,
+        context.collective,
+        seed_update=source.seed_update,
+        custom=custom,
+    )
+    return LoopParts(source, sync, checks)
+
+
+def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
+    """Build the optional features of a run, in the order in which their hooks are called."""
+    settings, mesh = context.settings, context.mesh
+    found: list[Extension] = []
+    if mesh.context.size > 1:
+        found.append(SequenceSlices(context.models, parts.source.order))
+    found += build_verification(context, parts)
+    divergence = build_divergence(context, parts)
+    found += build_audit(context, parts, divergence[0] if divergence else None)
+    found += divergence
+    if wants_balance(settings) and (mesh.world.size > 1 or mesh.world.company is not None):
+        promise = context.progress.exchange[0] if context.progress.exchange is not None else ""
+        first, note = context.progress.steps_done, context.monitor.note
+        found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))
+    if context.inspection is not None:
+        found.append(context.inspection.build(context, parts))
+    return found

@@ -1,102 +1,132 @@
-"""One optimizer step, as the loop sees it. This file is the contract of the loop; docs/loop.md tells it in words."""
+"""One optimizer step, as the loop sees it. This file is the contract of the loop; docs/loop.md explains it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono import phases
 from unisono.distributed.process_group import wrap_peer_errors
-from unisono.errors import LoopError, PeerLostError
+from unisono.errors import LoopError
+from unisono.parallel.precision import LossScale
 from unisono.plan.batch_order import MicroBatchId
-from unisono.train.context_rounds import context_rounds
-from unisono.train.evaluation.model_outputs import Forward, call, parts
+from unisono.train.batches.batch_source import Batches
+from unisono.train.collective import PEER_ERRORS, Recovery, Rounds
+from unisono.train.evaluation.model_call import Forward, call, parts
+from unisono.train.extensions import UNWATCHED, Hooks
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.gradient_sync import Synchronizer
+from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.user_errors import check_loss, explain_step_errors
+from unisono.train.modules.models import Models
 from unisono.train.optimization.sharded_step import on_local_shards
-from unisono.train.step_sync import LOSS
-from unisono.train.verification.no_verification import NOT_VERIFIED
-
-if TYPE_CHECKING:
-    from unisono.train.gradient_pass import GradientPass
-    from unisono.train.loop import StepLoop
+from unisono.train.step_state import StepState
+from unisono.train.step_sync import LOSS, StepSync
 
 LossFunction = Callable[..., tuple[torch.Tensor, "float | torch.Tensor"]]
 
-AGAIN = "for several walks a step, with an update after each: for batch in step.over(optimizer)."
+SEVERAL_PASSES = "for several walks a step, with an update after each: for batch in step.over(optimizer)."
 FROM_SETTINGS: Any = type("FromSettings", (), {"__repr__": lambda _: "the setting"})()
 
 
-class Step:
-    """One step: iterate over it once, call `backward` once in each round, then `update`. Or the same with `over`.
+class StepParts(NamedTuple):
+    """What steps are made of: the same objects for all steps of a run.
 
-    number   of the step, from 0
-    epoch    that it belongs to, from 0
-    samples  in its global batch, over all processes
-    skipped  was an update left out, because fp16's scale was too high for its gradient? The same on every process
+    source     where micro-batches come from
+    sync       makes gradients whole
+    checks     checks what the loop does
+    step_sync  adds up sums and flags
+    recovery   continues the step when a peer dies
+    hooks      of the extensions
+    periodic   whether this process does what is due every n steps; otherwise another process does it
     """
 
-    skipped: bool = False
-    _place: MicroBatchId | None = None  # of the micro-batch whose round it is
-    _ready = False  # may `backward` be called?
-    _state = "new"  # -> "walking" -> "whole" -> "updated"; or "broken"
-    _gradient: GradientPass | None = None  # of the pass that was walked last
-    _waiting: Sequence[GradientPass] = ()  # whole, and no optimizer has used them
-    _passes = 0
-    _kept: list[tuple[MicroBatchId, Any]] | None = None  # this process's micro-batches, for more than one pass
-    _sums: Mapping[str, tuple[float, float]] = MappingProxyType({})
-    _grad_norm: float | None = None
+    models: Models
+    source: Batches
+    sync: Synchronizer
+    checks: LoopChecks
+    step_sync: StepSync
+    scale: LossScale
+    recovery: Recovery
+    hooks: Hooks
+    periodic: bool = True
 
-    def __init__(self, engine: StepLoop, number: int) -> None:
-        self._engine = engine
-        self.number = number
-        self.samples = engine.order.batch_size(number)
-        phases.begin_step(number)
+
+class Step:
+    """One step: iterate over it once, call `backward` once in each round, then `update`. Or the same with `over`."""
+
+    def __init__(self, state: StepState, parts: StepParts) -> None:
+        self._state, self._parts = state, parts
+
+    @property
+    def number(self) -> int:
+        """The number of the step, from 0."""
+        return self._state.number
 
     @property
     def epoch(self) -> int:
-        return self._engine.order.epoch(self.number)
+        """The epoch that the step belongs to, from 0."""
+        return self._parts.checks.order.epoch(self._state.number)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in the step's global batch, over all processes."""
+        return self._state.samples
+
+    @property
+    def skipped(self) -> bool:
+        """Whether an update was left out because fp16's scale was too high for its gradient; the same everywhere."""
+        return self._state.skipped
 
     @property
     def counts(self) -> bool:
         """Return whether this round counts: False in one that is computed a second time, to check the promise."""
-        return self._place is None or not self._place.spare
+        place = self._state.place
+        return place is None or not place.spare
 
     # -- the loop over micro-batches
 
     def __iter__(self) -> Iterator[Any]:
-        """This process's micro-batches of the step. When it ends, the gradient is whole on every process."""
+        """Yield this process's micro-batches of the step. At the end the gradient is whole on every process."""
         self._refuse_pipeline("was iterated over")
         return self._begin(self._first_gradient())
 
     def _first_gradient(self) -> GradientPass:
-        if self._state != "new":
-            raise self._breach("was iterated over twice", "Each of its micro-batches is computed once.", AGAIN)
-        return self._engine.gradient_of(None)
+        if self._state.stage != "new":
+            raise self._state.error(
+                "was iterated over twice", "Each of its micro-batches is computed once.", SEVERAL_PASSES
+            )
+        return self._parts.sync.gradient_of(None)
 
     def over(self, *optimizers: Any) -> Iterator[Any]:
-        """The step's micro-batches, for the parameters of these optimizers only: a pass. There may be several a step,
-        one after the other: generator and discriminator, or two models.
+        """Yield the step's micro-batches, for the parameters of these optimizers only: a pass.
 
-        Each pass has its own gradient, exchange, loss, weights and randomness. What the loss depends on beside these
-        parameters gets no gradient. Call `update` with the optimizers after each pass, or once after all.
-        Raises LoopError inside another pass, or if an earlier one's gradient waits for its update.
+        There may be several passes a step, one after the other: generator and discriminator, or two models. Each has
+        its own gradient, exchange, loss, weights and randomness. Other parameters that the loss depends on get no
+        gradient. Call `update` with the optimizers after each pass, or once after all.
+
+        Raises:
+            LoopError: it is called within another pass, or an earlier pass's gradient waits for its update.
         """
         self._refuse_pipeline("began a pass for some parameters")
-        if self._state not in ("new", "whole", "updated") or (self._passes and self._kept is None):
-            raise self._breach("began another pass inside of one", "A pass begins when the last one is whole.", AGAIN)
-        gradient = self._engine.gradient_of(optimizers, waiting=bool(self._waiting))
+        state = self._state
+        if state.stage not in ("new", "whole", "updated") or (state.passes and state.kept is None):
+            raise state.error(
+                "began another pass inside of one", "A pass begins when the last one is whole.", SEVERAL_PASSES
+            )
+        gradient = self._parts.sync.gradient_of(optimizers, waiting=bool(state.waiting))
         ours = {id(p) for p in gradient.params}
-        if any(id(p) in ours for other in self._waiting for p in other.params):
-            raise self._breach(
+        if any(id(p) in ours for other in state.waiting for p in other.params):
+            raise state.error(
                 "began a pass over the same parameters again",
                 "The gradient of an earlier pass is whole, and no optimizer used it.",
                 "call step.update(optimizer) after the pass, or add the losses up in one.",
             )
-        if self._kept is None:
-            self._kept = []
+        if state.kept is None:
+            state.kept = []
         return self._begin(gradient)
 
     def run(
@@ -108,133 +138,189 @@ class Step:
         mean: bool = False,
         over: Sequence[Any] = (),
     ) -> None:
-        """The rounds as one call: forward, loss and backward of every micro-batch of this process.
+        """Run the rounds as one call: forward, loss and backward of every micro-batch of this process.
 
-        loss_fn  loss_fn(output, *batch) -> (sum, weight), as `backward` takes them; a mapping is passed as one thing
-        forward  forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping
-        mean     the loss is a mean over `weight` things
-        over     optimizers, if the pass is for their parameters only
+        Args:
+            model: the model.
+            loss_fn: loss_fn(output, *batch) -> (sum, weight), as `backward` takes them; a mapping is one argument.
+            forward: forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping.
+            mean: whether the loss is a mean over `weight` items.
+            over: optimizers, if the pass is for their parameters only.
         """
-        if self._engine.models.pipeline is not None and not over:
-            self._gradient, self._grad_norm, self._state = self._first_gradient(), None, "walking"
-            self._engine.models.pipeline.train(self, self._gradient, model, loss_fn, forward, mean)
-            self._meet(self._gradient, 0)
+        if self._parts.models.pipeline is not None and not over:
+            self._run_pipeline(model, loss_fn, forward, mean=mean)
             return
         for batch in self.over(*over) if over else self:
             loss, weight = loss_fn((forward or call)(model, batch), *parts(batch))
             self.backward(loss, weight, mean=mean)
 
+    def _run_pipeline(
+        self, model: torch.nn.Module, loss_fn: LossFunction, forward: Forward | None, *, mean: bool
+    ) -> None:
+        state, models = self._state, self._parts.models
+        assert models.pipeline is not None
+        gradient = state.gradient = self._first_gradient()
+        state.grad_norm, state.stage = None, "walking"
+        pipeline = models.pipeline
+        batches = [(place, batch, pipeline.start()) for place, batch, _ in self._open(gradient)]
+        step_sync, scale = self._parts.step_sync, self._parts.scale
+
+        def finish(place: MicroBatchId, batch: Any, output: Any) -> torch.Tensor:
+            """Count a micro-batch's loss, and return what its backward pass begins with."""
+            state.place = place
+            loss, weight = loss_fn(output, *parts(batch))
+            if not gradient.seen:
+                check_loss(loss, mean)
+            loss = loss * weight if mean else loss
+            step_sync.add(place, LOSS, loss, weight)
+            return loss * scale.value if scale.on else loss
+
+        with wrap_peer_errors(f"Step {state.number}'s pipeline"), models.around_loss():
+            pipeline.train(gradient.exchange, batches, model, forward, finish)
+            phases.enter("exchange")
+            step_sync.broadcast(pipeline.line.group)
+        models.buffers.note_changes()
+        self._end_rounds(gradient)
+        with self._peer_errors():
+            self._parts.sync.synchronize(state, gradient)
+        self._complete(gradient)
+
     def _begin(self, gradient: GradientPass) -> Iterator[Any]:
-        self._gradient, self._grad_norm = gradient, None
-        self._state = "walking"
+        state = self._state
+        state.gradient, state.grad_norm, state.stage = gradient, None, "walking"
         return self._rounds(gradient)
 
+    def _open(self, gradient: GradientPass) -> Rounds:
+        """Begin a pass, and return its micro-batches."""
+        state, (_, source, sync, *_) = self._state, self._parts
+        assignment = source.begin(state)
+        sync.begin(state, gradient, assignment)
+        if state.passes:
+            self._parts.recovery.refetch(state)
+        rounds = source.rounds(state, assignment)
+        for wrap in self._parts.hooks.rounds:
+            rounds = wrap(state, gradient, rounds)
+        return rounds
+
     def _rounds(self, gradient: GradientPass) -> Iterator[Any]:
+        """Yield the batches of a pass; then make its gradient whole. After a death more batches may follow."""
+        state, (models, _, sync, checks, _, _, recovery, hooks, _) = self._state, self._parts
+        enter = phases.enter
         try:
-            yield from self._walk(gradient)
+            enter("data")
+            if not state.passes:
+                for extra in hooks.extra_rounds:
+                    yield from extra(state, gradient)
+            rounds: Rounds | None = self._open(gradient)
+            while rounds is not None:
+                for place, batch, last in rounds:
+                    state.place, state.ready = place, True
+                    phases.Position.virtual_rank = place.virtual_rank
+                    exchange = gradient.exchange  # another one than before, if a process died or joined
+                    exchange.enter(place.virtual_rank, last=last)
+                    enter("forward")
+                    if gradient.seen and not models.divided_loss:
+                        yield batch
+                    else:
+                        with checks.round_context(place, gradient):
+                            yield batch
+                    enter("exchange" if last else "data")
+                    exchange.leave()
+                    for done in hooks.round_done:
+                        done(state, place)
+                self._end_rounds(gradient)
+                try:
+                    with self._peer_errors():
+                        sync.synchronize(state, gradient)
+                    rounds = None
+                except PEER_ERRORS as lost:
+                    rounds = recovery.resume_step(state, gradient, lost)
+                    if rounds is not None:
+                        enter("data")
+                        for wrap in hooks.rounds:
+                            rounds = wrap(state, gradient, rounds)
+            self._complete(gradient)
+            if state.passes == 1:
+                for closing in hooks.closing_rounds:
+                    yield from closing(state, gradient)
         except GeneratorExit:
-            self._state = "broken"
+            state.stage = "broken"
             raise
 
-    def _walk(self, gradient: GradientPass) -> Iterator[Any]:
-        engine, number = self._engine, self._passes
-        phases.enter("data")
-        verification = NOT_VERIFIED if number else engine.verification
-        yield from verification.before(self, gradient)
-        if engine.audit is not None and not number:
-            yield from engine.audit.recompute(self, gradient)  # from here on it listens
-        again: Iterator[tuple[MicroBatchId, Any, bool]] | None
-        again = engine.micro_batches(self.number, number, gradient, self._kept)
-        if engine.mesh.context.size > 1:
-            again = context_rounds(engine, again, number)
-        while again is not None:
-            for place, batch, last in verification.watched(self, gradient, again):
-                self._place, self._ready = place, True
-                phases.Position.virtual_rank = place.virtual_rank
-                exchange = gradient.exchange  # another one than before, if a process died or joined
-                exchange.enter(place.virtual_rank, last=last)
-                phases.enter("forward")
-                yield batch
-                phases.enter("exchange" if last else "data")
-                exchange.leave()
-            self._ready = False
-            again = self._meet(gradient, number)
-        yield from verification.after(self, gradient, self._sums)
+    def _peer_errors(self) -> AbstractContextManager[None]:
+        if self._parts.sync.group.size == 1:
+            return UNWATCHED
+        return wrap_peer_errors(f"Step {self._state.number}'s exchange")
 
-    def _meet(self, gradient: GradientPass, number: int) -> Iterator[tuple[MicroBatchId, Any, bool]] | None:
-        """The rounds of a pass are done: the gradient becomes whole. If a process dies meanwhile, these are the rounds
-        that are missing."""
-        engine = self._engine
+    def _end_rounds(self, gradient: GradientPass) -> None:
+        """The micro-batches are done, and the processes are about to exchange what they have."""
+        self._state.ready = False
         phases.Position.virtual_rank = None
         phases.enter("exchange")
-        if engine.group.size == 1:
-            sums = engine.synchronize(self, number, gradient)
-        else:
-            try:
-                with wrap_peer_errors(f"Step {self.number}'s exchange"):
-                    sums = engine.synchronize(self, number, gradient)
-            except (PeerLostError, RuntimeError, ConnectionError) as lost:
-                if engine.survivors is None:
-                    raise
-                missing = engine.survivors.resume_step(self, number, gradient, lost)
-                if missing is not None:
-                    phases.enter("data")
-                    return missing
-                sums = engine.commit(self, number, gradient)
-        if engine.audit is not None:
-            engine.audit.after(self)
-        self._sums = {**self._sums, **sums} if number else sums
-        self._passes += 1
-        self._waiting = [*self._waiting, gradient]
-        self._state = "whole"
+        for before in self._parts.hooks.before_sync:
+            before(self._state, gradient)
+
+    def _complete(self, gradient: GradientPass) -> None:
+        """The gradient of the pass is whole on all processes."""
+        state, parts = self._state, self._parts
+        parts.sync.commit(state, gradient)
+        parts.recovery.completed()
+        for ready in parts.hooks.gradient_ready:
+            ready(state, gradient)
+        state.passes += 1
+        state.waiting = [*state.waiting, gradient]
+        state.stage = "whole"
         phases.enter("other")
-        return None
 
     def __length_hint__(self) -> int:
         # list(step) and tuple(step) ask for this first; a plain `for` does not
-        raise self._breach("was turned into a list", "Its rounds compute micro-batches, one after the other.")
+        raise self._state.error("was turned into a list", "Its rounds compute micro-batches, one after the other.")
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
         """Add a micro-batch's gradient to the step's.
 
-        loss    the sum of the losses of what it holds, a tensor of one element that needs a gradient
-        weight  how many things it sums (samples, or tokens that count); a number, or a tensor of one element (no sync)
-        mean    the loss is a mean over `weight` things, as models that own their loss return it
+        The step divides by the total weight of all micro-batches of all processes, once.
 
-        The step divides by the total weight of all micro-batches of all processes, once. Raises LoopError if it is
-        called twice in a round, outside of one, with a loss that has no graph, or (in the first step) with a loss that
-        is visibly a mean although `mean` was not said.
+        Args:
+            loss: the sum of the losses of the micro-batch, a tensor of one element that needs a gradient.
+            weight: the number of items that it sums (samples, or tokens that count): a number, or a tensor of one
+                element, which causes no synchronization.
+            mean: whether the loss is a mean over `weight` items, as models that own their loss return it.
+
+        Raises:
+            LoopError: it is called twice in a round, or outside of one; the loss has no graph; or, in the first step,
+                the loss is visibly a mean although `mean` is false.
         """
-        if not self._ready:
-            self._refuse_backward()
-        assert self._place is not None
-        assert self._gradient is not None
-        if not self._gradient.seen:
+        state, parts = self._state, self._parts
+        gradient, place = state.gradient, state.place
+        if not state.ready or gradient is None or place is None:
+            raise self._misplaced_backward()
+        if not gradient.seen:
             check_loss(loss, mean)
         if mean:
             loss = loss * weight
-        engine = self._engine
-        engine.table.add(self._place, LOSS, loss, weight)
-        engine.verification.heard(self._place, loss, weight)
-        if engine.scale.on:
-            loss = loss * engine.scale.value
-        self._ready = False
+        parts.step_sync.add(place, LOSS, loss, weight)
+        for heard in parts.hooks.backward:
+            heard(state, loss, weight)
+        if parts.scale.on:
+            loss = loss * parts.scale.value
+        state.ready = False
         phases.enter("backward")
-        inputs = self._gradient.inputs
-        if engine.group.size == 1:
-            loss.backward(inputs=inputs)
+        if parts.sync.group.size == 1:
+            loss.backward(inputs=gradient.inputs)
         else:
-            with wrap_peer_errors(f"Step {self.number}'s exchange"):  # which begins in here
-                loss.backward(inputs=inputs)
+            with wrap_peer_errors(f"Step {state.number}'s exchange"):  # which begins in here
+                loss.backward(inputs=gradient.inputs)
         phases.enter("other")
 
     def add(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
         """Add to a sum of your own, exact over all processes: after the rounds, `mean(name)` is sum over weight."""
-        if self._state != "walking" or self._place is None:
-            raise self._breach(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
+        state = self._state
+        if state.stage != "walking" or state.place is None:
+            raise state.error(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
         if name == LOSS:
-            raise self._breach("was asked to add 'loss'", "That name is taken by backward.", "choose another.")
-        self._engine.table.add(self._place, name, total, weight)
+            raise state.error("was asked to add 'loss'", "That name is taken by backward.", "choose another.")
+        self._parts.step_sync.add(state.place, name, total, weight)
 
     # -- after the rounds
 
@@ -249,22 +335,23 @@ class Step:
         return self._total(LOSS)[1]
 
     def mean(self, name: str) -> float:
-        """sum / weight of what was added under `name`, over all processes."""
+        """Return sum / weight of what was added under `name`, over all processes."""
         total, weight = self._total(name)
         return total / weight
 
     def sum(self, name: str) -> float:
-        """The sum of what was added under `name`, over all processes."""
+        """Return the sum of what was added under `name`, over all processes."""
         return self._total(name)[0]
 
     def _total(self, name: str) -> tuple[float, float]:
-        if self._state not in ("whole", "updated"):
-            raise self._breach(f"was asked for its {name}", "That is known when all its rounds are done.")
-        if name not in self._sums:
-            raise self._breach(
-                f"was asked for the mean of {name!r}", f"What was added is: {', '.join(sorted(self._sums))}."
+        state = self._state
+        if state.stage not in ("whole", "updated"):
+            raise state.error(f"was asked for its {name}", "That is known when all its rounds are done.")
+        if name not in state.sums:
+            raise state.error(
+                f"was asked for the mean of {name!r}", f"What was added is: {', '.join(sorted(state.sums))}."
             )
-        return self._sums[name]
+        return state.sums[name]
 
     @property
     def grad_norm(self) -> float:
@@ -272,66 +359,70 @@ class Step:
 
         `update` computes it when it clips. Without clipping it costs a read of the gradient, so ask before `update`.
         """
-        if self._grad_norm is None:
-            if self._state != "whole":
-                raise self._breach(
+        state = self._state
+        if state.grad_norm is None:
+            if state.stage != "whole" or state.gradient is None:
+                raise state.error(
                     "was asked for grad_norm",
                     "Without clipping it is only computed on demand, and the gradient is gone after update.",
                     "ask between the rounds and step.update(...), or clip.",
                 )
-            assert self._gradient is not None
-            self._grad_norm = self._engine.clip(self._gradient.params, None)
-        return self._grad_norm
+            state.grad_norm = self._parts.sync.clip(state.gradient.params, None)
+        return state.grad_norm
 
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
-        """Check that the gradient is finite, clip it, step optimizers and then schedules, and forget the gradient.
-
-        steppers  optimizers and learning-rate schedules of torch.optim, or anything with a `step()`
-        clip      the gradient's largest 2-norm (as in torch.nn.utils.clip_grad_norm_); None: no clipping; left out: the
-                  setting `clip`
+        """Check that the gradient is finite, clip it, step optimizers and then schedules, and release the gradient.
 
         After several passes it uses the gradients that these optimizers hold, and leaves the others for a later call.
         With precision=fp16 a gradient that is not finite is the scale's fault at first: nothing is stepped then,
         `skipped` is true, and the scale is halved.
 
-        Raises LoopError before the rounds are done, when called twice, and if the gradient is not finite.
+        Args:
+            steppers: optimizers and learning-rate schedules of torch.optim, or anything with a `step()`.
+            clip: the gradient's largest 2-norm (as in torch.nn.utils.clip_grad_norm_); None: no clipping. By default
+                the setting `clip`.
+
+        Raises:
+            LoopError: the rounds are not done, it is called twice, or the gradient is not finite.
         """
-        if self._state != "whole":
-            self._refuse_update()
+        if self._state.stage != "whole":
+            raise self._misplaced_update()
         phases.enter("update")
         self._update(steppers, clip)
         phases.enter("other")
+        for updated in self._parts.hooks.updated:
+            updated(self._state)
 
     def _update(self, steppers: Sequence[Any], clip: float | None) -> None:
-        engine = self._engine
-        limit = engine.settings.clip if clip is FROM_SETTINGS else clip
+        state, parts = self._state, self._parts
+        limit = parts.checks.settings.clip if clip is FROM_SETTINGS else clip
         optimizers = [s for s in steppers if hasattr(s, "zero_grad") or hasattr(s, "param_groups")]
-        ready = self._waiting if self._kept is None else self._ready_for(optimizers)
-        if engine.divergence is not None:
-            engine.divergence.given(self.number, ready)
+        ready = state.waiting if state.kept is None else self._ready_for(optimizers)
+        for before in parts.hooks.before_update:
+            before(state, ready)
         if all(gradient.finite or not gradient.may_skip for gradient in ready):
             for gradient in ready:
-                gradient.check_finite(self)
+                if found := gradient.find_not_finite():
+                    raise self._not_finite(found)
             if limit is not None:
-                self._grad_norm = engine.clip([p for gradient in ready for p in gradient.params], limit)
+                state.grad_norm = parts.sync.clip([p for gradient in ready for p in gradient.params], limit)
             self._step(steppers, optimizers)
         else:
-            self.skipped = True
-            self._grad_norm = float("inf")
-        engine.scale.tell(self.number, finite=not self.skipped)
+            state.skipped, state.grad_norm = True, float("inf")
+        parts.scale.tell(state.number, finite=not state.skipped)
         for gradient in ready:
             gradient.zero()
-        self._waiting = [gradient for gradient in self._waiting if gradient not in ready]
-        self._state = "whole" if self._waiting else "updated"
+        state.waiting = [gradient for gradient in state.waiting if gradient not in ready]
+        state.stage = "whole" if state.waiting else "updated"
 
     def _ready_for(self, optimizers: Sequence[Any]) -> list[GradientPass]:
-        """The gradients that these optimizers use."""
+        """Return the gradients that these optimizers use."""
         ready: list[GradientPass] = []
         for optimizer in optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            found = [g for g in self._waiting if any(id(p) in held for p in g.params)]
+            found = [g for g in self._state.waiting if any(id(p) in held for p in g.params)]
             if not found:
-                raise self._breach(
+                raise self._state.error(
                     f"was updated with {type(optimizer).__name__}",
                     "No pass of this step has made a gradient for its parameters, or it is used already.",
                     "walk over it first: for batch in step.over(optimizer).",
@@ -340,114 +431,84 @@ class Step:
         return ready
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        _, _, sync, checks, *_ = self._parts
         for optimizer in optimizers:
-            self._engine.register_optimizer(optimizer)
-            with (
-                explain_step_errors(optimizer),
-                self._engine.verification.stepping(optimizer),
-                on_local_shards(optimizer),
-            ):
-                optimizer.step()
+            checks.register_optimizer(optimizer)
+            if sync.steps_optimizers:
+                with explain_step_errors(optimizer), self._stepping(optimizer), on_local_shards(optimizer):
+                    optimizer.step()
         for schedule in steppers:
             if schedule not in optimizers:
-                self._engine.register_schedule(schedule)
-                schedule.step()
+                checks.register_schedule(schedule)
+                if sync.steps_optimizers:
+                    schedule.step()
+
+    def _stepping(self, optimizer: Any) -> AbstractContextManager[Any]:
+        """Return a block that extensions watch, in which an optimizer makes its step."""
+        if not self._parts.hooks.stepping:
+            return UNWATCHED
+        stack = ExitStack()
+        for stepping in self._parts.hooks.stepping:
+            stack.enter_context(stepping(optimizer))
+        return stack
 
     def every(self, n: int) -> bool:
-        """Is this the n-th, 2n-th, ... step of the run (counting from 1), or the last one?"""
-        return (self.number + 1) % n == 0 or self.number + 1 == self._engine.last
+        """Return whether this is the n-th, 2n-th, ... step of the run (counting from 1), or the last one."""
+        following = self._state.number + 1
+        return self._parts.periodic and (following % n == 0 or following == self._parts.checks.last)
 
     @property
     def ends_epoch(self) -> bool:
-        """Is this the last step of its epoch, or of the run?"""
-        return self._engine.order.epoch(self.number + 1) != self.epoch or self.number + 1 == self._engine.last
+        """Whether this is the last step of its epoch, or of the run."""
+        checks, following = self._parts.checks, self._state.number + 1
+        return self._parts.periodic and (checks.order.epoch(following) != self.epoch or following == checks.last)
 
-    @property
-    def is_new(self) -> bool:
-        """Has nobody walked over it yet?"""
-        return self._state == "new"
-
-    @property
-    def is_half_done(self) -> bool:
-        """Has it begun, without its update?"""
-        return self._state not in ("new", "updated")
-
-    @property
-    def is_done(self) -> bool:
-        """Has its update been made?"""
-        return self._state == "updated"
-
-    # -- breaches
-
-    def finish(self) -> None:
-        """Called when the loop asks for the next step: is this one done? Raises LoopError if not."""
-        if self._state in ("broken", "walking"):
-            raise self._broken()
-        if self._state == "new":
-            raise self._breach(
-                "was skipped",
-                "Nobody iterated over it.",
-                "write `for batch in step:` inside `for step in run.steps(...)`.",
-            )
-        if self._state != "updated":
-            raise self._breach(
-                "ended without an update",
-                "Its gradient is whole, and no optimizer used it.",
-                "call step.update(optimizer).",
-            )
-
-    def refuse_within(self, verb: str) -> None:
-        """Raise LoopError if a round is under way: this verb is for all processes together."""
-        if self._state == "walking":
-            raise LoopError(
-                f"{verb} was called within a round of step {self.number}.",
-                "Processes have different numbers of rounds, and it is for all of them together.",
-                f"call {verb} between two steps, after step.update.",
-            )
+    # -- breaches of the contract
 
     def _refuse_pipeline(self, what: str) -> None:
-        if self._engine.models.pipeline is not None:
-            raise self._breach(
+        pipeline = self._parts.models.pipeline
+        if pipeline is not None:
+            raise self._state.error(
                 what,
-                f"With parallel.pipeline={self._engine.mesh.pipeline.size} its micro-batches are on their way through "
+                f"With parallel.pipeline={pipeline.line.group.size} its micro-batches are on their way through "
                 "the stages at the same time, so there are no rounds one after the other.",
                 "step.run(model, loss_fn), with loss_fn(output, *batch) -> (sum, weight): docs/placements.md.",
             )
 
-    def _broken(self) -> LoopError:
-        return self._breach(
-            "was left with break",
-            "Its other micro-batches were not computed, so its gradient is not whole anywhere.",
-            "use continue: a round without backward counts as weight 0.",
+    def _not_finite(self, found: str) -> LoopError:
+        number = self._state.number
+        return LoopError(
+            f"Step {number} has a gradient that is not finite, with a loss of {self._state.loss:g}.",
+            f"{found} such elements.",
+            "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate; "
+            f"to see where it comes from: {self._parts.checks.replay_command(number)}",
         )
 
-    def _refuse_backward(self) -> None:
-        if self._state == "walking":
-            raise self._breach(
+    def _misplaced_backward(self) -> LoopError:
+        if self._state.stage == "walking":
+            return self._state.error(
                 "got a second backward in one round",
                 "A micro-batch contributes one loss and one weight.",
                 "add the losses up and call step.backward once.",
             )
-        raise self._breach(
+        return self._state.error(
             "got a backward outside of its rounds",
             "The exchange happens when the loop over its micro-batches ends.",
             "call step.backward inside `for batch in step:` (and do not collect the batches first).",
         )
 
-    def _refuse_update(self) -> None:
-        if self._state == "broken":
-            raise self._broken()
-        if self._state == "updated":
-            raise self._breach(
+    def _misplaced_update(self) -> LoopError:
+        state = self._state
+        if state.stage == "broken":
+            return state.left_early()
+        if state.stage == "updated":
+            return state.error(
                 "was updated twice",
                 "The gradient is gone after the first update.",
                 "pass all optimizers and schedules to one step.update(...).",
             )
-        raise self._breach(
-            "was updated too early" if self._state == "walking" else "was updated without its rounds",
+        return state.error(
+            "was updated too early" if state.stage == "walking" else "was updated without its rounds",
             "The gradient is whole when the loop over its micro-batches has ended.",
             "call step.update after `for batch in step:`, at the same indentation.",
         )
-
-    def _breach(self, what: str, true: str, do: str = "see docs/loop.md for the contract of the loop.") -> LoopError:
-        return LoopError(f"Step {self.number} {what}.", true, do)

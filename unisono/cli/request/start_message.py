@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono import __version__
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import Settings, plural
 from unisono.monitor import console
-from unisono.train.recovery.shard_replica import about_shards
-from unisono.train.recovery.step_recovery import may_survive
+from unisono.train.recovery.survival import about_shards, may_survive
 
 if TYPE_CHECKING:
     from unisono.checkpoint.load import Checkpoint
-    from unisono.train.run import Run
+    from unisono.train.context import RunContext
 
 
 def print_start(
-    run: Run[Any], request: RunRequest, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
+    context: RunContext, request: RunRequest, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
 ) -> None:
     """Print the lines on rank 0.
 
     kinds  the type of each process's device
     fewer  is the number of virtual ranks the default, or less than it for a small batch?
     """
-    s = run.settings
+    s = context.settings
     share = -(-s.batch // s.virtual_ranks)
     micro = min(share, s.micro_batch or share)
     first, *others = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
@@ -33,21 +32,23 @@ def print_start(
         [f"{plural(first[1], 'process', 'processes')} on {first[0]}", *(f"{n} on {on}" for on, n in others)]
     )
     threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
-    more = "" if s.threads > 1 or run.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
+    more = "" if s.threads > 1 or context.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
     console.print_line(f"unisono {__version__}: {processes}, {threads}{more}")
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
     console.print_line(
         f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}"
     )
-    if fewer and resumed is None and (told := about_small_shares(s.batch, s.virtual_ranks, run.size)):
+    if fewer and resumed is None and (told := about_small_shares(s.batch, s.virtual_ranks, context.group.size)):
         console.print_line(told)
-    if shards := about_shards(s.parallel, run._mesh.axes):
+    if shards := about_shards(s.parallel, context.mesh.axes):
         console.print_line(shards)
-    if run.size > max(1, run.world.least) and may_survive(run):
+    if context.group.size > max(1, context.world.least) and may_survive(context):
         console.print_line("if a process dies, the others finish its step, and another one takes its place")
-        if run._mesh.unit > 1:
-            console.print_line(f"who holds a model with it, {run._mesh.unit} processes in all, goes and comes with it")
+        if context.mesh.unit > 1:
+            console.print_line(
+                f"who holds a model with it, {context.mesh.unit} processes in all, goes and comes with it"
+            )
     console.print_line(
         f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else "")
     )

@@ -1,141 +1,180 @@
-"""Dealing by speed, where the step is: how long this process took, and what all of them make of it.
+"""Load balancing between steps: measure how long every process takes, and move virtual ranks to faster ones.
 
-    process 0   [ v0 v1 v2 v3 v4 v5 ]              the table   (seconds for a virtual rank, first step nobody dealt for)
-    process 1   [ v6 v7 ] ........ slow            --------->  of every process: the same numbers, the same decision
+    process 0   [ v0 v1 v2 v3 v4 v5 ]              step sync    (seconds for a virtual rank, first step not fetched yet)
+    process 1   [ v6 v7 ] ........ slow            --------->   of every process: the same numbers, the same decision
 
-What each says rides along with the step's table, so listening costs no message. A new deal holds from the first step
-for which no process has fetched anything: what was fetched ahead is computed where it lies.
+What each process reports rides along with the step's flags, so it costs no message. A new assignment holds from the
+first step of which no process has fetched anything: what was fetched ahead is computed where it is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+from unisono.config import Settings
 from unisono.distributed.membership.shared_counter import SharedCounter
+from unisono.distributed.mesh import Mesh
+from unisono.distributed.process_group import ProcessGroup
 from unisono.distributed.roles import RoleGroup
+from unisono.exchange.choose import promise_of
+from unisono.plan.assignment import Spans
+from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.load_balance import LoadBalancer
 from unisono.train.balance.step_timer import StepTimer
-from unisono.train.balance.work_stealing import WorkStealing
+from unisono.train.balance.work_stealing import NoWorkStealing, WorkStealing
+from unisono.train.batches.batch_source import BatchSource
+from unisono.train.collective import Rounds
+from unisono.train.extensions import Extension
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.step_state import StepState
+from unisono.train.step_sync import StepSync
 
-if TYPE_CHECKING:
-    from unisono.config import Settings
-    from unisono.data.loader import Schedule
-    from unisono.distributed.mesh import Mesh
-    from unisono.distributed.process_group import ProcessGroup
-    from unisono.plan.assignment import Spans
-    from unisono.train.loop import StepLoop
-
-WORDS = 3
-"""What each process says of itself: seconds for one virtual rank (0: it computed none), its horizon, seconds since it
-said so last."""
+NUMBERS = 3
+"""What each process reports: seconds for one virtual rank (0: it computed none), the first step of which it has fetched
+nothing, seconds since its last report."""
 
 
-class Rebalancer:
-    """dealer  deals anew, for a long time; None: nobody does
-    claims  deal within a step; None: nobody does
-    share   samples of a virtual rank, on average
-    pace    of this process
-    note    where a line for people goes
-    deals   what was decided: (first step, virtual ranks of each process)
-    servers  so many processes, the first ones, compute nothing
+class Rebalancer(Extension):
+    """Move virtual ranks to faster processes.
+
+    deals  what was decided: (first step, virtual ranks of each process)
     """
 
     def __init__(
         self,
-        dealer: LoadBalancer | None,
-        claims: WorkStealing | None,
-        share: float,
-        pace: StepTimer,
-        schedule: Schedule,
+        settings: Settings,
+        mesh: Mesh,
+        source: BatchSource,
+        step_sync: StepSync,
         note: Callable[[str], None],
-        servers: int = 0,
+        first: int,
+        promise: str = "",
     ) -> None:
-        self.dealer, self.claims = dealer, claims
-        self.share, self.pace, self.schedule, self.note = share, pace, schedule, note
-        self.servers = servers
+        """Measure from step `first` on; `note` prints a line on rank 0; `promise`: of the script's own exchange."""
+        self.promise = promise
+        self.settings, self.mesh, self.source, self.step_sync, self.note = settings, mesh, source, step_sync, note
+        self.share = settings.batch / settings.virtual_ranks  # samples of a virtual rank, on average
+        self.servers = mesh.world.servers if isinstance(mesh.world, RoleGroup) else 0  # they compute nothing
+        self.timer = StepTimer(mesh.world.device)
         self.deals: list[tuple[int, list[int]]] = []
-        self._said = 0.0
-        self._samples = 0
-        self._claimed = False
-        self._told: tuple[int, ...] = ()
+        self._announced: tuple[int, ...] = ()  # slow processes that were named
+        self.regrouped(first, failed=False)
 
-    def claimed(self, number: int) -> bool:
-        """Are the virtual ranks of this step claimed? That is decided before its first pass, and the others follow."""
-        if number == 0:
-            self._claimed = self.claims is not None and self.claims.on
-        return self._claimed
+    def regrouped(self, first: int, *, failed: bool) -> None:
+        """Measure anew: there are other processes from step `first` on, or the run begins."""
+        self.is_on = is_balanced(self.settings, self.mesh, self.promise)
+        self.balancer: LoadBalancer | None = None
+        if self.is_on and self.settings.balance.by_speed:
+            spans = self.source.schedule.at(first)[self.servers :]
+            self.balancer = LoadBalancer(self.settings.virtual_ranks, spans)
+        self.step_sync.expect_reports(NUMBERS if self.is_on else 0)
+        self._samples, self._reported_at = 0, 0.0
+        self._has_reported = False
 
-    def begin(self) -> None:
-        """A pass begins: the first of its micro-batches is about to be fetched."""
-        self._samples = 0
-        self.pace.begin()
+    def rounds(self, step: StepState, gradient: GradientPass, rounds: Rounds) -> Rounds:
+        if step.passes == 0:
+            self._samples = 0
+            self.timer.begin()
+        return rounds
 
-    def done(self, bounds: tuple[int, int]) -> None:
-        """A micro-batch of the pass is computed."""
-        self._samples += bounds[1] - bounds[0]
-        self.pace.done()
-        if self._claimed:
-            self.pace.keep_up()
+    def round_done(self, step: StepState, place: MicroBatchId) -> None:
+        if step.passes == 0:
+            first, last = self.source.order.micro_bounds(place.step, place.virtual_rank)[place.number]
+            self._samples += last - first
+            self.timer.done()
+            if self.source.is_stolen:
+                self.timer.keep_up()
 
-    def say(self, horizon: int) -> tuple[float, float, float]:
-        before, self._said = self._said, time.perf_counter()
-        took = self.pace.seconds() / self._samples * self.share if self._samples else 0.0
-        return took, float(horizon), self._said - before if before else 0.0
+    def before_sync(self, step: StepState, gradient: GradientPass) -> None:
+        self._has_reported = self.is_on and not self.source.is_fixed
+        if self._has_reported:
+            before, self._reported_at = self._reported_at, time.perf_counter()
+            seconds = self.timer.seconds() / self._samples * self.share if self._samples else 0.0
+            elapsed = self._reported_at - before if before else 0.0
+            step.report = seconds, float(self.source.horizon), elapsed
 
-    def hear(self, step: int, said: Sequence[Sequence[float]]) -> None:
-        """A step is over, and everybody has said how long it took: deal anew, if that pays."""
-        seconds = [took for took, _, _ in said]
-        if self.claims is not None:
-            self.claims.observe(self.schedule.at(step), seconds, said[0][2])
-        seconds = seconds[self.servers :]
-        spans = self.dealer.hear(seconds) if self.dealer is not None else None
-        if spans is None:
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
+        if self._has_reported and step.passes == 0:
+            self.apply(step.number, step.totals.reports)
+
+    def apply(self, step: int, reports: Sequence[Sequence[float]]) -> None:
+        """A step is over: assign virtual ranks otherwise, if that pays. `reports` are those of all processes."""
+        seconds = [took for took, _, _ in reports]
+        self.source.stealing.observe(self.source.schedule.at(step), seconds, reports[0][2])
+        spans = self.balancer.hear(seconds[self.servers :]) if self.balancer is not None else None
+        if self.balancer is None or spans is None:
             return
-        assert self.dealer is not None
         spans = ((0, 0),) * self.servers + spans
-        first, counts = int(max(horizon for _, horizon, _ in said)), [hi - lo for lo, hi in spans]
-        self.schedule.change(first, spans)
+        first, counts = int(max(horizon for _, horizon, _ in reports)), [hi - lo for lo, hi in spans]
+        self.source.schedule.change(first, spans)
         self.deals.append((first, counts))
         self.note(f"from step {first} on the processes compute {', '.join(map(str, counts))} virtual ranks, by speed")
-        slow = self.dealer.slow
-        if slow and slow != self._told and not self.servers:
-            self.note(self._about(slow, self.dealer.typical))
-        self._told = slow
+        slow = self.balancer.slow
+        if slow and slow != self._announced and not self.servers:
+            self.note(_about_slow_ranks(slow, self.balancer.typical))
+        self._announced = slow
 
-    def _about(self, slow: Sequence[int], seconds: Sequence[float]) -> str:
-        took, others = (median(s for r, s in enumerate(seconds) if (r in slow) == of) for of in (True, False))
-        return (
-            f"{'Rank' if len(slow) == 1 else 'Ranks'} {', '.join(map(str, slow))} would take {1000 * took:.3g} ms for "
-            f"a virtual rank, where the others take {1000 * others:.3g}: they are done sooner without help, and "
-            f"--ranks {len(seconds) - len(slow)} would be as fast."
-        )
+    def result(self) -> Mapping[str, Any]:
+        deals = [{"step": first, "virtual_ranks": counts} for first, counts in self.deals]
+        stealing = self.source.stealing
+        stolen = {"claimed_steps": stealing.steps} if isinstance(stealing, WorkStealing) else {}
+        return {**({"deals": deals} if deals else {}), **stolen}
 
 
-def build_dealing(
-    settings: Settings, mesh: Mesh, schedule: Schedule, first: int, promise: str, note: Callable[[str], None]
-) -> Rebalancer | None:
-    """Who deals by speed, from step `first` on; None, where nothing can be dealt: on one process, with one virtual
-    rank, where processes wait for each other in the midst of a model, so that none can be told to be slow, and under an
-    exchange that is not exact: there it would change the result whether a machine was slow."""
-    deal, ranks = settings.balance, settings.virtual_ranks
-    if not 1 < mesh.axes.replicate == mesh.world.size or ranks == 1 or not (deal.by_speed or deal.work_stealing):
-        return None
-    if promise != "exact":
-        return None
-    servers = mesh.world.servers if isinstance(mesh.world, RoleGroup) else 0
-    dealer = LoadBalancer(ranks, schedule.at(first)[servers:]) if deal.by_speed else None
-    claims = WorkStealing(mesh.world.rank, SharedCounter(mesh.world)) if deal.work_stealing else None
-    return Rebalancer(dealer, claims, settings.batch / ranks, StepTimer(mesh.world.device), schedule, note, servers)
+def _about_slow_ranks(slow: Sequence[int], seconds: Sequence[float]) -> str:
+    took, others = (median(s for r, s in enumerate(seconds) if (r in slow) == of) for of in (True, False))
+    return (
+        f"{'Rank' if len(slow) == 1 else 'Ranks'} {', '.join(map(str, slow))} would take {1000 * took:.3g} ms for "
+        f"a virtual rank, where the others take {1000 * others:.3g}: they are done sooner without help, and "
+        f"--ranks {len(seconds) - len(slow)} would be as fast."
+    )
 
 
-def set_assignment(engine: StepLoop, group: ProcessGroup, spans: Spans) -> int:
-    """Everybody deals these spans; returns the first step that nobody has fetched anything for. They stay."""
-    first = int(group.max_(torch.tensor([engine.horizon], device=group.device)).item())
-    engine.schedule.change(first, spans)
-    engine.dealing = None
+def wants_balance(settings: Settings) -> bool:
+    """Return whether the settings let virtual ranks move between processes."""
+    return settings.virtual_ranks > 1 and (settings.balance.by_speed or settings.balance.work_stealing)
+
+
+def is_balanced(settings: Settings, mesh: Mesh, promise: str = "") -> bool:
+    """Return whether virtual ranks can move between the processes of a mesh.
+
+    `promise` is that of the script's own exchange; "": the settings name the exchange.
+
+    They cannot on one process; where processes wait for each other within a model, so that none is known to be slow;
+    and under an exchange that is not exact, where the speed of a machine would change the result.
+    """
+    if not wants_balance(settings) or not 1 < mesh.axes.replicate == mesh.world.size:
+        return False
+    return (promise or promise_of(settings, mesh.world.size)[0]) == "exact"
+
+
+def build_stealing(settings: Settings, mesh: Mesh, promise: str = "") -> WorkStealing | NoWorkStealing:
+    """Build work stealing for the processes of a mesh, where the settings ask for it."""
+    if settings.balance.work_stealing and is_balanced(settings, mesh, promise):
+        return WorkStealing(mesh.world.rank, SharedCounter(mesh.world))
+    return NoWorkStealing()
+
+
+def set_assignment(source: BatchSource, step_sync: StepSync, group: ProcessGroup, spans: Spans) -> int:
+    """Assign virtual ranks from now on as given, without changing a bit of the result.
+
+    All processes call this between the same two steps.
+
+    Args:
+        source: the micro-batches of the run.
+        step_sync: of the run.
+        group: all processes of the run.
+        spans: for each process, the virtual ranks [lo, hi) that it computes.
+
+    Returns:
+        The first step of which no process has fetched anything: the assignment holds from there.
+    """
+    step_sync.require_same_call("run.deal")
+    first = int(group.max_(torch.tensor([source.horizon], device=group.device)).item())
+    source.reassign(first, spans)
     return first

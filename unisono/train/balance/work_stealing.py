@@ -1,15 +1,17 @@
-"""Claims: in a step in which nobody knows who will be slow, virtual ranks go to whoever is free.
+"""Work stealing: in a step in which some process is slow without warning, idle processes take its virtual ranks.
 
-    process 0   | v0 | v1  v2  v3 | v6        home: v0 .. v3; done first, takes the last one of another's
+    process 0   | v0 | v1  v2  v3 | v6        home: v0 .. v3; done first, takes the last one of process 1
     process 1   | v4 | v5 ........|           home: v4 .. v7; slow in this step
-                     '-- from here on whoever takes a virtual rank draws a ticket for it
+                     '-- from here on a process draws a ticket for each virtual rank
 
-Every process begins with the first quarter of its home, for which nobody asks. Then it draws a ticket for each: there
-are as many as virtual ranks, and who gets none leaves. At home they are taken from the front, by guests from the back,
-so they meet somewhere. Tickets are numbers that the store counts, where all processes meet: one question, some ten
-microseconds. A guest fetches what it has claimed by itself; what was fetched ahead at home is dropped.
+Every process begins with the first quarter of its home, which no other process can take. Then it draws a ticket for
+each virtual rank. There are as many tickets as virtual ranks, and a process without one is done. At home virtual ranks
+are taken from the front, by guests from the back, so they meet somewhere. A ticket is a number that the store of the
+run counts: one request of some ten microseconds. A guest fetches the micro-batches itself; what was fetched ahead at
+home is dropped.
 
-The sum does not notice (exchange/tree/dynamic_tree.py), and randomness is keyed: the bits are those of any other step.
+The sum does not depend on it (exchange/tree/dynamic_tree.py), and randomness is keyed: the bits are those of any other
+step.
 """
 
 from __future__ import annotations
@@ -21,23 +23,46 @@ from unisono.plan.assignment import Spans
 from unisono.plan.stealing_gain import StealingGain
 
 
+class NoWorkStealing:
+    """Every process computes its own virtual ranks."""
+
+    on = False
+    steps = 0
+
+    def virtual_ranks_of(self, step: int, spans: Spans, busy: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        raise AssertionError("no virtual rank is taken from another process")
+
+    def observe(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
+        """A step is over."""
+
+
 class WorkStealing:
-    """Who takes which virtual rank in a step. Every process of the run has one."""
+    """Decide which process computes which virtual rank within a step. Every process of the run has one.
+
+    on      whether it pays in the next step
+    steps   steps in which virtual ranks could be taken
+    guests  virtual ranks that this process computed for others
+    """
 
     def __init__(self, rank: int, tickets: SharedCounter) -> None:
         self.rank, self.tickets = rank, tickets
-        self.mode = StealingGain()
-        self.steps = 0  # in which virtual ranks were claimed
-        self.guests = 0  # virtual ranks that this process computed for others
+        self.gain = StealingGain()
+        self.steps = self.guests = 0
         self.on = False
 
     def virtual_ranks_of(self, step: int, spans: Spans, busy: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """The virtual ranks that this process computes in `step`, each with whether it is at home; `busy` are those
-        with work. Every process must go through it in the same steps."""
+        """Yield (virtual rank, whether it is at home) of what this process computes. All processes call it in the same
+        steps.
+
+        Args:
+            step: number of the step.
+            spans: the home of each process.
+            busy: virtual ranks that have micro-batches.
+        """
         homes = [[v for v in busy if lo <= v < hi] for lo, hi in spans]
         size = len(homes)
         self.steps += 1
-        self._renew((step + 1) % 2)  # nobody draws those before this step is over
+        self._renew((step + 1) % 2)  # no process draws those before this step is over
         for home in [(self.rank + i) % size for i in range(size)]:
             sure, open_ones = _parts(homes[home])
             if home == self.rank:
@@ -53,9 +78,9 @@ class WorkStealing:
                     yield open_ones[-self.tickets.next(f"{step % 2} back", home)], False
 
     def observe(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
-        """A step is over (plan/stealing_gain.py)."""
-        was, self.on = self.on, self.mode.hear(spans, seconds, wall)
-        if was and not self.on:  # nobody draws until it is on again, which all of them hear together
+        """A step is over: decide whether stealing pays in the next one (plan/stealing_gain.py)."""
+        was, self.on = self.on, self.gain.hear(spans, seconds, wall)
+        if was and not self.on:  # no process draws until it is on again, which all of them decide together
             self._renew(0, 1)
 
     def _renew(self, *turns: int) -> None:
@@ -64,6 +89,6 @@ class WorkStealing:
 
 
 def _parts(home: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The virtual ranks that nobody can take away from a home, and those that anybody may claim."""
+    """Return the virtual ranks of a home that no other process can take, and those that any process may take."""
     sure = -(-len(home) // 4)
     return home[:sure], home[sure:]

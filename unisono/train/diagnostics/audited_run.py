@@ -1,41 +1,45 @@
-"""A run that is audited in so many steps, and says what came of it: what `unisono audit` runs
-(train/diagnostics/redundant_compute.py)."""
+"""End a run after some audits, and write down what they found: what `unisono audit` runs (redundant_compute.py)."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from unisono.errors import RunStopped
-from unisono.train.loop import StepLoop
-from unisono.train.run import Run
-from unisono.train.step import Step
+from unisono.train.context import Inspection, LoopParts, RunContext
+from unisono.train.diagnostics.redundant_compute import RedundantCompute
+from unisono.train.extensions import Extension
+from unisono.train.step_state import StepState
 
 
-class AuditedLoop(StepLoop):
-    """An engine that leaves after so many audits. The first step of a run is none: it is looked at otherwise.
+class LimitedAudit(Extension):
+    """End the run after `steps` audits, and write what they found to `file`, as JSON.
 
-    steps  how many
-    file   what came of them goes there, as JSON
+    The first step of a run is not audited: it is checked in other ways.
     """
 
-    steps: int
-    file: Path
+    def __init__(self, steps: int, file: Path, context: RunContext, parts: LoopParts) -> None:
+        self.steps, self.file, self.context, self.rank = steps, file, context, parts.sync.group.rank
 
-    def new_step(self, number: int) -> Step:
-        if self.audit is not None and len(self.audit.done) >= self.steps:
+    def _audits(self) -> list[RedundantCompute]:
+        return [each for each in self.context.extensions if isinstance(each, RedundantCompute)]
+
+    def before_step(self, step: StepState) -> None:
+        if any(len(audit.done) >= self.steps for audit in self._audits()):
             raise RunStopped
-        return Step(self, number)
 
     def close(self) -> None:
-        if self.audit is not None and self.mesh.world.rank == 0:
-            told = {"done": self.audit.done, "found": self.audit.found}
-            self.file.write_text(json.dumps(told), encoding="utf-8")
-        super().close()
+        for audit in self._audits() if self.rank == 0 else ():
+            self.file.write_text(json.dumps({"done": audit.done, "found": audit.found}), encoding="utf-8")
 
 
-def audited(words: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
-    """A run and an engine for it. `words` are STEPS:FILE."""
-    steps, _, file = words.partition(":")
-    return Run, type("Engine", (AuditedLoop,), {"steps": int(steps), "file": Path(file)})
+def audit_run(request: str, rank: int) -> Inspection:
+    """Return an inspection that ends a run after some audits.
+
+    Args:
+        request: STEPS:FILE.
+        rank: of this process.
+    """
+    steps, _, file = request.partition(":")
+    return Inspection(partial(LimitedAudit, int(steps), Path(file)))

@@ -32,7 +32,10 @@ from unisono.errors import LoopError, SettingsError
 from unisono.exchange.choose import refuse_numbers
 from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.plan.rng_keys import SCRIPT, mix
-from unisono.train.evaluation.model_outputs import Forward, call
+from unisono.train.context import build_context
+from unisono.train.evaluation.model_call import Forward, call
+from unisono.train.lifecycle import close
+from unisono.train.loop import SyncLoop
 from unisono.train.run import Run
 
 S = TypeVar("S", bound=Settings)
@@ -56,10 +59,11 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
     with ExitStack() as kept:
         nowhere = kept.enter_context(open(os.devnull, "w", encoding="utf-8"))
         group = kept.enter_context(dry_run_group(world.size))
-        run: DryRun[S] = DryRun(
-            settings, world=world, group=group, run_dir=folder, identity={}, resumed=None, output=nowhere
-        )
-        kept.callback(run.close)
+        loop = SyncLoop(settings, group)
+        context = build_context(settings, loop, world=world, run_dir=folder, output=nowhere)
+        context.models.context = _Attention(context.mesh.context)
+        run: DryRun[S] = DryRun(context, loop)
+        kept.callback(close, context)
         seed_everything(mix(settings.seed, SCRIPT))
         try:
             train(run)
@@ -75,13 +79,9 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
 class DryRun(Run[S]):
     """The run, as its script sees it up to its loop."""
 
-    def __init__(self, settings: S, **more: Any) -> None:
-        super().__init__(settings, **more)
-        self._models.context = _Attention(self._mesh.context)
-
     @property
     def rank(self) -> int:
-        return self.world.rank
+        return self.context.world.rank
 
     @property
     def is_main(self) -> bool:
@@ -91,7 +91,7 @@ class DryRun(Run[S]):
         more.pop("example", None)  # what takes how long is nothing to refuse
         with _refusing():
             placed = super().place(model, **more)
-        if self._mesh.tensor.size > 1:
+        if self.context.mesh.tensor.size > 1:
             placed.register_forward_pre_hook(_look, prepend=True, with_kwargs=True)
         return placed
 
@@ -117,7 +117,7 @@ class DryRun(Run[S]):
 
         def batch() -> Any:
             """The first micro-batch, if a model must see one."""
-            if self._mesh.tensor.size == self._mesh.context.size == 1 or not hasattr(data, "__getitem__"):
+            if self.context.mesh.tensor.size == self.context.mesh.context.size == 1 or not hasattr(data, "__getitem__"):
                 raise _LoopReached
             share = -(-self.settings.batch // self.settings.virtual_ranks)
             samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
@@ -136,7 +136,7 @@ class DryRun(Run[S]):
         """This needs all processes."""
         raise _LoopReached
 
-    predict = deal = _end
+    predict = _end
     collectives = property(_end)
 
 
@@ -156,7 +156,7 @@ class _FirstStep:
         self._run, self._batch = run, batch
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._rounds(self._run._models.params)
+        yield from self._rounds(self._run.context.models.params)
 
     def over(self, *optimizers: Any) -> Iterator[Any]:
         return self._rounds([p for o in optimizers for group in o.param_groups for p in group["params"]])
@@ -170,7 +170,7 @@ class _FirstStep:
 
     def _rounds(self, params: Iterable[torch.nn.Parameter]) -> Iterator[Any]:
         self._run._look_at_numbers(params)
-        with self._run._models.context.part(self._batch()) as batch:
+        with self._run.context.models.context.part(self._batch()) as batch:
             yield batch
         raise _LoopReached
 

@@ -1,4 +1,4 @@
-"""What a run computes, written out as whole tensors, so that other placements of it can be measured (`unisono prove`).
+"""Dump: write what a run computes as whole tensors, so that other placements can be measured (`unisono prove`).
 
     FOLDER/rank-N/weights-before/   parameters before the first step
     FOLDER/rank-N/buffers-before/   what else the models' state holds then
@@ -6,10 +6,9 @@
     FOLDER/rank-N/weights-after/    and buffers-after: the same after the last step
     FOLDER/rank-N.json              the names of these in order, losses, norms, bytes and seconds
 
-A file holds one tensor, so nobody needs room for more, neither who writes nor who reads.
+A file holds one tensor, so neither the writer nor a reader needs memory for more.
 
-Of the processes that hold the same part of a model one writes: the main process, and in a pipeline one for each stretch
-of the layers. An ordinary run has nothing of this in its path: run, engine and step are replaced by these here.
+Of the processes that hold the same part of a model one writes: the main process, and in a pipeline one for each stage.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,24 @@ from unisono.checkpoint.sharded_state import gather_state
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import ProcessGroup, to_local
 from unisono.errors import RunStopped
+from unisono.train.context import Inspection, LoopParts, RunContext
+from unisono.train.extensions import Extension
 from unisono.train.gradient_pass import GradientPass
-from unisono.train.loop import StepLoop
-from unisono.train.run import Run
-from unisono.train.step import FROM_SETTINGS, Step
+from unisono.train.step_state import StepState
 from unisono.train.step_sync import LOSS
 
 
 class Dump:
-    """What one process has to tell, and its files.
+    """The files of one process.
 
-    told    what goes into rank-N.json
-    models  those that the run tracks, by name
+    content  what goes into rank-N.json
+    models   those that the run tracks, by name
     """
 
     def __init__(self, folder: Path, rank: int, steps: int) -> None:
         self.folder, self.rank, self.steps = folder, rank, steps
         self.models: Mapping[str, torch.nn.Module] = {}
-        self.told: dict[str, Any] = {
+        self.content: dict[str, Any] = {
             "written": {},  # {part: [[name, is there one?], ...]}; file i is that of name i
             "losses": [],  # [part, loss]
             "norms": [],  # [part, norm], before clipping
@@ -59,7 +59,7 @@ class Dump:
 
     @contextmanager
     def aside(self, group: ProcessGroup) -> Iterator[None]:
-        """A block that is no part of training: everybody waits for whoever writes, and no clock counts it."""
+        """Return a block that is no part of training: all wait for the process that writes, and no clock counts it."""
         began = time.perf_counter()
         yield
         group.barrier()
@@ -69,14 +69,14 @@ class Dump:
         self._began, self._aside = time.perf_counter(), 0.0
 
     def end(self) -> None:
-        self.told["seconds"].append(time.perf_counter() - self._began - self._aside)
+        self.content["seconds"].append(time.perf_counter() - self._began - self._aside)
 
     def write(self, part: str, tensors: Iterable[tuple[str, torch.Tensor | None]], mesh: Mesh) -> None:
-        """A file for each of these, whole. Every process must call it with the same names, or those of its stretch."""
+        """Write a file for each tensor, whole. All processes call this with the same names, or those of their stage."""
         mine = {axis: getattr(mesh, axis).rank for axis in ("replicate", "shard", "tensor", "context")}
         writes = not any(mine.values())
         folder = self.folder / f"rank-{self.rank}" / part
-        names = self.told["written"].setdefault(part, []) if writes else []
+        names = self.content["written"].setdefault(part, []) if writes else []
         if writes:
             folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors:
@@ -87,19 +87,19 @@ class Dump:
                 names.append([name, full is not None])
 
     def count(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """How many elements these have on all processes together that hold parts of them."""
+        """Count the elements of these parameters, over all processes that hold parts of them."""
         trained = sum(p.numel() for p in params if p.requires_grad)
-        self.told["elements"] = {"parameters": sum(p.numel() for p in params), "trained": trained}
+        self.content["elements"] = {"parameters": sum(p.numel() for p in params), "trained": trained}
 
     def weigh(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """So much memory of this kind is held here now: also what lies around a part that these tensors show."""
+        """Record the memory of this kind that is held here now, including what is around views of it."""
         held = [to_local(tensor.detach()) for tensor in tensors if tensor is not None]
         dense = [t if t.layout is torch.strided else t.coalesce().values() for t in held]
         memory = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in dense)}
-        self.told["bytes"][kind] = max(self.told["bytes"][kind], sum(memory.values()))
+        self.content["bytes"][kind] = max(self.content["bytes"][kind], sum(memory.values()))
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of all that the tracked models hold, each once; of several models with the model's before."""
+        """Yield (name, tensor) of all that the tracked models hold, each once; several models prefix their names."""
         seen: set[int] = set()
         for model, module in self.models.items():
             for name, value in module.state_dict(keep_vars=True).items():
@@ -108,7 +108,7 @@ class Dump:
                     yield f"{model}.{name}" if len(self.models) > 1 else name, value
 
     def write_state(self, when: str, mesh: Mesh) -> None:
-        """All that the tracked models hold, before the first step or after the last one."""
+        """Write all that the tracked models hold, before the first step or after the last one."""
         state = list(self.state())
         self.write(f"weights-{when}", [each for each in state if isinstance(each[1], torch.nn.Parameter)], mesh)
         self.write(f"buffers-{when}", [each for each in state if not isinstance(each[1], torch.nn.Parameter)], mesh)
@@ -116,86 +116,72 @@ class Dump:
     def close(self) -> None:
         path = self.folder / f"rank-{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.told), encoding="utf-8")
+        path.write_text(json.dumps(self.content), encoding="utf-8")
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """As safetensors takes it: on the CPU, row after row, real numbers."""
+    """Return a tensor as safetensors takes it: on the CPU, contiguous, of real numbers."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.cpu().contiguous()
 
 
-class DumpedRun(Run[Any]):
-    """A run that says what it tracks."""
+class Dumping(Extension):
+    """Write down the gradient of every pass, and the models before the first and after the last step."""
 
-    evidence: Dump
+    def __init__(self, dump: Dump, context: RunContext, parts: LoopParts) -> None:
+        self.dump, self.models, self.sync, self.checks = dump, context.models, parts.sync, parts.checks
+        dump.models = context.state.models
 
-    def track(self, **things: Any) -> None:
-        super().track(**things)
-        self.evidence.models = self._state.models
+    def before_step(self, step: StepState) -> None:
+        dump, models = self.dump, self.models
+        if step.number == 0:
+            dump.write_state("before", self.sync.mesh)
+            dump.content["dropout"] = _dropout(models.modules)
+            dump.count(models.params)
+            self.sync.group.barrier()
+        dump.begin()
 
+    def before_sync(self, step: StepState, gradient: GradientPass) -> None:
+        others = self._others(gradient)
+        self.dump.weigh("parameters", [*gradient.leaves, *others])
+        self.dump.weigh("gradients", [p.grad for p in [*gradient.leaves, *others]])
 
-class DumpedStep(Step):
-    """A step that tells its gradient's norm; the last one that is compared tells what it left behind, and leaves."""
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
+        dump = self.dump
+        with dump.aside(self.sync.group):
+            dump.weigh("gradients", [p.grad for p in [*gradient.params, *self._others(gradient)]])
+            names = {id(p): name for name, p in dump.state()}
+            part = _part(step.number, step.passes)
+            usual = self.models.names
+            gradients = [(names.get(id(p), usual.get(id(p), "a parameter")), p.grad) for p in gradient.params]
+            dump.write(part, gradients, self.sync.mesh)
+            total, weight = step.totals.sums[LOSS]
+            dump.content["losses"].append([part, total / weight])
 
-    _engine: DumpedLoop
-
-    def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
-        evidence = self._engine.evidence
-        if self._state == "whole":
-            with evidence.aside(self._engine.group):
-                evidence.told["norms"].append([_part(self.number, self._passes - 1), self.grad_norm])
-        super().update(*steppers, clip=clip)
-
-    def finish(self) -> None:
-        super().finish()
-        engine = self._engine
-        evidence = engine.evidence
-        evidence.end()
-        states = [state for stepper in engine.steppers for state in getattr(stepper, "state", {}).values()]
-        tensors = [value for state in states if isinstance(state, dict) for value in state.values()]
-        evidence.weigh("optimizer", [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()])
-        if self.number + 1 == min(evidence.steps, engine.last):
-            evidence.write_state("after", engine.mesh)
-            evidence.close()
-            engine.group.barrier()
-            raise RunStopped  # what the script does behind its loop is no part of this
-
-
-class DumpedLoop(StepLoop):
-    """An engine that writes down the gradient of every pass."""
-
-    evidence: Dump
-
-    def new_step(self, number: int) -> Step:
-        evidence = self.evidence
-        if number == 0:
-            evidence.write_state("before", self.mesh)
-            evidence.told["dropout"] = _dropout(self.models.modules)
-            evidence.count(self.models.params)
-            self.group.barrier()
-        evidence.begin()
-        return DumpedStep(self, number)
-
-    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
-        evidence = self.evidence
+    def _others(self, gradient: GradientPass) -> list[torch.nn.Parameter]:
+        """Return the parameters that this pass has no gradient for."""
         ours = set(map(id, gradient.params))
-        others = [p for p in self.models.params if id(p) not in ours]
-        evidence.weigh("parameters", [*gradient.leaves, *others])
-        evidence.weigh("gradients", [p.grad for p in [*gradient.leaves, *others]])
-        sums = super().synchronize(step, number, gradient)
-        with evidence.aside(self.group):
-            evidence.weigh("gradients", [p.grad for p in [*gradient.params, *others]])
-            names = {id(p): name for name, p in evidence.state()}
-            part = _part(step.number, number)
-            evidence.write(part, [(names.get(id(p), self._name(p)), p.grad) for p in gradient.params], self.mesh)
-            total, weight = sums[LOSS]
-            evidence.told["losses"].append([part, total / weight])
-        return sums
+        return [p for p in self.models.params if id(p) not in ours]
 
-    def _name(self, p: torch.nn.Parameter) -> str:
-        return self.models.names.get(id(p), "a parameter")
+    def before_update(self, step: StepState, gradients: Sequence[GradientPass]) -> None:
+        assert step.gradient is not None
+        with self.dump.aside(self.sync.group):
+            if step.grad_norm is None:
+                step.grad_norm = self.sync.clip(step.gradient.params, None)
+            self.dump.content["norms"].append([_part(step.number, step.passes - 1), step.grad_norm])
+
+    def step_ended(self, step: StepState) -> None:
+        dump, checks = self.dump, self.checks
+        dump.end()
+        states = [state for stepper in checks.steppers for state in getattr(stepper, "state", {}).values()]
+        tensors = [value for state in states if isinstance(state, dict) for value in state.values()]
+        dump.weigh("optimizer", [t for t in tensors if isinstance(t, torch.Tensor) and t.dim()])
+        if step.number + 1 == min(dump.steps, checks.last):
+            dump.write_state("after", self.sync.mesh)
+            dump.close()
+            self.sync.group.barrier()
+            raise RunStopped  # what the script does behind its loop is no part of this
 
 
 def _part(step: int, number: int) -> str:
@@ -203,7 +189,7 @@ def _part(step: int, number: int) -> str:
 
 
 def _dropout(models: Iterable[torch.nn.Module]) -> str:
-    """The first module that drops something in training; "" where none is seen to."""
+    """Return the first module that drops something in training; "": none is known to."""
     for model in models:
         for name, part in model.named_modules():
             dropped = getattr(part, "p" if isinstance(part, torch.nn.modules.dropout._DropoutNd) else "dropout", 0.0)
@@ -212,11 +198,12 @@ def _dropout(models: Iterable[torch.nn.Module]) -> str:
     return ""
 
 
-def dump_run(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
-    """A run and an engine that write down what they compute. `asked` is STEPS:FOLDER."""
-    steps, _, folder = asked.partition(":")
-    evidence = Dump(Path(folder), rank, int(steps))
-    return (
-        type("Run", (DumpedRun,), {"evidence": evidence}),
-        type("Engine", (DumpedLoop,), {"evidence": evidence}),
-    )
+def dump_run(request: str, rank: int) -> Inspection:
+    """Return an inspection that writes what a run computes.
+
+    Args:
+        request: STEPS:FOLDER.
+        rank: of this process.
+    """
+    steps, _, folder = request.partition(":")
+    return Inspection(partial(Dumping, Dump(Path(folder), rank, int(steps))))

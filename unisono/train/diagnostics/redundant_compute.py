@@ -22,25 +22,23 @@ from __future__ import annotations
 import socket
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import to_local, wrap_peer_errors
+from unisono.distributed.process_group import ProcessGroup, to_local, wrap_peer_errors
 from unisono.errors import DivergenceError
 from unisono.plan.rng_keys import mix
 from unisono.tensors.digest import tensor_hash, tensor_hashes
+from unisono.train.batches.spare_rounds import SpareRounds
+from unisono.train.context import LoopParts, RunContext
 from unisono.train.diagnostics.bit_difference import bit_difference
-from unisono.train.diagnostics.divergence import named
+from unisono.train.diagnostics.divergence import DivergenceCheck, named
 from unisono.train.diagnostics.majority_vote import VoteResult, vote
-from unisono.train.spare_rounds import computed
-
-if TYPE_CHECKING:
-    from unisono.train.gradient_pass import GradientPass
-    from unisono.train.loop import StepLoop
-    from unisono.train.run import Run
-    from unisono.train.step import Step
+from unisono.train.extensions import Extension
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.step_state import StepState
 
 WHAT = "An audit"
 
@@ -57,9 +55,8 @@ class ComputedNumbers(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        return [
-            mix(given, whole) for given, whole in zip(self.given, tensor_hashes(map(to_local, self.grads)), strict=True)
-        ]
+        hashes = tensor_hashes(map(to_local, self.grads))
+        return [mix(given, whole) for given, whole in zip(self.given, hashes, strict=True)]
 
 
 class AuditPlan(NamedTuple):
@@ -69,44 +66,52 @@ class AuditPlan(NamedTuple):
     ranks: Sequence[int]
 
 
-class RedundantCompute:
-    """The audits of one process. Every process of the run has one, or none has.
+class RedundantCompute(Extension):
+    """Compute a virtual rank in several places. Every process of the run has one, or none has.
 
     done   what was compared: step, virtual rank, ranks
-    found  what did not come out the same, for programs; {}: all did
+    found  what differed, for programs; {}: nothing did
     """
 
-    def __init__(self, engine: StepLoop, every: int) -> None:
-        self.engine, self.every = engine, every
+    def __init__(self, context: RunContext, parts: LoopParts, divergence: DivergenceCheck | None) -> None:
+        """`divergence`: compares the weights, where processes have to hold the same ones."""
+        self.parts, self.models, self.every = parts, context.models, context.settings.audit_every
+        self.divergence = divergence
+        self.spare = SpareRounds(parts.source, context.models, parts.checks)
         self.done: list[tuple[int, int, Sequence[int]]] = []
         self.found: Mapping[str, Any] = {}
         self._now: AuditPlan | None = None  # what is compared in this step
-        self._right = 0  # what the step's own backward passes must give
+        self._right = 0  # hash of what the step's own backward passes must give
         self._noted: list[list[torch.Tensor]] = []  # by parameter
         self._hooks: list[Any] = []
+
+    @property
+    def world(self) -> ProcessGroup:
+        """The processes that make steps together."""
+        return self.parts.sync.group
 
     def plan(self, step: int) -> AuditPlan | None:
         """What is audited in `step`, if anything is."""
         if (step + 1) % self.every:
             return None
-        engine, turn = self.engine, (step + 1) // self.every - 1
-        size = engine.mesh.world.size
-        busy = [v for v in range(engine.order.virtual_ranks) if engine.order.micro_bounds(step, v)]
+        source, turn = self.parts.source, (step + 1) // self.every - 1
+        size, order = self.world.size, source.order
+        busy = [v for v in range(order.virtual_ranks) if order.micro_bounds(step, v)]
         virtual_rank = busy[turn % len(busy)]
-        owner = next(r for r, (lo, hi) in enumerate(engine.schedule.at(step)) if lo <= virtual_rank < hi)
+        owner = next(r for r, (lo, hi) in enumerate(source.schedule.at(step)) if lo <= virtual_rank < hi)
         first = turn // len(busy)
         others = [(owner + 1 + (first + i) % (size - 1)) % size for i in range(min(size - 1, 2))]
         return AuditPlan(virtual_rank, (owner, *others))
 
     # -- before the step's rounds
 
-    def recompute(self, step: Step, gradient: GradientPass) -> Iterator[Any]:
+    def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
         """The micro-batches of the audited virtual rank, where this process computes it. Raises Diverged on every
         process if it does not come out the same. In the first step here, which is looked at closely, nothing."""
         plan = self.plan(step.number) if gradient.seen else None
         if plan is None:
             return
-        world = self.engine.mesh.world
+        world = self.world
         least, most = TURNS.get(world.size, (1, 1))
         turns: list[ComputedNumbers | None] = []  # what this process made
         said: list[Sequence[Sequence[int] | None]] = []  # what all made: all of it in one number, what backward gave
@@ -125,21 +130,23 @@ class RedundantCompute:
         self._right = next(row[1] for row in said[0] if row)
         self._listen(step, gradient)
 
-    def _compute(self, step: Step, gradient: GradientPass, plan: AuditPlan) -> Generator[Any, None, ComputedNumbers]:
+    def _compute(
+        self, step: StepState, gradient: GradientPass, plan: AuditPlan
+    ) -> Generator[Any, None, ComputedNumbers]:
         """The virtual rank's micro-batches, one after the other, as rounds that count for nothing; returns what came
         of them."""
         self._now = plan
         self._listen(step, gradient)
-        grads = yield from computed(step, gradient, plan.virtual_rank)
+        grads = yield from self.spare.gradients(step, gradient, plan.virtual_rank)
         return ComputedNumbers(self._heard(), grads)
 
-    def _listen(self, step: Step, gradient: GradientPass) -> None:
+    def _listen(self, step: StepState, gradient: GradientPass) -> None:
         """From now on, note what the audited virtual rank's backward passes give."""
         params = gradient.leaves
         self._noted = [[] for _ in params]
 
         def note(number: int, grad: torch.Tensor) -> None:
-            if step._place is not None and self._now is not None and step._place.virtual_rank == self._now.virtual_rank:
+            if step.place is not None and self._now is not None and step.place.virtual_rank == self._now.virtual_rank:
                 self._noted[number].append(tensor_hash(grad))
 
         self._hooks = [p.register_hook(partial(note, number)) for number, p in enumerate(params)]
@@ -153,7 +160,7 @@ class RedundantCompute:
 
     # -- after the rounds
 
-    def after(self, step: Step) -> None:
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
         """The rounds are over: was what this step's own gradient is made of the same as before them? Raises Diverged on
         every process if not."""
         plan, self._now = self._now, None
@@ -162,17 +169,20 @@ class RedundantCompute:
         computed = any(self._noted)
         found = mix(*self._heard())
         with wrap_peer_errors(WHAT):
-            everybody = self.engine.mesh.world.all_gather_object(found if computed else None)
+            everybody = self.world.all_gather_object(found if computed else None)
         wrong = tuple(r for r, other in enumerate(everybody) if other is not None and other != self._right)
         if wrong:
             true = f"In the step itself {named(wrong)} made other gradients of it than before the step, as all agreed."
             raise self._diverged(step, plan, wrong, true)
 
+    def result(self) -> Mapping[str, Any]:
+        return {"audits": len(self.done)}
+
     # -- what is said
 
     def _object(
         self,
-        step: Step,
+        step: StepState,
         plan: AuditPlan,
         verdict: VoteResult,
         gradient: GradientPass,
@@ -180,9 +190,8 @@ class RedundantCompute:
         said: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
         """It came out differently. Raises Diverged, and says what is known."""
-        divergence = self.engine.divergence
-        if divergence is not None and not divergence.compare(step.number, now=True):
-            return  # of other weights anybody makes other gradients; they are healed
+        if self.divergence is not None and not self.divergence.compare(step.number, now=True):
+            return  # other weights give other gradients; they are repaired
         works = [AuditWork(turn, rank, row[0]) for turn, of in enumerate(said) for rank, row in enumerate(of) if row]
         # two that differ; if it is known who is wrong, that one comes first
         wrong = next((w for w in works if w.rank in verdict.wrong and w.number != verdict.right), works[0])
@@ -204,7 +213,7 @@ class RedundantCompute:
         self, gradient: GradientPass, turns: Sequence[ComputedNumbers | None], wrong: AuditWork, right: AuditWork
     ) -> str:
         """The first parameter whose gradients differ in these two, and how, in words; the same on every process."""
-        world, params = self.engine.mesh.world, gradient.leaves
+        world, params = self.world, gradient.leaves
 
         def of(work: AuditWork) -> ComputedNumbers | None:
             return turns[work.turn] if work.rank == world.rank else None
@@ -214,15 +223,15 @@ class RedundantCompute:
         other = world.all_gather_object(theirs and theirs.numbers)[right.rank]
         differ = [i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
         p = params[differ[0]]
-        name = self.engine.models.names.get(id(gradient.params[differ[0]]), "a parameter")
+        name = self.models.names.get(id(gradient.params[differ[0]]), "a parameter")
         shared = dense(p, theirs and theirs.grads[differ[0]]).clone()
         world.broadcast_([shared], source=right.rank)
         found = None if mine is None else bit_difference(dense(p, mine.grads[differ[0]]), shared)
         how = world.all_gather_object(None if found is None else str(found))[wrong.rank]
         return f"{name}{f': {how}' if how else ''} ({len(differ)} of {plural(len(params), 'tensor')})"
 
-    def _diverged(self, step: Step, plan: AuditPlan, wrong: Sequence[int], true: str) -> DivergenceError:
-        hosts = self.engine.mesh.world.all_gather_object(socket.gethostname())
+    def _diverged(self, step: StepState, plan: AuditPlan, wrong: Sequence[int], true: str) -> DivergenceError:
+        hosts = self.world.all_gather_object(socket.gethostname())
         self.found = {
             "step": step.number,
             "virtual_rank": plan.virtual_rank,
@@ -240,7 +249,7 @@ class RedundantCompute:
         return DivergenceError(
             f"Step {step.number}'s virtual rank {plan.virtual_rank} was computed on {named(plan.ranks)}, and compared.",
             true,
-            f"{do} unisono audit {self.engine.run_dir} --ranks 3",
+            f"{do} unisono audit {self.parts.checks.run_dir} --ranks 3",
         )
 
 
@@ -258,11 +267,11 @@ def dense(p: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     return (full if full.layout is torch.strided else full.to_dense()).detach().contiguous()
 
 
-def build_audit(engine: StepLoop, run: Run[Any]) -> RedundantCompute | None:
-    """Who audits a run, if somebody does. Machines that are unlike would accuse each other of their last bits."""
-    if not run.settings.audit_every:
-        return None
-    if run.differences:
-        run.print("nothing is audited (audit_every): these machines do not compute the same bits")
-        return None
-    return RedundantCompute(engine, run.settings.audit_every)
+def build_audit(context: RunContext, parts: LoopParts, divergence: DivergenceCheck | None) -> list[RedundantCompute]:
+    """Build the audit of a run, if the settings ask for it. Machines that differ would accuse each other."""
+    if not context.settings.audit_every:
+        return []
+    if context.progress.differences:
+        context.monitor.note("nothing is audited (audit_every): these machines do not compute the same bits")
+        return []
+    return [RedundantCompute(context, parts, divergence)]

@@ -1,11 +1,11 @@
-"""A replay: one step of a run that was, computed again on one process, with all that its micro-batches can tell.
+"""Replay: compute one step of an earlier run again on one process, and write down what its micro-batches show.
 
     checkpoint      steps on the way         the step                    `unisono replay RUN --step 43`
     after 40   -->  40  41  42          -->  43: v0 v1 ... v7            written down, or entered with a debugger
                     as in any run            '-- or one of them alone
 
-Placement changes no bit, so whatever the job was, one process makes the same of the step: the same losses, the same
-gradient, the same NaN. An ordinary run has nothing of this in its path: engine and step are replaced by these here.
+Placement changes no bit, so whatever the job was, one process computes the same step: the same losses, the same
+gradient, the same NaN.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from unisono.data.streaming.stream import Stream
 from unisono.errors import RunStopped
 from unisono.exchange.buckets import finite
 from unisono.plan.batch_order import MicroBatchId
+from unisono.train.collective import Rounds
+from unisono.train.context import Inspection, LoopParts, RunContext
+from unisono.train.extensions import Extension
 from unisono.train.gradient_pass import GradientPass
-from unisono.train.loop import StepLoop
-from unisono.train.run import Run
-from unisono.train.step import FROM_SETTINGS, Step
+from unisono.train.step_state import StepState
 from unisono.train.step_sync import LOSS
 
 SHOWN = 8
@@ -62,124 +63,117 @@ class ReplayRequest:
         alone = "" if self.virtual_rank is None else self.virtual_rank
         return f"{self.step}:{alone}:{'debug' * self.debug}:{self.file}"
 
-    def tell(self, **line: Any) -> None:
+    def write(self, **line: Any) -> None:
+        """Append a line to the file."""
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-class ReplayedStep(Step):
-    """The step itself: what comes of each of its rounds is written down as soon as it is known."""
+class Replay(Extension):
+    """Write down what comes of each round of the step as soon as it is known, and end the run after the step."""
 
-    _engine: ReplayedLoop
-    _told: MicroBatchId | None = None  # the round that was told last
+    def __init__(self, request: ReplayRequest, context: RunContext, parts: LoopParts) -> None:
+        self.request, self.models, self.scale = request, context.models, context.scale
+        self.source, self.sync, self.checks = parts.source, parts.sync, parts.checks
+        self._has_stopped = False  # in the debugger
+        self._loss: tuple[float, float] | None = None  # sum and weight of the round under way
 
-    def _rounds(self, gradient: GradientPass) -> Iterator[Any]:
-        """Of one virtual rank alone no gradient becomes whole: its rounds are all there is, and the replay ends."""
-        engine, wanted = self._engine, self._engine.wanted
-        norms = LayerNorms(gradient.leaves)
-        self._norms, self._names = norms, [engine.models.names.get(id(p), "a parameter") for p in gradient.params]
-        if wanted.virtual_rank is None:
-            rounds = super()._rounds(gradient)
-        else:
-            rounds = engine.alone(self, wanted.virtual_rank)
-        for batch in rounds:
-            norms.begin()
-            if wanted.debug and self._told is None:
-                self._greet()
-            self._told = self._place
-            yield batch
-            self._tell()
-        norms.close()
-        if wanted.virtual_rank is not None:
+    def before_step(self, step: StepState) -> None:
+        number, order = step.number, self.source.order
+        if number > self.request.step:
+            raise RunStopped
+        if number == self.request.step:
+            self.request.write(kind="step", step=number, epoch=order.epoch(number), samples=order.batch_size(number))
+
+    def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
+        """Yield the rounds of one virtual rank, if only that is replayed; then the run ends, without a gradient."""
+        virtual_rank = self.request.virtual_rank
+        if step.number == self.request.step and virtual_rank is not None:
+            for _, batch, _ in self.rounds(step, gradient, self._alone(step, gradient, virtual_rank)):
+                yield batch
             raise RunStopped
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
-        total = loss * weight if mean else loss
-        self._said = float(total.detach()), float(weight)
-        super().backward(loss, weight, mean=mean)
+    def _alone(self, step: StepState, gradient: GradientPass, virtual_rank: int) -> Rounds:
+        buffers, order = self.models.buffers, self.source.order
+        if order.virtual_ranks > 1:
+            buffers.begin(virtual_rank)
+            buffers.enter(virtual_rank)
+        for number in range(len(order.micro_bounds(step.number, virtual_rank))):
+            phases.enter("data")
+            place = MicroBatchId(step.number, virtual_rank, number)
+            batch = self.source.fetch(place)
+            step.place, step.ready = place, True
+            phases.Position.virtual_rank = virtual_rank
+            phases.enter("forward")
+            with self.checks.round_context(place, gradient):
+                yield place, batch, False
+        step.ready = False
 
-    _said: tuple[float, float] | None = None
+    def rounds(self, step: StepState, gradient: GradientPass, rounds: Rounds) -> Rounds:
+        return self._watch(step, gradient, rounds) if step.number == self.request.step else rounds
 
-    def _tell(self) -> None:
-        """The round under way is over."""
-        assert self._place is not None
-        (total, weight), self._said = self._said or (0.0, 0.0), None
-        squares, bad = self._norms.end()
-        scale = weight * self._engine.scale.value
-        self._engine.wanted.tell(
+    def _watch(self, step: StepState, gradient: GradientPass, rounds: Rounds) -> Rounds:
+        norms = LayerNorms(gradient.leaves)
+        for place, batch, last in rounds:
+            norms.begin()
+            if self.request.debug and not self._has_stopped:
+                self._has_stopped = True
+                self._stop_in_debugger(place)
+            yield place, batch, last
+            self._write_round(step, gradient, place, norms)
+        norms.close()
+
+    def backward(self, step: StepState, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        self._loss = float(loss.detach()), float(weight)
+
+    def _write_round(self, step: StepState, gradient: GradientPass, place: MicroBatchId, norms: LayerNorms) -> None:
+        (total, weight), self._loss = self._loss or (0.0, 0.0), None
+        squares, bad = norms.end()
+        scale = weight * self.scale.value
+        self.request.write(
             kind="micro-batch",
-            walk=self._passes,
-            virtual_rank=self._place.virtual_rank,
-            number=self._place.number,
-            samples=self._engine.samples_of(self._place),
+            walk=step.passes,
+            virtual_rank=place.virtual_rank,
+            number=place.number,
+            samples=self._samples_of(place),
             loss=total / weight if weight else 0.0,
             weight=weight,
             norm=squares**0.5 / scale if scale else 0.0,
-            bad=[self._names[i] for i in bad],
+            bad=[self.models.names.get(id(gradient.params[i]), "a parameter") for i in bad],
         )
 
-    def _meet(self, gradient: GradientPass, number: int) -> None:
-        super()._meet(gradient, number)
-        total, weight = self._sums[LOSS]
-        self._engine.wanted.tell(kind="pass", walk=number, loss=total / weight, weight=weight)
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
+        if step.number == self.request.step:
+            total, weight = step.sums[LOSS]
+            self.request.write(kind="pass", walk=step.passes, loss=total / weight, weight=weight)
 
-    def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
-        if self._state == "whole":
-            self._engine.wanted.tell(kind="norm", walk=self._passes - 1, norm=self.grad_norm)
-        super().update(*steppers, clip=clip)
+    def before_update(self, step: StepState, gradients: Sequence[GradientPass]) -> None:
+        if step.number == self.request.step:
+            assert step.gradient is not None
+            if step.grad_norm is None:
+                step.grad_norm = self.sync.clip(step.gradient.params, None)
+            self.request.write(kind="norm", walk=step.passes - 1, norm=step.grad_norm)
 
-    def finish(self) -> None:
-        super().finish()
-        raise RunStopped  # what comes after the step is no part of it
+    def step_ended(self, step: StepState) -> None:
+        if step.number == self.request.step:
+            raise RunStopped  # what comes after the step is no part of it
 
-    def _greet(self) -> None:
+    def _stop_in_debugger(self, place: MicroBatchId) -> None:
         """Stop in a debugger where the loop takes its batch."""
-        assert self._place is not None
-        samples = self._engine.samples_of(self._place)
+        samples = self._samples_of(place)
         more = f", ... {len(samples)} in all" if len(samples) > SHOWN else ""
         print(
-            f"Step {self.number}, virtual rank {self._place.virtual_rank}, micro-batch {self._place.number}: samples "
+            f"Step {place.step}, virtual rank {place.virtual_rank}, micro-batch {place.number}: samples "
             f"{', '.join(map(str, samples[:SHOWN]))}{more}. The next line is the loop's own; c goes on, q leaves.",
             flush=True,
         )
         phases.enter("other")
-        Debugger(nosigint=True).set_trace(_outside())
+        Debugger(nosigint=True).set_trace(_frame_of_loop())
 
-
-class ReplayedLoop(StepLoop):
-    """An engine that makes its steps as any other, until the one that was asked for."""
-
-    wanted: ReplayRequest
-
-    def new_step(self, number: int) -> Step:
-        if number > self.wanted.step:
-            raise RunStopped
-        if number < self.wanted.step:
-            return Step(self, number)
-        self.wanted.tell(
-            kind="step", step=number, epoch=self.order.epoch(number), samples=self.order.batch_size(number)
-        )
-        return ReplayedStep(self, number)
-
-    def alone(self, step: Step, virtual_rank: int) -> Iterator[Any]:
-        """The micro-batches of one virtual rank."""
-        buffers = self.models.buffers
-        if self.order.virtual_ranks > 1:
-            buffers.begin(virtual_rank)
-            buffers.enter(virtual_rank)
-        for number in range(len(self.order.micro_bounds(step.number, virtual_rank))):
-            phases.enter("data")
-            place, batch = self._loader.fetch(MicroBatchId(step.number, virtual_rank, number))
-            step._place, step._ready = place, True
-            phases.Position.virtual_rank = virtual_rank
-            phases.enter("forward")
-            yield batch
-        step._ready = False
-
-    def samples_of(self, place: MicroBatchId) -> list[Any]:
-        """What the samples of a micro-batch are called: their numbers, or in a stream their shards and places."""
-        numbers = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
-        data = self._loader.fetcher.data
+    def _samples_of(self, place: MicroBatchId) -> list[Any]:
+        """Return the names of a micro-batch's samples: numbers, or in a stream shards and offsets."""
+        numbers = self.source.order.micro_batches(place.step, place.virtual_rank)[place.number]
+        data = self.source.loader.fetcher.data
         if isinstance(data, Stream):
             found = [data.address(number) for number in numbers]
             return [f"{data.shards.names[shard]}[{offset}]" for shard, offset in found]
@@ -189,7 +183,7 @@ class ReplayedLoop(StepLoop):
 
 
 class Debugger(pdb.Pdb):
-    """Python's own; who quits leaves the replay, and not with an error."""
+    """The debugger of Python; `quit` ends the replay, and not with an error."""
 
     def do_quit(self, arg: str) -> None:
         sys.settrace(None)
@@ -202,17 +196,17 @@ class Debugger(pdb.Pdb):
 
 
 class LayerNorms:
-    """The norm of what a round's backward passes give, and the parameters that are given what is not finite."""
+    """Measure what the backward passes of a round give: the norm, and the parameters that get something not finite."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.squares = 0.0
         self.bad: list[int] = []
-        self._hooks = [p.register_hook(partial(self._hear, number)) for number, p in enumerate(params)]
+        self._hooks = [p.register_hook(partial(self._note, number)) for number, p in enumerate(params)]
 
     def begin(self) -> None:
         self.squares, self.bad = 0.0, []
 
-    def _hear(self, number: int, grad: torch.Tensor) -> None:
+    def _note(self, number: int, grad: torch.Tensor) -> None:
         dense = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
         self.squares += float(torch.linalg.vector_norm(dense, dtype=torch.float64)) ** 2
         if not finite(dense):
@@ -226,14 +220,20 @@ class LayerNorms:
             hook.remove()
 
 
-def _outside() -> FrameType:
-    """The frame that waits for a batch: the script's, or our own rounds where step.run walks them."""
+def _frame_of_loop() -> FrameType:
+    """Return the frame that waits for a batch: the script's, or that of `step.run`."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_name in ("_outside", "_greet", "_rounds"):
+    own = ("_frame_of_loop", "_stop_in_debugger", "_watch", "extra_rounds", "_rounds")
+    while frame.f_back is not None and frame.f_code.co_name in own:
         frame = frame.f_back
     return frame
 
 
-def replayed(words: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
-    """A run and an engine that replay what these words ask for (Asked)."""
-    return Run, type("Engine", (ReplayedLoop,), {"wanted": ReplayRequest.of(words)})
+def replay_run(request: str, rank: int) -> Inspection:
+    """Return an inspection that replays a step.
+
+    Args:
+        request: as ReplayRequest.of takes it.
+        rank: of this process.
+    """
+    return Inspection(partial(Replay, ReplayRequest.of(request)))

@@ -1,9 +1,8 @@
-"""What a run does, written down, so that two placements of it can be laid side by side (`unisono check`).
+"""Trace: write down what a run does, so that two placements of it can be compared (`unisono check`).
 
-Of every micro-batch: its samples, its loss, its gradient; of every step: the sum, and what the update made of it. All
-as digests of the exact bits. And what may explain a difference: the threads, who asked which process this is,
-collectives of the script's own. An ordinary run has nothing of this in its path: the engine and the run are replaced by
-these here.
+For every micro-batch: its samples, its loss, its gradient; for every step: the sum, and what the update made of it. All
+as hashes of the exact bits. And what may explain a difference: the threads, lines of the script that read the rank or
+the number of processes, and its own collectives.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import functools
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from unisono.errors import RunStopped
 from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.rng_keys import ROUND, mix
 from unisono.tensors.digest import content_digest
+from unisono.train.collective import Rounds
+from unisono.train.context import Inspection, LoopParts, RunContext
+from unisono.train.extensions import Extension
 from unisono.train.gradient_pass import GradientPass
-from unisono.train.loop import StepLoop
-from unisono.train.run import Run
-from unisono.train.step import FROM_SETTINGS, Step
+from unisono.train.step_state import StepState
+from unisono.train.step_sync import LOSS
 
 CPU = torch.device("cpu")
 OURS = str(Path(unisono.__file__).parent)
@@ -40,11 +42,11 @@ COLLECTIVES = (
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv"),
     *("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
 )
-ASKING = ("get_rank", "get_world_size")
+RANK_FUNCTIONS = ("get_rank", "get_world_size")
 
 
 class Trace:
-    """The lines of one process, `rank-N.jsonl`: a list for each, [kind, step, place, name, digest]."""
+    """The lines of one process, `rank-N.jsonl`: a list each, [kind, step, place, name, hash]."""
 
     def __init__(self, folder: Path, rank: int, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,8 +59,8 @@ class Trace:
         self.file.write(json.dumps([kind, self.step, self.place, name, value]) + "\n")
         self.file.flush()
 
-    def asked(self, what: str) -> None:
-        """Note that the script asked for something, with the line of it that did; not if we or torch did."""
+    def note_caller(self, what: str) -> None:
+        """Note that the script read or called something, with its line; not if Unisono or torch did."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame = frame.f_back
@@ -67,71 +69,41 @@ class Trace:
             self.line("asked", what, f"{file}:{frame.f_lineno}")
 
 
-class TracedRun(Run[Any]):
-    """A run that notes who asks which process it is."""
+class Tracing(Extension):
+    """Write down what a run does, and end it after some steps."""
 
-    trace: Trace | None = None
+    def __init__(self, trace: Trace, context: RunContext, parts: LoopParts) -> None:
+        self.trace, self.models, self.source = trace, context.models, parts.source
+        self._found: dict[str, list[str]] = {}  # hashes of the gradients of the round under way, by parameter
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("rank", "size", "is_main"):
-            trace = object.__getattribute__(self, "trace")
-            if trace is not None:
-                trace.asked(f"run.{name}")
-        return super().__getattribute__(name)
-
-
-class TracedStep(Step):
-    """A step that notes losses, and what an update is given and makes."""
-
-    _engine: TracedLoop
-
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
-        if self._ready and loss.numel() == 1:
-            self._engine.trace.line("loss", "loss", f"{float(loss)!r}, weight {float(weight)!r}")
-        super().backward(loss, weight, mean=mean)
-        self._engine.tell_gradients()
-
-    def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
-        engine = self._engine
-        if self._state == "whole" and self._gradient is not None:
-            engine.tell_whole("given", self._gradient)
-        super().update(*steppers, clip=clip)
-        for model in engine.models.modules:
-            for name, value in model.state_dict(keep_vars=True).items():
-                if isinstance(value, torch.Tensor):
-                    engine.trace.line("update", f"{name} of {type(model).__name__}", content_digest(value))
-
-
-class TracedLoop(StepLoop):
-    """An engine that writes down what it does, and leaves after so many steps."""
-
-    trace: Trace
-
-    def new_step(self, number: int) -> Step:
-        if number >= self.trace.steps:
+    def before_step(self, step: StepState) -> None:
+        if step.number >= self.trace.steps:
             raise RunStopped
-        self.trace.step, self.trace.place = number, []
-        if number == 0:
-            self.trace.line("epoch", "steps", str(self.order.steps_per_epoch))
-        return TracedStep(self, number)
+        self.trace.step, self.trace.place = step.number, []
+        if step.number == 0:
+            self.trace.line("epoch", "steps", str(self.source.order.steps_per_epoch))
 
-    def micro_batches(
-        self, step: int, number: int, gradient: GradientPass, kept: list[tuple[MicroBatchId, Any]] | None
-    ) -> Iterator[tuple[MicroBatchId, Any, bool]]:
-        trace = self.trace
-        self._found: dict[str, list[str]] = {}
-        hooks = [p.register_hook(self._noting(self.models.names.get(id(p), "a parameter"))) for p in gradient.params]
+    def rounds(self, step: StepState, gradient: GradientPass, rounds: Rounds) -> Rounds:
+        trace, number = self.trace, step.passes
+        self._found = {}
+        hooks = [p.register_hook(self._noting(self._name(p))) for p in gradient.params]
         try:
-            for place, batch, last in super().micro_batches(step, number, gradient, kept):
+            for place, batch, last in rounds:
                 trace.place = [number, place.virtual_rank, place.number]
                 trace.line("samples", "samples", content_digest(batch))
                 self._fetch_again(place, batch)
                 trace.line("threads", "threads", str(torch.get_num_threads()))
                 yield place, batch, last
+                for name, found in self._found.items():
+                    trace.line("gradient", name, " ".join(found))
+                self._found.clear()
         finally:
             for hook in hooks:
                 hook.remove()
             trace.place = [number]
+
+    def _name(self, p: torch.Tensor) -> str:
+        return self.models.names.get(id(p), "a parameter")
 
     def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(grad: torch.Tensor) -> None:
@@ -139,48 +111,53 @@ class TracedLoop(StepLoop):
 
         return note
 
-    def tell_gradients(self) -> None:
-        """What the backward pass of this round has given each parameter."""
-        for name, found in self._found.items():
-            self.trace.line("gradient", name, " ".join(found))
-        self._found.clear()
-
     def _fetch_again(self, place: MicroBatchId, batch: Any) -> None:
-        """Does the data set give the same once more, under the same key?"""
-        fetcher = self._loader.fetcher
+        """Check that the data set gives the same once more, under the same key."""
+        fetcher = self.source.loader.fetcher
         if isinstance(fetcher.data, IndexDataset) or self.trace.place[0]:
             return
-        samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
+        order = self.source.order
+        samples = order.micro_batches(place.step, place.virtual_rank)[place.number]
         threads = torch.get_num_threads()
         with preserve_rng(CPU):
-            again = fetcher.fetch(FetchTask(place, mix(self.order.seed, ROUND), samples))
+            again = fetcher.fetch(FetchTask(place, mix(order.seed, ROUND), samples))
         torch.set_num_threads(threads)
         self.trace.line(
             "again", "samples", "same" if content_digest(again) == content_digest(to_device(batch, CPU)) else "other"
         )
 
-    def synchronize(self, step: Step, number: int, gradient: GradientPass) -> dict[str, tuple[float, float]]:
-        sums = super().synchronize(step, number, gradient)
-        self.trace.line("total", "loss", repr(sums.get("loss")))
-        self.tell_whole("sum", gradient)
-        return sums
+    def backward(self, step: StepState, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        self.trace.line("loss", "loss", f"{float(loss)!r}, weight {float(weight)!r}")
 
-    def tell_whole(self, kind: str, gradient: GradientPass) -> None:
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
+        self.trace.line("total", "loss", repr(step.totals.sums.get(LOSS)))
+        self._write_gradients("sum", gradient)
+
+    def before_update(self, step: StepState, gradients: Sequence[GradientPass]) -> None:
+        if step.gradient is not None:
+            self._write_gradients("given", step.gradient)
+
+    def updated(self, step: StepState) -> None:
+        for model in self.models.modules:
+            for name, value in model.state_dict(keep_vars=True).items():
+                if isinstance(value, torch.Tensor):
+                    self.trace.line("update", f"{name} of {type(model).__name__}", content_digest(value))
+
+    def _write_gradients(self, kind: str, gradient: GradientPass) -> None:
         for p in gradient.params:
-            name = self.models.names.get(id(p), "a parameter")
-            self.trace.line(kind, name, "none" if p.grad is None else content_digest(p.grad))
+            self.trace.line(kind, self._name(p), "none" if p.grad is None else content_digest(p.grad))
 
 
-def watch(trace: Trace) -> None:
-    """Note from now on which collectives the script calls itself, and where it asks who it is."""
-    for name in (*COLLECTIVES, *ASKING):
+def watch_collectives(trace: Trace) -> None:
+    """Note from now on which collectives the script calls itself, and where it reads its rank."""
+    for name in (*COLLECTIVES, *RANK_FUNCTIONS):
         setattr(dist, name, _noted(getattr(dist, name), f"torch.distributed.{name}", trace))
 
 
 def _noted(function: Callable[..., Any], name: str, trace: Trace) -> Callable[..., Any]:
     @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        trace.asked(name)
+        trace.note_caller(name)
         return function(*args, **kwargs)
 
     return noted
@@ -199,15 +176,17 @@ def warn_of_operators(trace: Trace) -> None:
     warnings.simplefilter("always")
 
 
-def traced(asked: str, rank: int) -> tuple[type[Run[Any]], type[StepLoop]]:
-    """A run and an engine that write down what they do. `asked` is STEPS:FOLDER, or STEPS:operators:FOLDER."""
-    steps, _, folder = asked.partition(":")
+def trace_run(request: str, rank: int) -> Inspection:
+    """Return an inspection that writes down what a run does.
+
+    Args:
+        request: STEPS:FOLDER, or STEPS:operators:FOLDER.
+        rank: of this process.
+    """
+    steps, _, folder = request.partition(":")
     operators = folder.startswith("operators:")
     trace = Trace(Path(folder.removeprefix("operators:")), rank, int(steps))
-    watch(trace)
+    watch_collectives(trace)
     if operators:
         warn_of_operators(trace)
-    return (
-        type("Run", (TracedRun,), {"trace": trace}),
-        type("Engine", (TracedLoop,), {"trace": trace}),
-    )
+    return Inspection(partial(Tracing, trace), trace.note_caller)

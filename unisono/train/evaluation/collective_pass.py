@@ -1,10 +1,10 @@
-"""What processes make of a data set together, between two steps: an evaluation, or a prediction. It can be made again,
-if one of them dies meanwhile."""
+"""Run a model over a data set on all processes, between two steps: for an evaluation, or a prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,44 +12,48 @@ from unisono import phases
 from unisono.data.eval_loader import EvalLoader
 from unisono.data.loader import Collate
 from unisono.distributed.process_group import wrap_peer_errors
-from unisono.train.evaluation.model_outputs import Forward, ModelOutputs, evaluation_mode
-
-if TYPE_CHECKING:
-    from unisono.train.run import Run
-
-T = TypeVar("T")
+from unisono.train.context import RunContext
+from unisono.train.evaluation.model_call import Forward, evaluation_mode
+from unisono.train.evaluation.model_outputs import ModelOutputs
 
 
-def run_collective_pass(
-    run: Run[Any],
+@contextmanager
+def collective_pass(
+    context: RunContext,
     verb: str,
-    fold: Callable[[ModelOutputs], T],
     model: torch.nn.Module,
     data: Any,
     forward: Forward | None,
     collate: Collate | None,
-) -> T:
-    """What `fold` makes of the model's outputs over the data."""
-    models = run._models
+) -> Iterator[ModelOutputs]:
+    """Return a block in which all processes run a model over a data set, as an attempt at a collective.
 
-    def body() -> T:
-        if run._last_step is not None:
-            run._last_step.refuse_within(verb)
-        run._table.require_same_call(verb)
-        walk = EvalLoader(
-            data, f"The data set of {verb}", run.settings, run._mesh.data, collate, abreast=models.needs_lockstep
+    Args:
+        context: of the run.
+        verb: "run.evaluate" or "run.predict".
+        model: the model.
+        data: the data set.
+        forward: forward(model, batch) -> output.
+        collate: a list of samples -> a batch.
+    """
+    models, progress, settings = context.models, context.progress, context.settings
+    loader = EvalLoader(
+        data, f"The data set of {verb}", settings, context.mesh.data, collate, abreast=models.needs_lockstep
+    )
+    context.loop.refresh()
+    all_models = [model, *models.modules, *models.tracked]
+    as_one, in_eval_mode = context.loop.as_one(all_models), evaluation_mode(all_models, context.device)
+    with phases.phase("evaluate"), wrap_peer_errors(verb), as_one, in_eval_mode as restore, models.around_loss():
+        models.busy = True
+        if settings.parallel.reshard == "step":
+            models.gather()
+        yield ModelOutputs(
+            model,
+            loader,
+            forward=forward,
+            must_leave=lambda: progress.leaving and progress.ended is not None,
+            ended=models.end_evaluation,
+            restore=restore,
+            pipeline=models.pipeline,
         )
-        all_models = [model, *models.modules, *models.tracked]
-        as_one, rest = run._sites.as_one(all_models), evaluation_mode(all_models, run.device)
-        with phases.phase("evaluate"), wrap_peer_errors(verb), as_one, rest as fresh, models.around_loss():
-            models.busy = True
-            if run.settings.parallel.reshard == "step":
-                models.gather()
-            hurry = lambda: run._leave and run._ended is not None  # noqa: E731
-            over, line = models.end_evaluation, models.pipeline
-            outputs = ModelOutputs(model, walk, forward=forward, hurry=hurry, over=over, fresh=fresh, pipeline=line)
-            found = fold(outputs)
-            models.busy = False
-        return found
-
-    return run.together(verb, body, again=not isinstance(data, Iterator))  # which can be walked through only once
+        models.busy = False

@@ -15,7 +15,8 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
 from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.plan.reduction_tree import chain
-from unisono.train.evaluation.model_outputs import ModelOutputs, parts
+from unisono.train.evaluation.model_call import parts
+from unisono.train.evaluation.model_outputs import ModelOutputs
 
 Measure = Callable[..., Any]
 

@@ -1,10 +1,10 @@
-"""What a run says of itself when it is over."""
+"""What a run promises of its result, and what it writes into result.json."""
 
 from __future__ import annotations
 
 import time
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +14,15 @@ from unisono.exchange.base import PROMISES
 from unisono.exchange.choose import promise_of
 from unisono.parallel.compiler_determinism import order_dependent
 from unisono.parallel.parallelize import promise_of_parallel
+from unisono.train.context import RunContext
 from unisono.train.guarantees.user_errors import is_elementwise
 from unisono.train.optimization.sharded_step import differs_in_shards
-from unisono.train.recovery.shard_replica import survival_of
-
-if TYPE_CHECKING:
-    from unisono.train.recovery.step_recovery import StepRecovery
-    from unisono.train.run import Run
+from unisono.train.recovery.survival import may_survive, survival_of
+from unisono.train.state.run_progress import Progress
 
 
 def plain(value: Any) -> Any:
-    """What a loop logs: a number of torch's or numpy's as Python's own."""
+    """Return a number of torch or numpy as one of Python's own."""
     number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     return value.item() if number else value
 
@@ -32,14 +30,17 @@ def plain(value: Any) -> Any:
 OTHERWISE = "; from step "
 
 
-def promise(run: Run[Any]) -> tuple[str, str]:
-    """What is promised of this run's result, and why. A resume cannot promise more than what it goes on from."""
-    here = _promise_here(run)
-    resumed = run._state.resumed
+def promise(context: RunContext) -> tuple[str, str]:
+    """Return what is promised of a run's result, and why. A resume cannot promise more than what it continues."""
+    progress, resumed = context.progress, context.state.resumed
+    by_loop = context.loop.promise(context)
+    if by_loop is not None and not progress.changes:
+        return by_loop
+    here = _promise_here(context)
     before, why = resumed.about.get("promise", here) if resumed is not None else here
-    if run.changes:
-        what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in run.changes)
-        first = min(c["step"] for c in run.changes)
+    if progress.changes:
+        what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in progress.changes)
+        first = min(c["step"] for c in progress.changes)
         if before.startswith(PROMISES[0]):  # or "exact until" such a step already
             return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
         why, _, _ = why.partition(OTHERWISE)  # said of earlier changes, which are among these
@@ -48,120 +49,91 @@ def promise(run: Run[Any]) -> tuple[str, str]:
 
 
 def _rank(promise: str) -> int:
-    """How little a promise binds; a placement of somebody's own may say anything."""
+    """Return how little a promise binds; an exchange of the script's own may promise anything."""
     return PROMISES.index(promise) if promise in PROMISES else len(PROMISES)
 
 
-def _promise_here(run: Run[Any]) -> tuple[str, str]:
-    """What these processes can promise, whatever was before."""
-    if run.differences:
-        return "tolerance", "; ".join(run.differences)
-    if opaque := run._models.buffers.attributes.opaque:
+def _promise_here(context: RunContext) -> tuple[str, str]:
+    """Return what these processes can promise, whatever was before."""
+    progress, models, settings = context.progress, context.models, context.settings
+    if progress.differences:
+        return "tolerance", "; ".join(progress.differences)
+    if opaque := models.buffers.attributes.opaque:
         return "tolerance", "; ".join(opaque)
-    if why := order_dependent or _benchmarks(run.device):
+    if why := order_dependent or _benchmarks(context.device):
         return "tolerance", "; ".join(why)
-    if run._engine is not None and run._engine.verification.broken:
-        return "tolerance", run._engine.verification.broken
-    exchange = promise_of(run.settings, run.size)
-    own = run._engine.own if run._engine is not None else None
-    if own is not None:
-        exchange = own.promise, own.reason
-    if run._mesh.axes.shard > 1 or run._mesh.axes.tensor > 1:
-        steppers = run._engine.steppers if run._engine is not None else ()
-        strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not is_elementwise(s)]
-        if strange:
-            reason = f"{strange[0]} may compute with whole tensors, of which each process has a part"
-            return max((exchange[0], "tolerance"), key=_rank), reason
-        rounds = [type(s).__name__ for s in steppers if differs_in_shards(s, run._models.layers)]
-        if rounds:
-            reason = (
-                f"{rounds[0]} rounds the last elements of a tensor otherwise, and each process has a part: use float32 "
-                "parameters and fused=False"
-            )
-            return max((exchange[0], "tolerance"), key=_rank), reason
-    ties = run._models.ties
-    if ties:
+    if progress.broken_promise:
+        return "tolerance", progress.broken_promise
+    exchange = progress.exchange or promise_of(settings, context.group.size)
+    has_parts = context.mesh.axes.shard > 1 or context.mesh.axes.tensor > 1
+    if has_parts and (reason := _promise_of_shards(context)):
+        return max((exchange[0], "tolerance"), key=_rank), reason
+    if ties := models.ties:
         reason = f"{ties} belongs to several stages and is added up once a step, so a whole model agrees to rounding"
         exchange = exchange[0], f"{exchange[1]}; {reason}"
-    return promise_of_parallel(exchange, run.settings.parallel, run._mesh.axes, run._models.plans)
+    return promise_of_parallel(exchange, settings.parallel, context.mesh.axes, models.plans)
+
+
+def _promise_of_shards(context: RunContext) -> str:
+    """Return why steps with parts of parameters have other bits than steps with whole ones; "": they have the same."""
+    steppers = context.progress.steppers
+    strange = [type(s).__name__ for s in steppers if hasattr(s, "param_groups") and not is_elementwise(s)]
+    if strange:
+        return f"{strange[0]} may compute with whole tensors, of which each process has a part"
+    rounds = [type(s).__name__ for s in steppers if differs_in_shards(s, context.models.layers)]
+    if rounds:
+        return (
+            f"{rounds[0]} rounds the last elements of a tensor otherwise, and each process has a part: use float32 "
+            "parameters and fused=False"
+        )
+    return ""
 
 
 def _benchmarks(device: torch.device) -> list[str]:
-    """Does a library choose kernels by measuring, in words?"""
+    """Return why a library chooses kernels by measuring; []: it does not."""
     on = device.type == "cuda" and torch.backends.cudnn.benchmark
     return ["torch.backends.cudnn.benchmark chooses convolutions by how long they take"] if on else []
 
 
-def result(run: Run[Any]) -> dict[str, Any]:
-    """What goes into result.json."""
-    seconds = 0.0 if run._began is None else (run._ended or time.perf_counter()) - run._began
-    promised_here, reason = promise(run)
-    order = run._engine.order if run._engine else None
+def result(context: RunContext) -> dict[str, Any]:
+    """Return what goes into result.json."""
+    progress, settings = context.progress, context.settings
+    seconds = 0.0 if progress.began is None else (progress.ended or time.perf_counter()) - progress.began
+    promised, reason = promise(context)
+    order, done = progress.order, progress.done
+    survives = order is not None and progress.exchange is None and may_survive(context)
     known = {
-        **({"loss": run._done.loss if isfinite(run._done.loss) else None} if run._done is not None else {}),
-        **({"skipped": run._scale.skipped} if run._scale.on else {}),
-        "steps": run.steps_done,
-        **({"resumed_at": run._resumed_at} if run._resumed_at else {}),
-        "samples": order.samples(run.steps_done) if order else 0,
+        **({"loss": done.loss if isfinite(done.loss) else None} if done is not None else {}),
+        **({"skipped": context.scale.skipped} if context.scale.on else {}),
+        "steps": progress.steps_done,
+        **({"resumed_at": progress.resumed_at} if progress.resumed_at else {}),
+        "samples": order.samples(progress.steps_done) if order else 0,
         "seconds": round(seconds, 3),
-        "samples_per_second": round(run._samples_here / seconds, 2) if seconds else 0.0,
-        **_sent(run),
-        "ranks": run.size,
-        "virtual_ranks": run.settings.virtual_ranks,
-        **run._sites.told,
-        "promise": promised_here,
+        "samples_per_second": round(progress.samples_here / seconds, 2) if seconds else 0.0,
+        **_bytes_per_step(progress),
+        "ranks": context.group.size,
+        "virtual_ranks": settings.virtual_ranks,
+        "promise": promised,
         "reason": reason,
-        "survival": survival_of(run.settings.parallel, run._mesh.axes, survivors=_survivors(run) is not None),
-        "weights_sha256": run._state.fingerprint() if run._state.models else None,
-        "stopped": order is not None and run._engine is not None and run.steps_done < run._engine.last,
-        **_deaths(run),
+        "survival": survival_of(settings.parallel, context.mesh.axes, survivors=survives),
+        "weights_sha256": context.state.fingerprint() if context.state.models else None,
+        "stopped": order is not None and progress.steps_done < progress.last,
         **({"worker_restarts": deaths.restarts} if deaths.restarts else {}),
-        **({"deals": deals} if (deals := _deals(run)) else {}),
-        **_claimed(run),
-        **({"audits": len(audit.done)} if run._engine is not None and (audit := run._engine.audit) is not None else {}),
-        **_verified(run),
-        "phases": {name: round(s, 3) for name, s in run._watcher.clock.seconds.items()},
+        **{name: value for more in context.hooks.result for name, value in more().items()},
+        "phases": {name: round(s, 3) for name, s in context.monitor.clock.seconds.items()},
     }
-    logged = {name: value for name, value in run.results.items() if isinstance(value, (int, float, str, bool))}
+    known |= context.loop.result()
+    logged = {name: value for name, value in progress.results.items() if isinstance(value, (int, float, str, bool))}
     return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
 
 
-def _survivors(run: Run[Any]) -> StepRecovery | None:
-    return run._engine.survivors if run._engine is not None else None
-
-
-def _deaths(run: Run[Any]) -> dict[str, Any]:
-    """Which processes have died, and which have joined, with the steps that were done then; {}: none."""
-    survivors = _survivors(run)
-    told = {"deaths": survivors.deaths, "joined": survivors.joined} if survivors is not None else {}
-    return {name: value for name, value in told.items() if value}
-
-
-def _deals(run: Run[Any]) -> list[dict[str, Any]]:
-    """When virtual ranks were dealt anew because of how fast the processes are."""
-    dealing = run._engine.dealing if run._engine is not None else None
-    return [{"step": first, "virtual_ranks": counts} for first, counts in (dealing.deals if dealing else ())]
-
-
-def _verified(run: Run[Any]) -> dict[str, int]:
-    """Return in how many steps the run checked its promise; {} where it does not check it."""
-    steps = run._engine.verification.steps if run._engine is not None else None
-    return {} if steps is None else {"verified_steps": steps}
-
-
-def _claimed(run: Run[Any]) -> dict[str, int]:
-    """In how many steps the last virtual ranks went to whoever was free: in the others it did not pay."""
-    dealing = run._engine.dealing if run._engine is not None else None
-    return {"claimed_steps": dealing.claims.steps} if dealing is not None and dealing.claims is not None else {}
-
-
-def _sent(run: Run[Any]) -> dict[str, int]:
-    """Bytes of gradients that have left this process for others, a step; {}: nobody has counted them."""
-    steps = run.steps_done - run._resumed_at
-    if run._engine is None or not steps or not isfinite(run._engine.sent):
+def _bytes_per_step(progress: Progress) -> dict[str, int]:
+    """Return the bytes of gradients that left this process in a step; {}: they are not counted."""
+    steps = progress.steps_done - progress.resumed_at
+    if progress.order is None or not steps or not isfinite(progress.bytes_sent):
         return {}
-    sent, plain = round(run._engine.sent / steps), round(run._engine.plain / steps)
-    return {"bytes_per_step": sent, **({"bytes_uncompressed": plain} if plain != sent else {})}
+    sent, plain_bytes = round(progress.bytes_sent / steps), round(progress.bytes_uncompressed / steps)
+    return {"bytes_per_step": sent, **({"bytes_uncompressed": plain_bytes} if plain_bytes != sent else {})}

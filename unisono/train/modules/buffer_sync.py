@@ -223,6 +223,10 @@ class BufferSync:
                     known.add(_key(slot))
                     self.slots.append(slot)
 
+    def note_changes(self) -> None:
+        """Note whether forward passes of a pipeline changed buffers: there no micro-batch has a turn of its own."""
+        self._others_changed |= any(slot.changed for slot in self.slots)
+
     @property
     def flags(self) -> dict[str, bool]:
         """What is to be met about."""

@@ -9,7 +9,7 @@ as torch's (one read of the gradient).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,15 +20,26 @@ from unisono.plan.reduction_tree import chain
 if TYPE_CHECKING:
     from unisono.distributed.mesh import Mesh
     from unisono.distributed.process_group import ProcessGroup
-    from unisono.train.recovery.step_recovery import StepRecovery
 
 
-def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, survivors: StepRecovery | None = None) -> float:
-    """The norm of these gradients; where processes hold parts of them, those that do must call it together. With
-    `survivors` all processes must: it is a meeting, made again if one of them dies meanwhile.
+Together = Callable[[str, Callable[[], float]], float]
+"""Run a collective that has a name; if a process dies in it, the others run it again."""
 
-    What is cut by the axis `tensor` is added up part by part, in the order of ranks: there the norm depends on how many
-    parts there are, and still not on shards or replicas.
+
+def _once(what: str, body: Callable[[], float]) -> float:
+    return body()
+
+
+def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, together: Together = _once) -> float:
+    """Return the 2-norm of these gradients.
+
+    Processes that hold parts of the same parameters call it together. With parallel.tensor the parts are added in the
+    order of ranks: the norm then depends on the number of parts, and not on shards or replicas.
+
+    Args:
+        grads: the gradients, or this process's parts of them.
+        mesh: the process mesh.
+        together: runs the collective, where `parallel.shard` needs one.
     """
     cut = [grad for grad in grads if is_sharded(grad)]
     whole = [grad for grad in grads if not is_sharded(grad)]
@@ -36,11 +47,7 @@ def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, survivors: StepRecover
     def found() -> float:
         return norm_of(_squares(whole, mesh.shard), _squares(cut, mesh.shard), mesh.tensor)
 
-    return (
-        found()
-        if survivors is None or mesh.shard.size == 1
-        else survivors.retry_collective("The gradient's norm", found)
-    )
+    return found() if mesh.shard.size == 1 else together("The gradient's norm", found)
 
 
 def norm_of(squares: float, cut: float, tensor: ProcessGroup) -> float:

@@ -23,7 +23,6 @@ from unisono import phases
 from unisono.data.eval_loader import EvalBatch, EvalLoader
 from unisono.data.rng import State, get_state, set_state
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import wrap_peer_errors
 from unisono.distributed.value_transfer import broadcast_tensors
 from unisono.errors import LoopError
 from unisono.exchange.wrappers.per_stage import PerStageExchange
@@ -35,19 +34,19 @@ from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.pipeline_parallel.stage import PipelineSchedule, Tensors
 from unisono.plan.batch_order import MicroBatchId
 from unisono.tensors.codec import TensorTable, decode, encode
-from unisono.train.evaluation.model_outputs import Forward, call, parts
-from unisono.train.guarantees.user_errors import check_loss
+from unisono.train.evaluation.model_call import Forward, call
 from unisono.train.modules.buffer_sync import versions
 from unisono.train.pipelining.sharded_activations import from_parts, parts_of
 from unisono.train.pipelining.stage_state import StageParameters
 from unisono.train.pipelining.stage_timing import TimingExample, apply_times, told
-from unisono.train.step_sync import LOSS
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
     from unisono.distributed.process_group import ProcessGroup
-    from unisono.train.gradient_pass import GradientPass
-    from unisono.train.step import LossFunction, Step
+    from unisono.exchange.base import Exchange
+
+FinishBatch = Callable[[MicroBatchId, Any, Any], torch.Tensor]
+"""Return the loss of a micro-batch, from its place, its batch and the model's output."""
 
 
 class PipelineStageDone(BaseException):
@@ -234,57 +233,40 @@ class Pipeline:
 
     def train(
         self,
-        step: Step,
-        gradient: GradientPass,
+        exchange: Exchange,
+        batches: Sequence[tuple[MicroBatchId, Any, RngStart]],
         model: nn.Module,
-        loss_fn: LossFunction,
         forward: Forward | None,
-        mean: bool,
+        finish: FinishBatch,
     ) -> None:
-        """The rounds of a step, but for their end: every stage of this process has given its gradients to the exchange,
-        and the table has the losses of all micro-batches."""
-        engine, exchange = step._engine, gradient.exchange
+        """Run the micro-batches of a step forward and backward through the stages.
+
+        Afterwards every stage of this process has given its gradients to the exchange.
+
+        Args:
+            exchange: of the step's gradient.
+            batches: the micro-batches of this process, in order, with the state of the generators after each fetch.
+            model: the model.
+            forward: forward(model, batch) -> output.
+            finish: returns the loss of a micro-batch, with which its backward pass begins.
+        """
         assert isinstance(exchange, PerStageExchange)
         stages = dict(zip(self.line.ours, exchange.parts, strict=True))
         last: dict[int, MicroBatchId] = {}
-
-        def finish(place: MicroBatchId, batch: Any, output: Any) -> torch.Tensor:
-            step._place = place
-            loss, weight = loss_fn(output, *parts(batch))
-            if not gradient.seen:
-                check_loss(loss, mean)
-            loss = loss * weight if mean else loss
-            engine.table.add(place, LOSS, loss, weight)
-            return loss * engine.scale.value if engine.scale.on else loss
 
         @contextmanager
         def gather(place: MicroBatchId, stage: int) -> Iterator[None]:
             assert stage not in last or last[stage] < place, "micro-batches go backward in order"
             last[stage] = place
-            stages[stage].enter(place.virtual_rank, last=False)  # what is sent late disturbs no neighbour's turn
+            stages[stage].enter(place.virtual_rank, last=False)  # what is sent late disturbs no neighbor's turn
             yield
             stages[stage].leave()
 
-        rounds: list[MicroBatchRun] = []
-        for place, batch, _ in engine.micro_batches(step.number, 0, gradient, None):
-            rounds.append(
-                MicroBatchRun(
-                    self,
-                    model,
-                    batch,
-                    forward or call,
-                    self.start(),
-                    partial(finish, place),
-                    partial(gather, place),
-                )
-            )
-        with wrap_peer_errors(f"Step {step.number}'s pipeline"), engine.models.around_loss():
-            self.line.run(rounds, backward=True)
-            phases.enter("exchange")
-            engine.table.broadcast(self.line.group)
-        buffers = engine.models.buffers
-        if any(slot.changed for slot in buffers.slots):
-            buffers._others_changed = True
+        runs = [
+            MicroBatchRun(self, model, batch, forward or call, start, partial(finish, place), partial(gather, place))
+            for place, batch, start in batches
+        ]
+        self.line.run(runs, backward=True)
 
     # -- without gradients
 

@@ -12,7 +12,7 @@ from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import LoopError, Problem
 from unisono.parallel.precision import autocast
-from unisono.train.evaluation.model_outputs import call, restored_rng
+from unisono.train.evaluation.model_call import call, restored_rng
 
 if TYPE_CHECKING:
     from unisono.parallel.pipeline_parallel.partition import Partition

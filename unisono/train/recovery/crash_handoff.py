@@ -23,54 +23,55 @@ from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.train.recovery.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from unisono.train.context import RunContext
     from unisono.train.recovery.shard_replica import ShardReplica
-    from unisono.train.run import Run
 
 
-def hands_off(run: Run[Any]) -> bool:
+def hands_off(context: RunContext) -> bool:
     """Does this process leave what it has, should another one die? Somebody must be there to begin again. (With one
     virtual rank a step's random numbers go on from the last one's, and buddies have none.)"""
-    return run.settings.parallel.replicate_shards and run.settings.virtual_ranks > 1 and run._group.company is not None
+    settings = context.settings
+    return settings.parallel.replicate_shards and settings.virtual_ranks > 1 and context.group.company is not None
 
 
-def dump_replicas(run: Run[Any], error: Exception) -> None:
-    """This process fails with `error`. If that tells of another one's death, it leaves what it has."""
-    buddy, company = run._engine.buddy if run._engine is not None else None, run._group.company
-    if buddy is None or company is None or not hands_off(run) or not company.is_peer_loss(error):
+def dump_replicas(context: RunContext, replica: ShardReplica, error: Exception) -> None:
+    """This process fails with `error`. If that is the death of another process, write what this one has."""
+    company = context.group.company
+    if company is None or not hands_off(context) or not company.is_peer_loss(error):
         return
-    steps = [snapshot.step for snapshot in (*buddy.mine, *buddy.theirs) if snapshot is not None]
+    steps = [snapshot.step for snapshot in (*replica.mine, *replica.theirs) if snapshot is not None]
     if steps:
         tensors = TensorTable()
-        plain = encode([buddy.mine, buddy.theirs], "replica", tensors)
+        plain = encode([replica.mine, replica.theirs], "replica", tensors)
         try:
-            emergency_dump.write(run.dir, run.rank, max(steps), tensors, plain)
+            emergency_dump.write(context.run_dir, context.group.rank, max(steps), tensors, plain)
         except (OSError, SafetensorError) as full:
-            run.print(f"What buddies have kept cannot be left behind: {full}")
+            context.monitor.note(f"What buddies have kept cannot be left behind: {full}")
 
 
-def load_dump(run: Run[Any], buddy: ShardReplica) -> None:
-    """Before the loop: go on from what was left behind, if that is further than what the run goes on from. All
-    processes call it."""
-    if not hands_off(run):
+def load_dump(context: RunContext, replica: ShardReplica) -> None:
+    """Before the loop: continue from what processes have left behind, if that is further than what the run continues
+    from. All processes call this."""
+    if not hands_off(context):
         return
-    device = run.device
-    if (found := emergency_dump.read_dump(run.dir, run.rank)) is not None:
+    group, progress, note = context.group, context.progress, context.monitor.note
+    if (found := emergency_dump.read_dump(context.run_dir, group.rank)) is not None:
         tensors, plain = found
-        mine, theirs = decode(plain, {name: tensor.to(device) for name, tensor in tensors.items()})
-        buddy.mine, buddy.theirs = [*map(_snapshot_of, mine)], [*map(_snapshot_of, theirs)]
-    lost = [rank for rank, has in enumerate(run._group.all_gather_object(found is not None)) if not has]
-    if len(lost) == run.size:
+        mine, theirs = decode(plain, {name: tensor.to(group.device) for name, tensor in tensors.items()})
+        replica.mine, replica.theirs = [*map(_snapshot_of, mine)], [*map(_snapshot_of, theirs)]
+    lost = [rank for rank, has in enumerate(group.all_gather_object(found is not None)) if not has]
+    if len(lost) == group.size:
         return
     try:
-        newest = buddy.newest(lost)
+        newest = replica.newest(lost)
     except CheckpointError as error:
-        run.print(f"What was left behind is not enough: {error.problems[0].true}")
+        note(f"What was left behind is not enough: {error.problems[0].true}")
         newest = -1
-    if newest > run.steps_done:
-        run.steps_done = run._resumed_at = buddy.restore(lost)
-        run.print(f"going on after step {newest}, from what the processes have left behind")
+    if newest > progress.steps_done:
+        progress.steps_done = progress.resumed_at = replica.restore(lost)
+        note(f"going on after step {newest}, from what the processes have left behind")
     else:
-        buddy.mine, buddy.theirs = [None, None], [None, None]
+        replica.mine, replica.theirs = [None, None], [None, None]
 
 
 def _snapshot_of(decoded: Any) -> Snapshot | None:

@@ -37,32 +37,7 @@ from unisono.tensors.spec import TensorSpec
 from unisono.train.recovery.snapshot import LiveState, Snapshot, live_state, restore
 
 if TYPE_CHECKING:
-    from unisono.config import ParallelSettings
-    from unisono.config.mesh_shape import MeshShape
     from unisono.distributed.mesh import Mesh
-
-
-def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool = False) -> str:
-    """Who else has what a process has, if it is lost, in words of result.json:
-
-    survivors    whole models, whose processes go on by themselves (train/recovery/step_recovery.py)
-    replicas     others have it, but the run begins again without it
-    buddy        the next one on the axis has it, and hands it to the restarted run (crash_handoff.py)
-    checkpoint   nobody has it as it is after the last step
-    """
-    if survivors and axes.replicate > 1:
-        return "survivors"
-    others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.replicate_shards
-    return " and ".join(others) or "checkpoint"
-
-
-def about_shards(parallel: ParallelSettings, axes: MeshShape) -> str:
-    """The same of a run with shards, for its first lines; "" where there is nothing that people would not expect."""
-    if parallel.replicate_shards:
-        return "shards: each has a copy on the next process"
-    if axes.shard > 1 and survival_of(parallel, axes) == "checkpoint":
-        return "shards: no copies but the checkpoint's (--set parallel.replicate_shards=true keeps one of each)"
-    return ""
 
 
 class ReplicaTransfer(NamedTuple):

@@ -13,117 +13,123 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from unisono.checkpoint.load import Checkpoint
 from unisono.config import ENVIRONMENT
+from unisono.distributed.membership.membership import Membership
 from unisono.distributed.process_group import Message, wait_for
 from unisono.errors import PeerLostError, WorldError
 from unisono.tensors.codec import TensorTable, decode, encode, specs_of
 from unisono.tensors.flat import FlatTensors
 from unisono.tensors.spec import as_bytes
+from unisono.train.context import RunContext
 from unisono.train.recovery.snapshot import Snapshot, live_state, restore
 
-if TYPE_CHECKING:
-    from unisono.train.recovery.step_recovery import StepRecovery
-    from unisono.train.run import Run
 
+def send_state(
+    context: RunContext, company: Membership, empty: Sequence[bool], mine: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Give processes that have just joined the state of the run. All processes call this together.
 
-def send_state(survivors: StepRecovery, empty: Sequence[bool]) -> None:
-    """Those who are `empty` (of each process: has it just come?) are given all that they need. Everybody calls it."""
-    group, company, unit = survivors.group, survivors.company, survivors.run._mesh.unit
-    known = [next((r for r in range(seat, group.size, unit) if not empty[r]), None) for seat in range(unit)]
+    Args:
+        context: of the run.
+        company: its membership.
+        empty: of each process, whether it has just joined.
+        mine: what a process that joins receives besides, as JSON.
+
+    Returns:
+        What this process has received of `mine`; None: it had the state.
+    """
+    group, unit = context.group, context.mesh.unit
+    known = [next((r for r in range(slot, group.size, unit) if not empty[r]), None) for slot in range(unit)]
     if None in known:
         raise PeerLostError(
             f"Process {company.number} was to join a run.",
             "All processes that knew its state are gone.",
             "go on from the newest checkpoint: the same command with --resume.",
         )
-    mine, about = list[torch.Tensor](), None
+    sent, about = list[torch.Tensor](), None
     if group.rank in known:
-        about, mine = _given(survivors)
-    told = group.all_gather_object(about)
+        about, sent = _packed(context, mine)
+    abouts = group.all_gather_object(about)
     new = [rank for rank, is_new in enumerate(empty) if is_new and rank % unit == group.rank % unit]
+    received = None
     if group.rank in known:
-        for portion in _portions(mine):
-            gifts = [piece.to(group.wire) for piece in portion]
-            wait_for(group.send_and_receive([Message(piece, rank) for rank in new for piece in gifts], []))
+        for portion in _portions(sent):
+            pieces = [piece.to(group.wire) for piece in portion]
+            wait_for(group.send_and_receive([Message(piece, rank) for rank in new for piece in pieces], []))
     elif empty[group.rank]:
         source = known[group.rank % unit]
         assert source is not None
-        about = told[source]
-        _refuse_another_machine(survivors, about["machine"])
-        where = torch.device("cpu") if survivors.run._mesh.torchs is None else survivors.run.device
-        room = {name: spec.empty(where) for name, spec in specs_of(about["state"]).items()}
+        received = abouts[source]
+        _refuse_another_machine(context, company, received["machine"])
+        where = torch.device("cpu") if context.mesh.torchs is None else context.device
+        room = {name: spec.empty(where) for name, spec in specs_of(received["state"]).items()}
         for portion in _portions(room.values()):
-            come = [piece.to(group.wire) for piece in portion]  # the very same, if it lies there
-            wait_for(group.send_and_receive([], [Message(piece, source) for piece in come]))
-            for into, piece in zip(portion, come, strict=True):
+            pieces = [piece.to(group.wire) for piece in portion]  # the same tensors, if they are there
+            wait_for(group.send_and_receive([], [Message(piece, source) for piece in pieces]))
+            for into, piece in zip(portion, pieces, strict=True):
                 into.copy_(piece)
-        _load(survivors.run, decode(about["state"], room), about["steps"])
-        _take(survivors, about)
+        _load(context, decode(received["state"], room), received["steps"])
+        _apply(context, received)
     group.barrier()
+    return None if received is None else received["more"]
 
 
-def _given(survivors: StepRecovery) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """All that a resume needs: the numbers and words of it, and the tensors."""
-    run, watch = survivors.run, survivors.watch
-    tensors = TensorTable()
+def _packed(context: RunContext, more: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Return all that a resume needs: its numbers and words, and the tensors."""
+    progress, tensors = context.progress, TensorTable()
     about = {
-        "state": encode(_state_of(run), "state", tensors),
-        "steps": run.steps_done,
-        "meetings": survivors.meetings,
-        "columns": run._table.names,
-        "saved_after": run._state.saved_after,
-        "same_after": watch.same_after if watch is not None else 0,
-        "machine": {name: run._identity.get(name) for name in ENVIRONMENT},
-        "changes": run.changes,
-        "differences": run.differences,
-        "deaths": [survivors.deaths, survivors.joined],
+        "state": encode(_state_of(context), "state", tensors),
+        "steps": progress.steps_done,
+        "columns": context.step_sync.names,
+        "saved_after": context.state.saved_after,
+        "same_after": progress.same_after,
+        "machine": {name: context.identity.get(name) for name in ENVIRONMENT},
+        "changes": progress.changes,
+        "differences": progress.differences,
+        "more": more,
     }
     return about, list(tensors.values())
 
 
-def _take(survivors: StepRecovery, about: Mapping[str, Any]) -> None:
-    run, watch = survivors.run, survivors.watch
-    run.steps_done, survivors.meetings = about["steps"], about["meetings"]
-    run._table.names, run._state.saved_after = about["columns"], about["saved_after"]
-    run.changes[:], run.differences[:] = about["changes"], about["differences"]
-    run._identity["device"] = about["machine"]["device"]  # of all processes; ours was that of one who is alone
-    if watch is not None:
-        watch.same_after = about["same_after"]
-    survivors.deaths, survivors.joined = about["deaths"]
+def _apply(context: RunContext, about: Mapping[str, Any]) -> None:
+    progress = context.progress
+    progress.steps_done, progress.same_after = about["steps"], about["same_after"]
+    context.step_sync.names, context.state.saved_after = about["columns"], about["saved_after"]
+    progress.changes[:], progress.differences[:] = about["changes"], about["differences"]
+    context.identity["device"] = about["machine"]["device"]  # of all processes; ours was that of one process alone
 
 
-def _refuse_another_machine(survivors: StepRecovery, theirs: Mapping[str, Any]) -> None:
-    ours = survivors.run._identity
-    fixed = [name for name in ENVIRONMENT if not (name == "device" and survivors.group.mixed)]
-    if differ := [name for name in fixed if theirs.get(name) != ours.get(name)]:
+def _refuse_another_machine(context: RunContext, company: Membership, theirs: Mapping[str, Any]) -> None:
+    fixed = [name for name in ENVIRONMENT if not (name == "device" and context.group.mixed)]
+    if differ := [name for name in fixed if theirs.get(name) != context.identity.get(name)]:
         raise WorldError(
-            f"Process {survivors.company.number} was to join a run that is in the midst of it.",
+            f"Process {company.number} was to join a run that is in the midst of it.",
             f"Its machine differs in {', '.join(differ)}, which changes bits.",
             "replace processes on machines of the same kind.",
         )
 
 
-def _state_of(run: Run[Any]) -> Any:
+def _state_of(context: RunContext) -> Any:
     """Return the state of all that is tracked: by name, or as a snapshot of what this process has of a shared model."""
-    if run._mesh.torchs is None:
-        return {name: thing.state_dict() for name, thing in run._state.tracked.items()}
-    run._models.reshard()
-    live = live_state(run._state.tracked)
-    still, moving = (FlatTensors.copy_of(tensors, run.device) for tensors in (live.still, live.moving))
-    return Snapshot(run.steps_done, still, moving, live.names, live.plain)
+    if context.mesh.torchs is None:
+        return {name: thing.state_dict() for name, thing in context.state.tracked.items()}
+    context.models.reshard()
+    live = live_state(context.state.tracked)
+    still, moving = (FlatTensors.copy_of(tensors, context.device) for tensors in (live.still, live.moving))
+    return Snapshot(context.progress.steps_done, still, moving, live.names, live.plain)
 
 
-def _load(run: Run[Any], state: Any, steps: int) -> None:
+def _load(context: RunContext, state: Any, steps: int) -> None:
     """Load a state that was decoded."""
-    if run._mesh.torchs is None:
-        run._state.take(Checkpoint(Path("the memory of a survivor"), steps, {}, state))
+    if context.mesh.torchs is None:
+        context.state.take(Checkpoint(Path("the memory of a survivor"), steps, {}, state))
     else:
-        restore(Snapshot.of(*state), run._state.tracked, run.device)
+        restore(Snapshot.of(*state), context.state.tracked, context.device)
 
 
 PORTION_BYTES = 1 << 28

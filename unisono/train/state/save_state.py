@@ -1,33 +1,41 @@
-"""Saving: what all processes of a run do together for a checkpoint, and again without one that dies in it."""
+"""Write checkpoints: all processes together, and once more without one that dies in it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from unisono.train.run import Run
+from unisono.train.context import RunContext
+from unisono.train.guarantees.promise import promise
+
+CHECKPOINT = "a checkpoint"
 
 
-def save(run: Run[Any], more_changes: Sequence[dict[str, Any]] = (), *, beside: bool = False) -> None:
-    """A checkpoint of what there is between two steps. Every process must call it; all raise if it cannot be written.
+def save_checkpoint(
+    context: RunContext, more_changes: Sequence[dict[str, Any]] = (), *, in_background: bool = False
+) -> None:
+    """Write a checkpoint, between two steps. All processes call this; all raise if it cannot be written.
 
-    more_changes  of the mathematics, that the checkpoint alone knows of
-    beside        return when everything is copied, and write beside the next steps
+    Args:
+        context: of the run.
+        more_changes: changes of the mathematics that only this checkpoint records.
+        in_background: return when everything is copied, and write during the next steps.
     """
-    run.together("a checkpoint", lambda: _save(run, more_changes, beside))
+    if not context.loop.saves:
+        return
+    context.loop.refresh(states=True)
+    models, progress = context.models, context.progress
+    for attempt in context.collective.attempts(CHECKPOINT):
+        with attempt:
+            models.reshard()
+            for before in () if more_changes else context.hooks.before_save:
+                before(progress.steps_done)
+            changes = [*progress.changes, *more_changes]
+            about = {"identity": context.identity, "changes": changes, "promise": promise(context)}
+            with context.loop.as_one([*models.modules, *models.tracked]):
+                context.state.save(progress.steps_done, about, context.settings.checkpoint, beside=in_background)
 
 
-def settle(run: Run[Any]) -> None:
-    """What is being written beside the steps is written; all raise if it could not be."""
-    run.together("a checkpoint", run._state.settle)
-
-
-def _save(run: Run[Any], more_changes: Sequence[dict[str, Any]], beside: bool) -> None:
-    run._table.require_same_call("a checkpoint")
-    run._models.reshard()
-    if run._engine is not None and run._engine.divergence is not None and not more_changes:
-        run._engine.divergence.compare(run.steps_done)
-    about = {"identity": run._identity, "changes": [*run.changes, *more_changes], "promise": run.promise()}
-    with run._sites.as_one([*run._models.modules, *run._models.tracked]):
-        run._state.save(run.steps_done, about, run.settings.checkpoint, beside=beside)
+def finish_saving(context: RunContext) -> None:
+    """Wait until the checkpoint that is written in the background is complete; all raise if it cannot be written."""
+    context.collective.run(CHECKPOINT, context.state.settle)

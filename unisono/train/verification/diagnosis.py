@@ -5,23 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.config.wording import plural
-from unisono.distributed.process_group import wrap_peer_errors
+from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
 from unisono.plan.batch_order import MicroBatchId
 from unisono.tensors.digest import content_digest
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.modules.models import Models
 from unisono.train.verification import causes
 from unisono.train.verification.attribute_text import first_change
 from unisono.train.verification.causes import Cause
+from unisono.train.verification.checked_step import CheckedStep
 from unisono.train.verification.pass_record import Facts
+from unisono.train.verification.spare_batches import SpareBatches
 
-if TYPE_CHECKING:
-    from unisono.train.gradient_pass import GradientPass
-    from unisono.train.step import Step
-    from unisono.train.verification.verification import CheckedStep, Verification
+Compute = Callable[[Callable[[MicroBatchId], Any]], Generator[Any, None, Facts]]
+"""Yield spare rounds of the virtual rank with the batches that a function returns, and return what came of them."""
 
 Row = dict[str, Any]
 """What one process found out; JSON carries it."""
@@ -44,36 +46,42 @@ class Attempt(NamedTuple):
 
 
 def diagnose(
-    verification: Verification, step: Step, gradient: GradientPass, checked: CheckedStep, kind: str
+    compute: Compute | None,
+    batches: SpareBatches,
+    world: ProcessGroup,
+    models: Models,
+    gradient: GradientPass,
+    checked: CheckedStep,
+    kind: str,
 ) -> Generator[Any, None, Diagnosis]:
     """Yield spare rounds where the virtual rank was computed, and return what all processes find together.
 
-    kind  what differs first: "loss" or "gradient"
+    Args:
+        compute: computes the virtual rank once more; None: this process does not.
+        batches: fetches its micro-batches in several ways.
+        world: the processes that verify together.
+        models: of the run.
+        gradient: of the step's first pass.
+        checked: what this process has noted of the step.
+        kind: what differs first: "loss" or "gradient".
     """
     tried: Attempt | None = None
-    if verification.alone and (checked.before is not None or checked.inside is not None):
-        tried = yield from _try(verification, step, gradient)
-    models = verification.engine.models.modules
-    names = [verification.engine.models.names.get(id(p), "a parameter") for p in gradient.params]
+    if compute is not None:
+        tried = yield from _try(compute, batches)
+    names = [models.names.get(id(p), "a parameter") for p in gradient.params]
     mine: Row = {
-        "numbers": [noted.gradients for noted in (checked.before, checked.inside) if noted is not None],
+        "numbers": [record.gradients for record in (checked.before, checked.inside) if record is not None],
         "tried": tried,
         "names": content_digest(names),
         "attributes": checked.attributes,
     }
     with wrap_peer_errors("The verification of the promise"):
-        rows = verification.engine.mesh.world.all_gather_object(mine)
-    return Diagnosis(_cause(rows, models, kind), _where(rows, names, kind))
+        rows = world.all_gather_object(mine)
+    return Diagnosis(_cause(rows, models.modules, kind), _where(rows, names, kind))
 
 
-def _try(verification: Verification, step: Step, gradient: GradientPass) -> Generator[Any, None, Attempt]:
-    batches, found = verification.batches, list[str]()
-
-    def compute(fetch: Callable[[MicroBatchId], Any]) -> Generator[Any, None, Facts]:
-        noted = verification.noted(gradient)
-        yield from verification.rounds(step, gradient, noted, fetch)
-        return noted.facts()
-
+def _try(compute: Compute, batches: SpareBatches) -> Generator[Any, None, Attempt]:
+    found = list[str]()
     once = yield from compute(batches.fetch)
     with naming_operators(found):
         again = yield from compute(batches.fetch)

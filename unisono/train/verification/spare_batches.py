@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -14,9 +14,7 @@ from unisono.data.loader import IndexDataset
 from unisono.data.rng import preserve_rng
 from unisono.plan.batch_order import MicroBatchId
 from unisono.tensors.digest import content_digest
-
-if TYPE_CHECKING:
-    from unisono.train.loop import StepLoop
+from unisono.train.batches.batch_source import BatchSource
 
 CPU = torch.device("cpu")
 
@@ -35,13 +33,14 @@ class SpareBatches:
     differs  "worker": the data set gives other samples in a loader worker; "data": whenever it is read; "": neither
     """
 
-    def __init__(self, engine: StepLoop) -> None:
-        self.engine = engine
+    def __init__(self, source: BatchSource, *, workers: int) -> None:
+        """`workers`: number of loader workers, which fetch the step's own batches."""
+        self.source, self.workers = source, workers
         self.differs = ""
 
     def fetch(self, place: MicroBatchId) -> Any:
         """Fetch a batch in this process."""
-        return self.engine._loader.fetch(place)[1]
+        return self.source.fetch(place)
 
     def fetch_moved(self, place: MicroBatchId) -> Any:
         """Fetch a batch in this process, and move it to other addresses: each tensor begins its own memory."""
@@ -51,7 +50,7 @@ class SpareBatches:
         """Fetch a batch as the step's own rounds do not: without a worker if they have workers. If they have none,
         the data set is read as in a worker too, and tensors are at addresses as a worker's are.
 
-        Raises Unfetched if the data set raises an error.
+        Raises FetchFailed if the data set raises an error.
         """
         try:
             return self._fetch_otherwise(place)
@@ -59,9 +58,9 @@ class SpareBatches:
             raise FetchFailed(error) from error
 
     def _fetch_otherwise(self, place: MicroBatchId) -> Any:
-        if self.engine.settings.loader.workers:
+        if self.workers:
             return self.fetch(place)
-        fetcher = self.engine._loader.fetcher
+        fetcher = self.source.loader.fetcher
         if fetcher.rows or isinstance(fetcher.data, IndexDataset):  # no code of the script reads these
             return self.fetch_moved(place)
         with preserve_rng(CPU), as_in_a_worker(fetcher):

@@ -1,0 +1,69 @@
+"""Call a model on a batch, and leave models and random number generators as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from unisono.data.rng import preserve_rng
+from unisono.train.modules.buffer_sync import slots_of
+from unisono.train.modules.module_attributes import remembered
+
+Forward = Callable[[torch.nn.Module, Any], Any]
+
+
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """Call a model on a batch as `forward` does by default: with its first part, or with a mapping's items by name."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+def parts(batch: Any) -> tuple[Any, ...]:
+    """Return a batch as positional arguments: the parts of a list or tuple, or one argument."""
+    return tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
+
+
+@contextmanager
+def evaluation_mode(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Put models in eval mode without gradients within this block, and restore everything afterwards.
+
+    Yields the function that `restored_rng` yields.
+    """
+    with restored_rng(models, device) as restore, torch.no_grad():
+        for model in models:
+            model.eval()
+        yield restore
+
+
+@contextmanager
+def restored_rng(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Restore modes, buffers and attributes of the models, and all random number generators, after this block.
+
+    Otherwise the next step would depend on which process computed what in here. Yields a function that restores the
+    buffers and attributes at once.
+    """
+    modes = [(part, part.training) for model in models for part in model.modules()]
+    slots = [slot for model in models for slot in slots_of(model)]
+    for slot in slots:
+        slot.remember()
+    attributes = remembered(models)
+
+    def restore() -> None:
+        for slot in slots:
+            if slot.look() != slot.mark:
+                slot.put_back()
+        attributes.put_all_back()
+
+    try:
+        with preserve_rng(device):
+            yield restore
+    finally:
+        for part, training in modes:  # not model.train(): a part may be in eval mode for good
+            part.training = training
+        for slot in slots:
+            slot.put_back()
+        attributes.put_all_back()

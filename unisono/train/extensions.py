@@ -1,0 +1,145 @@
+"""Extensions: optional features of the training loop, as objects with hooks.
+
+An extension overrides the hooks that it needs. The loop binds them once, when it is built: for each hook one tuple, in
+the order of the extensions. A feature that is off has no extension, and the loop over its hooks is one over an empty
+tuple. A step calls them in this order:
+
+    before_step                       before the script sees the step
+    extra_rounds                      micro-batches before the step's own, which do not count
+    rounds                            wrap the step's micro-batches
+      backward, round_done            for every micro-batch
+    before_sync                       before the processes exchange what they have
+    gradient_ready                    the gradient of a pass is whole on all processes
+    closing_rounds                    micro-batches after the gradient is whole, which do not count
+    before_update                     an update is about to use gradients
+      stepping                        around every optimizer's step
+    updated                           the update is made
+    step_ended                        the script asks for the next step
+    after_step                        the step is counted
+    between_steps                     all processes have done the same steps, and more follow
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from unisono.plan.batch_order import MicroBatchId
+    from unisono.train.collective import Rounds
+    from unisono.train.gradient_pass import GradientPass
+    from unisono.train.step_state import StepState
+
+Hook = Callable[..., Any]
+
+UNWATCHED: AbstractContextManager[None] = nullcontext()
+
+
+class Extension:
+    """An optional feature of the training loop: override the hooks that it needs."""
+
+    def before_step(self, step: StepState) -> None:
+        """A step begins; the script has not seen it. Raise RunStopped to end the loop."""
+
+    def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterable[Any]:
+        """Yield batches that the script's loop computes before the step's first pass, and that do not count."""
+        return ()
+
+    def rounds(self, step: StepState, gradient: GradientPass, rounds: Rounds) -> Rounds:
+        """Return the micro-batches of a pass, or a generator around them."""
+        return rounds
+
+    def backward(self, step: StepState, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
+        """The script has called `step.backward` with this sum of losses; its backward pass comes next."""
+
+    def round_done(self, step: StepState, place: MicroBatchId) -> None:
+        """A micro-batch of a pass is computed."""
+
+    def before_sync(self, step: StepState, gradient: GradientPass) -> None:
+        """The micro-batches of a pass are done, and the processes are about to exchange what they have."""
+
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
+        """The gradient of a pass is whole on all processes. `step.passes` is the number of the pass."""
+
+    def closing_rounds(self, step: StepState, gradient: GradientPass) -> Iterable[Any]:
+        """Yield batches that the script's loop computes after the step's first pass, and that do not count."""
+        return ()
+
+    def before_update(self, step: StepState, gradients: Sequence[GradientPass]) -> None:
+        """An update is about to use these gradients."""
+
+    def stepping(self, optimizer: Any) -> AbstractContextManager[None]:
+        """Return a block in which an optimizer makes its step."""
+        return UNWATCHED
+
+    def updated(self, step: StepState) -> None:
+        """An update is made, and its gradients are released."""
+
+    def step_ended(self, step: StepState) -> None:
+        """The script asks for the next step, and this one has its update. Raise RunStopped to end the loop."""
+
+    def after_step(self, step: StepState) -> None:
+        """The step is counted in the progress of the run."""
+
+    def between_steps(self, steps_done: int) -> None:
+        """All processes have done so many steps, checkpoints are written, and more steps follow."""
+
+    def before_save(self, steps_done: int) -> None:
+        """A checkpoint is about to be written. All processes call this together."""
+
+    def regrouped(self, first: int, *, failed: bool) -> None:
+        """Other processes make the steps from step `first` on, since some died or joined.
+
+        failed  a collective of the forward or backward pass failed, so what was noted of this step is worthless
+        """
+
+    def settle(self) -> None:
+        """Wait for messages that are under way: the script has returned."""
+
+    def failed(self, error: Exception) -> None:
+        """The script has raised an error that ends this process."""
+
+    def close(self) -> None:
+        """Release everything; closing twice changes nothing."""
+
+    def result(self) -> Mapping[str, Any]:
+        """Return entries of result.json."""
+        return {}
+
+
+class Hooks(NamedTuple):
+    """The hooks of a run's extensions: for each hook of `Extension`, the methods of those that override it."""
+
+    before_step: tuple[Hook, ...] = ()
+    extra_rounds: tuple[Hook, ...] = ()
+    rounds: tuple[Hook, ...] = ()
+    backward: tuple[Hook, ...] = ()
+    round_done: tuple[Hook, ...] = ()
+    before_sync: tuple[Hook, ...] = ()
+    gradient_ready: tuple[Hook, ...] = ()
+    closing_rounds: tuple[Hook, ...] = ()
+    before_update: tuple[Hook, ...] = ()
+    stepping: tuple[Hook, ...] = ()
+    updated: tuple[Hook, ...] = ()
+    step_ended: tuple[Hook, ...] = ()
+    after_step: tuple[Hook, ...] = ()
+    between_steps: tuple[Hook, ...] = ()
+    before_save: tuple[Hook, ...] = ()
+    regrouped: tuple[Hook, ...] = ()
+    settle: tuple[Hook, ...] = ()
+    failed: tuple[Hook, ...] = ()
+    close: tuple[Hook, ...] = ()
+    result: tuple[Hook, ...] = ()
+
+
+def bind(extensions: Sequence[Extension]) -> Hooks:
+    """Return the hooks of these extensions, in their order."""
+
+    def overriding(name: str) -> tuple[Hook, ...]:
+        usual = getattr(Extension, name)
+        return tuple(getattr(each, name) for each in extensions if getattr(type(each), name) is not usual)
+
+    return Hooks(*map(overriding, Hooks._fields))

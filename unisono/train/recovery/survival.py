@@ -1,0 +1,50 @@
+"""What is lost with a process that dies, and whether the others continue without it."""
+
+from __future__ import annotations
+
+from unisono.config import ParallelSettings
+from unisono.config.mesh_shape import MeshShape
+from unisono.exchange.choose import survives
+from unisono.train.context import RunContext
+
+
+def may_survive(context: RunContext) -> bool:
+    """Return whether the other processes can continue without one that dies, as far as the settings say.
+
+    They cannot if steps are compared with what processes computed before (audit_every); if no other replica of a
+    divided model exists; if copies of shards belong to the group that is gone; and if torch assembles a divided model
+    with collectives that no process could leave on an accelerator.
+    """
+    settings, axes, company = context.settings, context.mesh.axes, context.group.company
+    if company is None:
+        return False
+    replicas = (
+        axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.replicate_shards
+    )
+    is_whole = context.mesh.torchs is None
+    is_plain = context.loop.is_uniform and context.inspection is None and not settings.audit_every
+    survivable = is_plain and (is_whole or (replicas and not company.late))
+    return survivable and settings.virtual_ranks > 1 and survives(settings)
+
+
+def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool = False) -> str:
+    """Return where the state of a process still is if the process is lost, for result.json.
+
+    survivors    the other processes have whole models, and continue by themselves (step_recovery.py)
+    replicas     others have it, but the run restarts without the process
+    buddy        the next process on the axis has it, and hands it to the restarted run (crash_handoff.py)
+    checkpoint   no process has it as it is after the last step
+    """
+    if survivors and axes.replicate > 1:
+        return "survivors"
+    others = ["replicas"] * (axes.replicate > 1 or axes.context > 1) + ["buddy"] * parallel.replicate_shards
+    return " and ".join(others) or "checkpoint"
+
+
+def about_shards(parallel: ParallelSettings, axes: MeshShape) -> str:
+    """Say where copies of shards are, for the first lines of a run; "": as one would expect."""
+    if parallel.replicate_shards:
+        return "shards: each has a copy on the next process"
+    if axes.shard > 1 and survival_of(parallel, axes) == "checkpoint":
+        return "shards: no copies but the checkpoint's (--set parallel.replicate_shards=true keeps one of each)"
+    return ""
