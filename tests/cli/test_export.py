@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
+from tests.checkpoints import save
 from tests.cli.asking import Ask
 from tests.cli.command import last_json
 from tests.ranks.training import MLP, TinyGPT, settings, train
 from unisono.checkpoint.export_weights import without_ties
 from unisono.checkpoint.load import load, newest
-from unisono.checkpoint.save import save
 from unisono.cli.main import main
 from unisono.config import ParallelSettings
 from unisono.testing import run_ranks

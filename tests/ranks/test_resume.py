@@ -333,8 +333,8 @@ def fails_to_save(world: World, folder: str) -> Any:
 
 def test_a_save_that_fails_is_told_by_every_process_and_harms_nothing(tmp_path: Path) -> None:
     first, *others = run_ranks(fails_to_save, 3, str(tmp_path))
-    assert first.startswith("unisono.errors.CheckpointError: A checkpoint after step 4 was to be written")
-    assert "The checkpoint after step 2 is whole." in first
+    assert first.startswith("unisono.errors.CheckpointError: Cannot write the checkpoint after step 4")
+    assert "The checkpoint after step 2 is complete." in first
     assert "B are free there" in first
     assert "--resume" in first
     assert others == [first, first]

@@ -193,9 +193,9 @@ def second_cannot_write(world: World, folder: Path) -> Any:
 def test_what_one_process_cannot_write_all_processes_tell_with_the_file(tmp_path: Path) -> None:
     first, second = run_ranks(second_cannot_write, 2, tmp_path)
     assert first == second
-    assert "A checkpoint after step 4 was to be written" in first
+    assert "Cannot write the checkpoint after step 4" in first
     assert "rank-00001.safetensors" in first
-    assert "The checkpoint after step 2 is whole." in first
+    assert "The checkpoint after step 2 is complete." in first
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -223,5 +223,5 @@ def test_lost_permission_is_told_and_harms_nothing() -> None:
         (told,) = run_ranks(loses_permission, 1, folder)
         assert "PermissionError" in told
         assert ".step-00000004.unfinished" in told
-        assert "The checkpoint after step 2 is whole." in told
+        assert "The checkpoint after step 2 is complete." in told
         assert load(folder / "checkpoints" / "step-00000002").steps == 2

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import save
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import Checkpoint, fingerprint, load, metadata_of, newest
-from unisono.checkpoint.save import save
 from unisono.environment import World
 from unisono.errors import CheckpointError
 from unisono.tensors.codec import TensorTable, decode, encode, specs_of
@@ -251,7 +251,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, damage: str) -> 
     notes: list[str] = []
     assert newest(tmp_path, notes.append) == older
     (note,) = notes
-    assert note.startswith(f"The checkpoint after step 20 is damaged and passed over: {newer}/")
+    assert note.startswith(f"The checkpoint after step 20 is damaged and skipped: {newer}/")
     assert re.search(words, note)
     assert fingerprint(tmp_path)["step"] == 10
     with pytest.raises(CheckpointError, match=words):
@@ -261,7 +261,7 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, damage: str) -> 
 def test_if_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
     for steps in (10, 20):
         flip(kept(tmp_path, torch.ones(9), steps))
-    with pytest.raises(CheckpointError, match=r"(?s)2 checkpoints, none of them whole: .*step-00000020.*step-00000010"):
+    with pytest.raises(CheckpointError, match=r"(?s)is intact.*2 checkpoints: .*step-00000020.*step-00000010"):
         newest(tmp_path, lambda note: None)
 
 
@@ -320,10 +320,10 @@ def test_the_fingerprint_of_a_run(tmp_path: Path) -> None:
 def check_a_failed_save(run_dir: Path, state: Any, words: str) -> None:
     """Saving `state` after step 20 fails with these words; the checkpoint after step 10 stays, whole and alone."""
     with pytest.raises(
-        CheckpointError, match=rf"(?s)after step 20 .*{words}.*B are free there.*mend the permissions.*--resume"
+        CheckpointError, match=rf"(?s)after step 20 .*{words}.*B are free there.*correct the permissions.*--resume"
     ) as caught:
         kept(run_dir, state, 20)
-    assert "The checkpoint after step 10 is whole." in str(caught.value)
+    assert "The checkpoint after step 10 is complete." in str(caught.value)
     assert names_of(run_dir) == ["step-00000010"]
     assert newest(run_dir, pytest.fail) == run_dir / "checkpoints" / "step-00000010"
 

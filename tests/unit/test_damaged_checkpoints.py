@@ -128,7 +128,7 @@ def test_two_hundred_damaged_checkpoints(tmp_path: Path) -> None:
         assert any(name in note for name in before), note
         passed += 1
         shutil.rmtree(found)
-        with pytest.raises(CheckpointError, match="none of them whole"):
+        with pytest.raises(CheckpointError, match="no checkpoint is intact"):
             newest(run, notes.append)
         shutil.rmtree(run)
     assert passed >= CASES * 0.9, (passed, unharmed)
@@ -138,5 +138,5 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path: Path) -> No
     path = two_sheets(tmp_path, 10)
     path.rename(path.with_name(manifest.name_of(20)))
     notes: list[str] = []
-    with pytest.raises(CheckpointError, match=r"step-00000020/state\.json is of the checkpoint after step 10"):
+    with pytest.raises(CheckpointError, match=r"step-00000020/state\.json belongs to the checkpoint after step 10"):
         newest(tmp_path, notes.append)

@@ -19,7 +19,7 @@ from tests.ranks.loops import SETTINGS, attempt, train
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint, load, newest
 from unisono.checkpoint.save import CheckpointSaver, packed
-from unisono.checkpoint.storage import BucketStorage, Storage, place, place_of, prepare_storage
+from unisono.checkpoint.storage import BucketStorage, Storage, prepare_storage, storage_at, storage_of
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CheckpointSettings, ParallelSettings
 from unisono.distributed.process_group import ProcessGroup
@@ -37,7 +37,7 @@ def save_at(there: Storage, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
 
 @pytest.fixture(params=["folder", "url"])
 def there(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return place(tmp_path / "kept" if request.param == "folder" else f"memory://{uuid4().hex}/kept")
+    return storage_at(tmp_path / "kept" if request.param == "folder" else f"memory://{uuid4().hex}/kept")
 
 
 def test_the_last_stay_and_those_of_every_so_many_steps(there: Storage) -> None:
@@ -49,15 +49,15 @@ def test_the_last_stay_and_those_of_every_so_many_steps(there: Storage) -> None:
 def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Storage) -> None:
     prepare_storage(tmp_path, str(there), resume=False)
     assert newest(tmp_path, pytest.fail) is None
-    save_at(place_of(tmp_path), 10)
-    save_at(place_of(tmp_path), 20)
+    save_at(storage_of(tmp_path), 10)
+    save_at(storage_of(tmp_path), 20)
     found = newest(tmp_path, pytest.fail)
     assert found is not None
     assert torch.equal(load(found).states["thing"]["w"], torch.full((3,), 20.0))
     assert fingerprint(tmp_path)["step"] == 20
     prepare_storage(tmp_path, None, resume=True)  # from now on in the run directory; what there is, is still found
     assert fingerprint(tmp_path)["step"] == 20
-    save_at(place_of(tmp_path), 30)
+    save_at(storage_of(tmp_path), 30)
     assert [steps for steps, _ in manifest.checkpoints(tmp_path)] == [30]
     assert fingerprint(tmp_path)["step"] == 30
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["elsewhere.json", "step-00000030"]
@@ -68,11 +68,11 @@ def test_a_place_with_another_run_is_refused_and_every_run_can_have_its_own(tmp_
     with pytest.raises(SettingsError, match=r"(?s)already: 1 checkpoint, the newest after step 10.*/kept/\{run\}'"):
         prepare_storage(tmp_path / "new", str(there), resume=False)
     prepare_storage(tmp_path / "new", f"{there}/{{run}}", resume=False)
-    assert str(place_of(tmp_path / "new")) == f"{there}/new"
+    assert str(storage_of(tmp_path / "new")) == f"{there}/new"
 
 
 def test_what_was_never_finished_at_a_url_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
-    there = place(f"memory://{uuid4().hex}")
+    there = storage_at(f"memory://{uuid4().hex}")
     save_at(there, 10)
     there.write(20, "rank-00000.safetensors", [b"half"])
     assert there.checkpoints() == [10]
@@ -83,7 +83,7 @@ def test_what_was_never_finished_at_a_url_is_no_checkpoint_and_goes(tmp_path: Pa
 
 def test_damage_at_a_url_is_named_and_passed_over(tmp_path: Path) -> None:
     prepare_storage(tmp_path, url := f"memory://{uuid4().hex}", resume=False)
-    there = place(url)
+    there = storage_at(url)
     assert isinstance(there, BucketStorage)
     save_at(there, 10)
     save_at(there, 20)
@@ -97,10 +97,10 @@ def test_damage_at_a_url_is_named_and_passed_over(tmp_path: Path) -> None:
 
 def test_whoever_began_first_is_told_that_another_saves_there() -> None:
     url = f"memory://{uuid4().hex}"
-    first, second = place(url), place(url)
+    first, second = storage_at(url), storage_at(url)
     save_at(first, 10)
     save_at(second, 10)
-    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save there after this one did"):
+    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save there after this one"):
         save_at(first, 20)
     save_at(second, 20)
     assert second.checkpoints() == [20, 10]
@@ -145,7 +145,7 @@ def with_s3(world: World, folder: Path, about: dict[str, str], config: Any, resu
     told = attempt(world, folder, train, config, resume=resume)
     if world.rank:
         return told
-    there = place_of(folder)
+    there = storage_of(folder)
     assert isinstance(there, BucketStorage)
     return told, there.checkpoints(), json.loads(there._fs.cat_file(f"{there._root}/writer.json"))["host"]
 

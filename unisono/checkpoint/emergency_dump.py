@@ -1,9 +1,10 @@
-"""What processes leave behind when another one dies, in the run's directory, for the run that begins again.
+"""Files in which processes dump their state when another process dies, for the run that is started again.
 
-    runs/mine/left-behind/rank-00002-step-00000043.safetensors     process 2, which knew step 43 and the one before it
+    runs/mine/left-behind/rank-00002-step-00000043.safetensors     process 2, which had the states after steps 42 and 43
 
-This is no checkpoint: it is written by one program and read by the next, minutes later on the same host, and then it is
-gone. So nothing waits for the disk, and there is no manifest. But it is whole or not there, as all is here.
+A dump is no checkpoint: the restarted run reads it minutes later on the same host, and removes it. So no write waits
+for the disk, and there is no manifest. A dump is written under another name and renamed, so a partial one is never
+read.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ FOLDER = "left-behind"
 
 
 def dumped_steps(run_dir: Path) -> int:
-    """The newest step that anybody has left something of; 0: nobody has."""
+    """Return the newest step of which there is a dump, or 0."""
     names = [path.stem for path in _found(run_dir, "rank-*-step-*.safetensors")]
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 
 def clear(run_dir: Path) -> None:
-    """Nobody is to find what an earlier run has left."""
+    """Remove the dumps of an earlier run."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
-def write(run_dir: Path, rank: int, step: int, tensors: Mapping[str, torch.Tensor], about: Any) -> None:
-    """Leave these tensors, and what is to be known about them, as JSON. Raises OSError, or an error of safetensors."""
-    from safetensors.torch import save_file  # with torch: half a second, which the launcher need not wait
+def write(run_dir: Path, rank: int, step: int, tensors: Mapping[str, torch.Tensor], plain: Any) -> None:
+    """Dump tensors, and JSON that refers to them. Raises OSError, or an error of safetensors."""
+    from safetensors.torch import save_file  # imports torch: half a second, which the launcher need not wait
 
     path = run_dir / FOLDER / f"rank-{rank:05d}-step-{step:08d}.safetensors"
     path.parent.mkdir(exist_ok=True)
-    half = path.with_suffix(".half")
-    save_file(dict(tensors), half, metadata={"about": json.dumps(about)})
-    half.rename(path)
+    draft = path.with_suffix(".half")
+    save_file(dict(tensors), draft, metadata={"about": json.dumps(plain)})
+    draft.rename(path)
 
 
 def read_dump(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] | None:
-    """What this rank's process has left, which is gone afterwards; None: nothing."""
+    """Return the newest dump of a rank as (tensors, JSON), and remove its dumps; None if there is none."""
     from safetensors import safe_open
 
     found = _found(run_dir, f"rank-{rank:05d}-*.safetensors")
@@ -52,16 +53,16 @@ def read_dump(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] |
         return None
     with safe_open(found[-1], "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
-        about = json.loads(file.metadata()["about"])
+        plain = json.loads(file.metadata()["about"])
     for path in found:
         path.unlink()
-    with suppress(OSError):  # it is not empty yet
+    with suppress(OSError):  # not empty yet
         found[0].parent.rmdir()
-    return tensors, about
+    return tensors, plain
 
 
 def _found(run_dir: Path, pattern: str) -> list[Path]:
     try:
         return sorted((run_dir / FOLDER).glob(pattern))
-    except FileNotFoundError:  # another process has just taken the last of it
+    except FileNotFoundError:  # another process has just removed the folder
         return []

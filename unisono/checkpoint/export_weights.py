@@ -1,11 +1,11 @@
-"""A run's weights in one safetensors file, for whoever has the model's class and nothing of ours.
+"""Write the weights of a run to one safetensors file, which can be loaded without this library.
 
     model = GPT(...)
     safetensors.torch.load_model(model, "model.safetensors")
 
-The names are those of model.state_dict(); of several models each is preceded by the model's, as in "generator.weight".
-What has several names (tied weights) stands there once, under the first, and the file's metadata says which others mean
-it, {name: the first name}, as safetensors' own save_model does.
+Names are those of model.state_dict(). With several models, each name begins with that of its model:
+"generator.weight". A tied weight is stored once, under its first name; the file's metadata maps its other names to the
+first one, as in files of safetensors' own save_model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from safetensors.torch import save_file
 
 from unisono.checkpoint import load
 from unisono.errors import CheckpointError, SettingsError
-
-ASKED = "The weights in {} were to be exported."
+from unisono.tensors.digest import fingerprint_of
 
 
 class ExportedWeights(NamedTuple):
-    """What was written."""
+    """The file that was written."""
 
     path: Path
     checkpoint: Path
@@ -35,23 +34,30 @@ class ExportedWeights(NamedTuple):
     tensors: int
     bytes: int
     aliases: dict[str, str]
-    """Names that stand for the content of others."""
+    """Other names of tied weights: {name: the name under which the weight is stored}."""
     left_out: list[str]
-    """What is no tensor, and has no place in such a file."""
+    """Names of values that are no tensors, which the format cannot hold."""
 
 
 def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
-    """Write the weights of a run's newest whole checkpoint, or of a checkpoint itself, to a file, whole or not at all.
+    """Write the weights of a run's newest complete checkpoint, or of one checkpoint, to a file.
 
-    model  the one of this name only, under its own names
+    A failed export leaves no partial file. Needs memory for one copy of the weights.
 
-    Needs memory for the weights once. Raises CheckpointError, and SettingsError where there is no model of that name.
+    Args:
+        path: A run directory or a checkpoint.
+        out: The file to write.
+        model: Export only the model tracked under this name, without the prefix.
+
+    Raises:
+        CheckpointError: There is no intact checkpoint, or the file cannot be written.
+        SettingsError: No model of that name is tracked.
     """
-    folder = load.complete_checkpoint(path, ASKED)
+    folder = load.complete_checkpoint(path, "Cannot export the weights in {}.")
     names = load.metadata_of(folder)["models"]
     if model is not None and model not in names:
-        true = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."
-        raise SettingsError(f"--model {model}", true, f"--model {names[0]}" if names else "run.track(model=model)")
+        fact = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."
+        raise SettingsError(f"--model {model}", fact, f"--model {names[0]}" if names else "run.track(model=model)")
     checkpoint = load.load(folder, only=names if model is None else [model])
     load.release(folder)
     states = checkpoint.states
@@ -61,16 +67,16 @@ def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
         for key, value in state.items()
     }
     tensors, aliases = without_ties({name: value for name, value in values.items() if isinstance(value, torch.Tensor)})
-    fingerprint = load.fingerprint_of(states)
-    facts = {"format": "pt", "step": str(checkpoint.steps), "weights_sha256": fingerprint}
-    _write(out, tensors, {**aliases, **facts})
+    fingerprint = fingerprint_of(states)
+    metadata = {"format": "pt", "step": str(checkpoint.steps), "weights_sha256": fingerprint}
+    _write(out, tensors, {**aliases, **metadata})
     size = sum(tensor.nbytes for tensor in tensors.values())
     left_out = [name for name, value in values.items() if not isinstance(value, torch.Tensor)]
     return ExportedWeights(out, folder, checkpoint.steps, fingerprint, len(tensors), size, aliases, left_out)
 
 
 def without_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Every tensor under its first name, and the first name of each other one (a checkpoint holds it once as well)."""
+    """Return each tensor once, under its first name, and {other name: first name} of tied ones."""
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(id(tensor), name)
@@ -86,5 +92,5 @@ def _write(out: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]
     except (OSError, SafetensorError) as error:
         draft.unlink(missing_ok=True)
         raise CheckpointError(
-            f"The weights were to be written to {out}.", f"{type(error).__name__}: {error}", "name another place."
+            f"Cannot write the weights to {out}.", f"{type(error).__name__}: {error}", "name another file."
         ) from error

@@ -1,4 +1,4 @@
-"""Load the newest whole checkpoint of a run. A damaged one is named and passed over; no file is ever unpickled."""
+"""Load the newest complete checkpoint of a run. Damaged ones are reported and skipped. No file is ever unpickled."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import STATE
-from unisono.checkpoint.safetensors_reader import LazyTensor, stored
+from unisono.checkpoint.safetensors_reader import LazyTensor, lazy_tensors
 from unisono.checkpoint.save import FORMAT
-from unisono.checkpoint.storage import checkpoints_at, place_of, places_of
+from unisono.checkpoint.storage import checkpoints_at, storage_of, storages_of
+from unisono.config import plural
 from unisono.errors import CheckpointError
 from unisono.tensors.codec import decode, specs_of
 from unisono.tensors.digest import fingerprint_of
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was read: `about` is state.json without the states."""
+    """A checkpoint that was read. `about` is state.json without the states."""
 
     path: Path
     steps: int
@@ -33,75 +34,86 @@ class Checkpoint(NamedTuple):
 
 
 def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
-    """The newest whole checkpoint of a run; None if it has none at all. Of one that is kept at a URL, a copy of it in
-    the run directory, which the next save removes.
+    """Return the newest intact checkpoint of a run, or None if the run has no checkpoint.
 
-    Damaged ones are told to `note` and passed over. Raises CheckpointError if all that are there are damaged.
+    A checkpoint at a URL is copied into the run directory; the next save removes the copy.
+
+    Args:
+        run_dir: The run directory.
+        note: Called with a sentence about every damaged checkpoint that is skipped.
+
+    Raises:
+        CheckpointError: All checkpoints are damaged.
     """
-    told = []
-    for there in places_of(run_dir):
-        found = checkpoints_at(there)
+    damages = []
+    for storage in storages_of(run_dir):
+        found = checkpoints_at(storage)
         for steps in found:
-            path = there.fetch(steps, run_dir / "checkpoints")
-            wrong = manifest.damage_of(path)
-            if wrong is None:
+            path = storage.fetch(steps, run_dir / "checkpoints")
+            damage = manifest.damage_of(path)
+            if damage is None:
                 return path
-            told.append(wrong)
-            note(f"The checkpoint after step {steps} is damaged and passed over: {wrong}.")
+            damages.append(damage)
+            note(f"The checkpoint after step {steps} is damaged and skipped: {damage}.")
         if found:
-            break  # what a run has left where it saved before is of earlier steps
-    if not told:
+            break  # locations that the run used earlier hold earlier steps
+    if not damages:
         return None
     raise CheckpointError(
-        f"The run in {run_dir} was to be resumed.",
-        f"It has {len(told)} checkpoint{'s' * (len(told) > 1)}, none of them whole: {'; '.join(told)}.",
-        "restore one of them from a copy, or start anew in another directory (--run-dir DIR, without --resume).",
+        f"Cannot resume the run in {run_dir}: no checkpoint is intact.",
+        f"It has {plural(len(damages), 'checkpoint')}: {'; '.join(damages)}.",
+        "restore one of them from a copy, or begin again in another directory (--run-dir DIR, without --resume).",
     )
 
 
 def localize(path: Path, run_dir: Path) -> Path:
-    """The checkpoint that the main process has found, as this process sees it: hosts that share no folder fetch what is
-    kept at a URL, each for itself. Raises CheckpointError where it is not to be had."""
+    """Return the path at which this process can read the checkpoint that the main process has found.
+
+    Hosts that share no folder each fetch a checkpoint that is stored at a URL.
+
+    Raises:
+        CheckpointError: This process cannot read it.
+    """
     if path.is_dir():
         return path
     steps = int(path.name.rpartition("-")[2])
-    found = place_of(run_dir).fetch(steps, run_dir / "checkpoints" / f".{os.getpid()}.fetched")
-    wrong = manifest.damage_of(found) if found.is_dir() else "It is not there."
-    if wrong is not None:
+    found = storage_of(run_dir).fetch(steps, run_dir / "checkpoints" / f".{os.getpid()}.fetched")
+    damage = manifest.damage_of(found) if found.is_dir() else "It is not there."
+    if damage is not None:
         raise CheckpointError(
-            f"{path} was to be read on {socket.gethostname()}.",
-            wrong,
-            "keep checkpoints where every host can read: --set checkpoint.dir=FOLDER, one that they share, or a URL.",
+            f"Cannot read {path} on {socket.gethostname()}.",
+            damage,
+            "store checkpoints where every host can read: --set checkpoint.dir=FOLDER, one that they share, or a URL.",
         )
     return found
 
 
 def release(path: Path) -> None:
-    """A copy of a checkpoint that was fetched is not needed any more; what is no copy stays."""
+    """Remove the local copy of a checkpoint that was fetched; a checkpoint that is no copy stays."""
     for folder in (path.parent, path.parent.parent):
         if folder.name.endswith(".fetched"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, without reading its tensors."""
+    """Return state.json of a checkpoint without the states. No tensor is read."""
     state = _state(path)
     state.pop("states")
     return state
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A whole checkpoint, none of whose tensors has been read: each stands there as a Stored."""
+    """Return a checkpoint whose tensors are LazyTensors, which are read when they are needed."""
     state = _state(path)
     plain = state.pop("states")
-    tensors = stored(path, specs_of(plain))
+    tensors = lazy_tensors(path, specs_of(plain))
     return Checkpoint(path, state["steps"], state, {name: decode(item, tensors) for name, item in plain.items()})
 
 
 def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
-    """Read a whole checkpoint, or `only` the states of these names. Tensors are on the CPU."""
+    """Return a checkpoint with its tensors in memory of the CPU; `only` the states of these names."""
     found = open_checkpoint(path)
-    read: dict[str, torch.Tensor] = {}  # tied ones are one again
+    read: dict[str, torch.Tensor] = {}  # tied tensors become one object again
 
     def whole(tensor: LazyTensor) -> torch.Tensor:
         return read[tensor.name] if tensor.name in read else read.setdefault(tensor.name, tensor.whole())
@@ -112,38 +124,47 @@ def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
 
 def _state(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-    if (form := state.pop("format", 1)) != FORMAT:
+    if (version := state.pop("format", 1)) != FORMAT:
         raise CheckpointError(
-            f"{path} was to be read.",
-            f"Its format is {form}, and this version of unisono reads and writes {FORMAT}.",
-            "go on with the version that wrote it, or start anew in another --run-dir.",
+            f"Cannot read {path}: it has another format.",
+            f"Its format is {version}, and this version of unisono reads and writes {FORMAT}.",
+            "resume with the version that wrote it, or begin again in another --run-dir.",
         )
     return state
 
 
-def complete_checkpoint(path: Path, asked: str) -> Path:
-    """The newest whole checkpoint of a run directory, or the checkpoint itself, if it is whole. Raises CheckpointError;
-    `asked` says what for, with {} for where."""
-    itself = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
-    folder = path if itself else newest(path, note=lambda text: None)
+def complete_checkpoint(path: Path, error: str) -> Path:
+    """Return the newest intact checkpoint of a run directory, or the checkpoint itself if it is intact.
+
+    Args:
+        path: A run directory or a checkpoint.
+        error: First line of the error, with {} for the path.
+
+    Raises:
+        CheckpointError: There is no intact checkpoint.
+    """
+    is_checkpoint = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
+    folder = path if is_checkpoint else newest(path, note=lambda text: None)
     if folder is None:
         raise CheckpointError(
-            asked.format(path),
+            error.format(path),
             "There is no checkpoint in it." if path.is_dir() else "There is no such directory.",
             "name a run's directory (runs/...) or one of its checkpoints (runs/.../checkpoints/step-...).",
         )
-    wrong = manifest.damage_of(folder)
-    if wrong is not None:
-        raise CheckpointError(asked.format(folder), f"{wrong}.", "name another checkpoint.")
+    damage = manifest.damage_of(folder)
+    if damage is not None:
+        raise CheckpointError(error.format(folder), f"{damage}.", "name another checkpoint.")
     return folder
 
 
 def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
-    """The fingerprint of a run directory's newest whole checkpoint, or of a checkpoint itself.
+    """Return the fingerprint of a run directory's newest intact checkpoint, or of one checkpoint.
 
-    weights_sha256 covers the tracked models; with `state`, state_sha256 covers optimizers and schedules as well.
+    Args:
+        path: A run directory or a checkpoint.
+        state: Add state_sha256, which also covers optimizers and schedules. weights_sha256 covers tracked models.
     """
-    folder = complete_checkpoint(path, "The fingerprint of {} was asked for.")
+    folder = complete_checkpoint(path, "Cannot compute the fingerprint of {}.")
     checkpoint = load(folder)
     release(folder)
     models = checkpoint.about["models"]

@@ -1,12 +1,12 @@
-"""Tensors of a checkpoint that are read when they are needed, and no more of them than is needed.
+"""Tensors of a checkpoint that are read when they are needed, and only as much of them as is needed.
 
-A tensor may lie in one sheet, or in parts in several; whoever loads it may want all of it, or a part that is cut in
-another way. A row of what was divided among four processes, as two others want it:
+A tensor is stored in one file, or in parts in several. A process reads a whole tensor or any box of it. Rows that four
+processes have stored, read by two:
 
-    sheets        rank 0 | rank 1 | rank 2 | rank 3
-    wanted        process 0 ------| process 1 ------|
+    stored        rank 0 | rank 1 | rank 2 | rank 3
+    read          rank 0 ---------| rank 1 ---------|
 
-Sheets are read with the safetensors library, which checks their headers and runs nothing.
+Files are read with the safetensors library, which validates their headers and runs no code of theirs.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ from unisono.tensors.spec import TensorSpec
 
 
 class SafetensorsFiles:
-    """The sheets of a checkpoint, each opened when it is first read."""
+    """The safetensors files of a checkpoint. Each is opened when it is first read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
 
-    def read(self, sheet: str, name: str, box: Sequence[slice], dtype: torch.dtype, shape: Sequence[int]) -> Any:
-        """A box of a tensor of this shape."""
-        if sheet not in self._open:
-            self._open[sheet] = safe_open(self.folder / sheet, "pt")
-        file = self._open[sheet]
-        if dtype not in NAMES:  # bytes
+    def read(self, file_name: str, name: str, box: Sequence[slice], dtype: torch.dtype, shape: Sequence[int]) -> Any:
+        """Return a box of a tensor that has this dtype and shape in the file."""
+        if file_name not in self._open:
+            self._open[file_name] = safe_open(self.folder / file_name, "pt")
+        file = self._open[file_name]
+        if dtype not in NAMES:  # stored as bytes
             return file.get_tensor(name).view(dtype).view(*shape)[tuple(box)]
         if list(file.get_slice(name).get_shape()) != list(shape):
             raise CheckpointError(
-                f"{name} was to be read from {self.folder / sheet}.",
+                f"Cannot read {name} from {self.folder / file_name}: its shape is wrong.",
                 f"It has the shape {file.get_slice(name).get_shape()} there instead of {list(shape)}.",
                 "name another checkpoint, or remove this one.",
             )
         return file.get_slice(name)[tuple(box)] if box else file.get_tensor(name)
 
 
-class TensorPart(NamedTuple):
-    """A part of a tensor: in which sheet, where it begins in the whole, its shape."""
+class StoredPart(NamedTuple):
+    """A part of a tensor: the file, the index of its first element in the whole, and its shape."""
 
-    sheet: str
+    file_name: str
     start: Sequence[int]
     shape: Sequence[int]
 
 
 @dataclass
 class LazyTensor:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint that has not been read."""
 
-    sheets: SafetensorsFiles
+    files: SafetensorsFiles
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    parts: list[TensorPart]
+    parts: list[StoredPart]
 
     def whole(self) -> torch.Tensor:
-        """All of it, in the CPU's memory."""
+        """Read the whole tensor into memory of the CPU."""
         return self.box([0] * len(self.shape), self.shape)
 
     def box(self, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """So much of it from there on."""
+        """Read the box of this shape that begins at this index."""
         out = torch.empty(*shape, dtype=self.dtype) if shape else torch.empty((), dtype=self.dtype)
         if not out.numel():
             return out
@@ -80,36 +80,42 @@ class LazyTensor:
             low = [max(a, b) for a, b in zip(start, part.start, strict=True)]
             high = [min(a + n, b + m) for a, n, b, m in zip(start, shape, part.start, part.shape, strict=True)]
             if all(lo < hi for lo, hi in zip(low, high, strict=True)):
-                theirs = [slice(lo - b, hi - b) for lo, hi, b in zip(low, high, part.start, strict=True)]
-                ours = tuple(slice(lo - a, hi - a) for lo, hi, a in zip(low, high, start, strict=True))
-                out[ours] = self.sheets.read(part.sheet, self.name, theirs, self.dtype, part.shape)
+                source = [slice(lo - b, hi - b) for lo, hi, b in zip(low, high, part.start, strict=True)]
+                target = tuple(slice(lo - a, hi - a) for lo, hi, a in zip(low, high, start, strict=True))
+                out[target] = self.files.read(part.file_name, self.name, source, self.dtype, part.shape)
         return out
 
 
-def stored(folder: Path, specs: Mapping[str, TensorSpec]) -> dict[str, LazyTensor]:
-    """The tensors of a whole checkpoint, by name; `specs`: of each, as state.json has them.
+def lazy_tensors(folder: Path, specs: Mapping[str, TensorSpec]) -> dict[str, LazyTensor]:
+    """Return the tensors of a complete checkpoint by name.
 
-    Raises CheckpointError, which names the folder, where there is less or more of one than it should have.
+    Args:
+        folder: The checkpoint.
+        specs: Dtype and shape of every tensor, from state.json.
+
+    Raises:
+        CheckpointError: The files hold fewer or more elements of a tensor than it has.
     """
-    sheets = SafetensorsFiles(folder)
-    found: dict[str, LazyTensor] = {}
-    for name, spec in specs.items():
-        found[name] = LazyTensor(sheets, name, spec.torch_dtype, torch.Size(spec.shape), [])
-    for word in sorted(folder.glob("rank-*.json")):
-        said = json.loads(word.read_text(encoding="utf-8"))
-        for name in said["whole"]:
+    files = SafetensorsFiles(folder)
+    found = {
+        name: LazyTensor(files, name, spec.torch_dtype, torch.Size(spec.shape), []) for name, spec in specs.items()
+    }
+    for path in sorted(folder.glob("rank-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        file_name = path.with_suffix(SUFFIX).name
+        for name in report["whole"]:
             if name in found:
                 shape = found[name].shape
-                found[name].parts.append(TensorPart(word.with_suffix(SUFFIX).name, [0] * len(shape), shape))
-        for name, (start, shape) in said["parts"].items():
+                found[name].parts.append(StoredPart(file_name, [0] * len(shape), shape))
+        for name, (start, shape) in report["parts"].items():
             if name in found:
-                found[name].parts.append(TensorPart(word.with_suffix(SUFFIX).name, start, shape))
+                found[name].parts.append(StoredPart(file_name, start, shape))
     for tensor in found.values():
         count = sum(prod(part.shape) for part in tensor.parts)
         if count != tensor.shape.numel():
             raise CheckpointError(
-                f"{tensor.name} was to be read from {folder}.",
-                f"Its sheets hold {count} numbers of it, and it has {tensor.shape.numel()}.",
+                f"Cannot read {tensor.name} from {folder}: it is incomplete.",
+                f"The files hold {count} of its elements, and it has {tensor.shape.numel()}.",
                 "name another checkpoint, or remove this one.",
             )
     return found

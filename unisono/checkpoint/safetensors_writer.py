@@ -1,12 +1,12 @@
-"""A sheet: the one safetensors file that a process writes, laid out so that memory goes to the disk as it is.
+"""Write the one safetensors file of a process, in a layout that takes memory to the disk without another copy.
 
     8 bytes                the length n of the header
     n bytes                JSON: {"model.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
-    the rest               the tensors, one behind the other, row after row
+    the rest               the tensors, one after another, in row-major order
 
-(https://huggingface.co/docs/safetensors, "Format".) It is written here and not by that library because of two things
-that it does not do: take the bytes from memory that was laid out beforehand, and add up the sha256 on their way. It is
-read with the library, which checks every header before it believes it.
+(https://huggingface.co/docs/safetensors, "Format".) The safetensors library writes the format too, but not from memory
+that was laid out beforehand, and without the sha256 of the file, which is computed here while it is written. Files are
+read with the library, which validates every header.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
-"""What the format calls torch's dtypes. Another one goes as bytes: state.json knows what they are."""
+"""Names of dtypes in the format. A tensor of another dtype is stored as bytes; state.json states its dtype."""
 
 SUFFIX = ".safetensors"
 
 CHUNK = 1 << 24
-"""Bytes that are handed on at once. Between two of them the writer looks whether it is still wanted."""
-
+"""Bytes that are written at once. Between two chunks the writer checks whether the save was canceled."""
 
 LARGE = 1 << 26
-"""Bytes from which several threads copy, up to THREADS of them, and so many numbers at once."""
+"""Bytes of a file from which on several threads copy it."""
 
 THREADS, PIECE = 4, 1 << 20
+"""Maximum number of threads that copy, and elements that one copies at once."""
 
 
 class FileLayout(NamedTuple):
-    """Where everything goes: `head` comes first, then `size` bytes with each tensor from its place on."""
+    """The header, the offset of each tensor behind it, and the size of all tensors in bytes."""
 
     head: bytes
     places: Mapping[str, int]
@@ -62,8 +62,10 @@ class FileLayout(NamedTuple):
 
 
 def file_layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
-    """The sheet of these tensors. The widest numbers come first: then all begin where their kind likes to, and there
-    are no gaps, which the format forbids."""
+    """Return the layout of a file of these tensors.
+
+    The widest dtypes come first: then every tensor is aligned, without gaps, which the format forbids.
+    """
     places, header, end = {}, {}, 0
     for name, t in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         places[name], begin = end, end
@@ -76,36 +78,39 @@ def file_layout(tensors: Mapping[str, torch.Tensor]) -> FileLayout:
 
 
 class StagingBuffer:
-    """Memory in which a state waits to be written, while training goes on with its own. It is made once and used again;
-    with an accelerator it is pinned, so that the copy out of the device runs at the speed of the bus."""
+    """Memory that holds a copy of the state while it is written and training continues.
+
+    It is allocated at the first save and reused. With an accelerator it is pinned, so that the copy from the device
+    runs at the speed of the bus.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._sheet: FileLayout | None = None
-        self._rooms: dict[str, torch.Tensor] = {}
+        self._layout: FileLayout | None = None
+        self._views: dict[str, torch.Tensor] = {}
 
-    def take(self, sheet: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-        """Copy them in, and return what is to be written. This is all that training waits for."""
-        away = next((t.device for t in tensors.values() if t.device.type != "cpu"), None)
-        if sheet != self._sheet:
-            if sheet.size > len(self._memory):
-                self._memory = torch.empty(0, dtype=torch.uint8)  # the old one may go before there is a new one
-                self._memory = torch.empty(sheet.size, dtype=torch.uint8, pin_memory=away is not None)
-            self._rooms = {name: _room(self._memory, sheet.places[name], t) for name, t in tensors.items()}
-            self._sheet = sheet
-        if away is None and sheet.size >= LARGE:
-            self._copy_side_by_side(tensors)
+    def stage(self, layout: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+        """Copy the tensors, and return the chunks to write. Training waits for nothing else."""
+        device = next((t.device for t in tensors.values() if t.device.type != "cpu"), None)
+        if layout != self._layout:
+            if layout.size > len(self._memory):
+                self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+                self._memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=device is not None)
+            self._views = {name: _view(self._memory, layout.places[name], t) for name, t in tensors.items()}
+            self._layout = layout
+        if device is None and layout.size >= LARGE:
+            self._copy_in_threads(tensors)
         else:
             for name, tensor in tensors.items():
-                self._rooms[name].copy_(tensor, non_blocking=True)
-        if away is not None:
-            torch.accelerator.synchronize(away)
-        return _chunks(sheet.head, [self._memory[: sheet.size]])
+                self._views[name].copy_(tensor, non_blocking=True)
+        if device is not None:
+            torch.accelerator.synchronize(device)
+        return _chunks(layout.head, [self._memory[: layout.size]])
 
-    def _copy_side_by_side(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Within the CPU's memory one thread copies less than memory could take; torch's own threads are a setting of
-        the mathematics, so these are others."""
-        rows = [(self._rooms[name].reshape(-1), tensor.reshape(-1)) for name, tensor in tensors.items()]
+    def _copy_in_threads(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy with threads of our own: one thread does not use the whole bandwidth of the memory, and the number of
+        torch's threads is a setting that affects bits."""
+        rows = [(self._views[name].reshape(-1), tensor.reshape(-1)) for name, tensor in tensors.items()]
         pieces = [pair for row in rows for pair in zip(row[0].split(PIECE), row[1].split(PIECE), strict=True)]
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads) as pool:
@@ -113,17 +118,17 @@ class StagingBuffer:
                 pass
 
 
+def chunks_in_place(layout: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
+    """Return the chunks to write, without a copy: the tensors must not change until they are written."""
+    return _chunks(layout.head, (tensors[name].cpu() for name in layout.places))
+
+
 def _copy(pieces: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for room, piece in pieces:
-        room.copy_(piece)
+    for target, source in pieces:
+        target.copy_(source)
 
 
-def chunks_in_place(sheet: FileLayout, tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """What is to be written, from where it lies: nothing may be changed until it is."""
-    return _chunks(sheet.head, (tensors[name].cpu() for name in sheet.places))
-
-
-def _room(memory: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor:
+def _view(memory: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor:
     return memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
@@ -132,6 +137,6 @@ def _chunks(head: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview
     for tensor in tensors:
         if not tensor.numel():
             continue
-        row = memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type]
+        row = as_bytes(tensor).numpy().data
         for begin in range(0, len(row), CHUNK):
             yield row[begin : begin + CHUNK]

@@ -1,7 +1,7 @@
-"""States of things that lie over several processes: who saves what, and how they are laid out when they are loaded.
+"""States that contain DTensors: which process stores which part, and how loaded tensors are sharded.
 
-A checkpoint knows tensors as wholes, under the names that the model has in one process, whoever wrote which part of
-one. So any placement can load what any other has saved, and the fingerprint is the same.
+A checkpoint describes whole tensors, under the names that the model has in one process, whichever processes stored
+their parts. So every placement can load what any other has saved, and all give the same fingerprint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Of a tensor that lies over several processes: shape and beginning of what lies here, within the whole. None: it
-    is no box, since the processes hold summands of it, or rows that do not follow each other."""
+    """Return shape and first index of the local part of a DTensor within the whole.
+
+    None: the local part is no box, because processes hold summands, or rows that are not consecutive.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # half a second
 
     if any(placement.is_partial() for placement in tensor.placements):
@@ -32,8 +34,7 @@ def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def simple(state: Any, mesh: Mesh) -> Any:
-    """The same state, in which everything that lies over several processes can be saved by parts: what cannot be cut
-    into boxes is whole on all of them. All processes must call this together."""
+    """Return the state with every DTensor that cannot be stored as boxes gathered. All processes call this together."""
 
     def gathered(tensor: Any) -> Any:
         return tensor.detach().full_tensor() if is_dtensor(tensor) and not _in_boxes(tensor, mesh) else tensor
@@ -61,14 +62,16 @@ def local_part(tensor: Any, mesh: Mesh) -> ShardPart | None:
 
 
 def gather_tensor(value: Any) -> Any:
-    """A tensor, whole on every process; anything else as it is. All processes must call this together."""
+    """Return a DTensor as a whole tensor, and any other value as it is. All processes call this together."""
     return value.full_tensor() if is_dtensor(value) else value
 
 
 def gather_state(state: Any, *, keep: bool) -> Any:
-    """A state with every tensor whole, in the CPU's memory if it was not. All processes must call this together.
+    """Return the state with every DTensor whole, in memory of the CPU. All processes call this together.
 
-    keep  False: this process only helps the others; None stands for what was apart
+    Args:
+        state: The state.
+        keep: False: this process only takes part in the gathering. DTensors become None.
     """
 
     def gather(tensor: Any) -> Any:
@@ -81,7 +84,7 @@ def gather_state(state: Any, *, keep: bool) -> Any:
 
 
 def tied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """A model's whole state in which what the model ties is one tensor again: parts were gathered name by name."""
+    """Return the gathered state of a model with tied weights as one tensor again."""
     first: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(p), name) != name and name in state and first[id(p)] in state:
@@ -90,22 +93,22 @@ def tied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
 
 
 def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:
-    """The saved state of a model or an optimizer, each tensor lying as it lies in `thing`."""
+    """Return the saved state of a model or an optimizer, with each tensor sharded as it is in `thing`."""
     if isinstance(thing, torch.nn.Module):
         now = thing.state_dict()
         return read({name: _like(value, now.get(name)) for name, value in state.items()})
     if isinstance(thing, torch.optim.Optimizer):
         params = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
 
-        def lay(number: int, of: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: _like(value, params.get(number)) for name, value in of.items()}
+        def shard(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: _like(value, params.get(number)) for name, value in values.items()}
 
-        return read({**state, "state": {number: lay(number, of) for number, of in state["state"].items()}})
+        return read({**state, "state": {number: shard(number, values) for number, values in state["state"].items()}})
     return read(state)
 
 
 def read(state: Any) -> Any:
-    """A state in which what waits in a checkpoint has been read, as wholes."""
+    """Return the state with every LazyTensor read as a whole."""
     return tree_map_only(LazyTensor, lambda tensor: tensor.whole(), state)
 
 
@@ -114,11 +117,11 @@ def _like(value: Any, model: Any) -> Any:
     if not fits:
         return value.whole() if isinstance(value, LazyTensor) else value
     box = box_of(model)
-    if isinstance(value, LazyTensor) and box is not None:  # only what belongs here is read
+    if isinstance(value, LazyTensor) and box is not None:  # read only the local part
         shape, start = box
         return from_local_like(value.box(start, shape).to(model.to_local().device), model)
     from torch.distributed.tensor import distribute_tensor  # half a second
 
-    whole_one = value.whole() if isinstance(value, LazyTensor) else value
-    on_device = whole_one.to(model.to_local().device)
+    whole = value.whole() if isinstance(value, LazyTensor) else value
+    on_device = whole.to(model.to_local().device)
     return distribute_tensor(on_device, model.device_mesh, model.placements, src_data_rank=None)

@@ -1,12 +1,12 @@
-"""Where checkpoints are kept: a folder, or a URL of anything that fsspec knows (s3://bucket/run). No torch.
+"""Storage of checkpoints: a folder, or a URL of any protocol that fsspec supports (s3://bucket/run). No torch.
 
-Both hold what manifest.py draws, and in both a checkpoint exists whole or not at all, each in its own manner:
+Both hold the files that manifest.py lists, and in both a checkpoint is complete or does not exist:
 
-    a folder   written beside the others under another name; one rename, when all is on the disk, makes it exist
-    a URL      object stores have no rename: the manifest is written last, and what has none is no checkpoint
+    a folder   files are written to a draft folder; one rename, after all of them are on the disk, publishes it
+    a URL      object stores have no rename: the manifest is written last, and a folder without one is no checkpoint
 
-Several processes write one checkpoint, each its own sheet, and say so by a small file beside it; the main process waits
-for these, seals and publishes. So they meet in the place itself, and training's own messages are left alone.
+Several processes write one checkpoint. Each writes a safetensors file and a small report about it into the storage. The
+main process waits for the reports, writes the manifest and publishes the checkpoint, so a save needs no collectives.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from unisono.errors import CheckpointError, SettingsError
 
 
 class Storage(Protocol):
-    """What saving and loading ask of it. Steps name a checkpoint."""
+    """The operations that saving and loading need. A checkpoint is named by the number of steps done."""
 
     def __str__(self) -> str: ...
 
     def checkpoints(self) -> list[int]:
-        """The complete ones, by the steps done, the newest first."""
+        """Return the steps of the complete checkpoints, newest first."""
 
     def claim(self) -> None:
-        """From now on this process saves here; it may be said again."""
+        """Register this process as the one that saves here. Calling it again changes nothing."""
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
-        """Write a file of a checkpoint that is not complete yet; when this returns it would survive a power cut."""
+        """Write a file of a checkpoint that is not published yet. When this returns, it survives a power cut."""
 
     def read(self, steps: int, name: str) -> bytes | None:
-        """The same file again; None: it is not there (yet)."""
+        """Return the content of such a file, or None if it is not visible yet."""
 
     def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
-        """These files are all there: from here on the checkpoint exists."""
+        """Make a checkpoint of these files, all of which are written."""
 
     def discard(self, steps: int) -> None:
-        """It is not to be."""
+        """Remove the files of a checkpoint that will not be published."""
 
     def remove(self, steps: int) -> None:
-        """A complete one goes."""
+        """Remove a complete checkpoint."""
 
     def clear(self) -> None:
-        """What never became one goes."""
+        """Remove the files of all saves that did not finish."""
 
     def fetch(self, steps: int, into: Path) -> Path:
-        """A complete one as a folder of this machine."""
+        """Return a complete checkpoint as a folder on this machine."""
 
     def free(self) -> int | None:
-        """Bytes that there is room for, if that can be known."""
+        """Return the free space in bytes, or None if it is unknown."""
 
 
 class FolderStorage:
-    """A folder of checkpoints."""
+    """Checkpoints in a folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -80,7 +80,7 @@ class FolderStorage:
         return [steps for steps, _ in manifest.checkpoints_in(self.root)]
 
     def claim(self) -> None:
-        """A folder has a lock, which cli/request/run_dir.py takes when a run begins."""
+        """Do nothing: cli/request/run_dir.py locks the run directory when a run begins."""
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         path = self._draft(steps) / name
@@ -94,7 +94,7 @@ class FolderStorage:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            error.filename = error.filename or str(path)  # a full disk does not say which file was too much
+            error.filename = error.filename or str(path)  # the error of a full disk names no file
             raise
         return WrittenFile(size, digest.hexdigest())
 
@@ -106,12 +106,12 @@ class FolderStorage:
 
     def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
         folder, final = self._draft(steps), self.root / name_of(steps)
-        for path in folder.iterdir():  # of an attempt that failed, perhaps of more processes
+        for path in folder.iterdir():  # left by a failed attempt, perhaps of more processes
             if path.name not in files:
                 path.unlink()
         self.write(steps, MANIFEST, [manifest.sealed(files)])
         manifest.sync(folder)
-        if final.exists():  # the same step saved again, after a resume: the same bits
+        if final.exists():  # saved before a resume, with the same bits
             shutil.rmtree(final)
         folder.rename(final)
         manifest.sync(self.root)
@@ -130,25 +130,26 @@ class FolderStorage:
         return self.root / name_of(steps)
 
     def free(self) -> int | None:
-        there = next((path for path in (self.root, *self.root.parents) if path.exists()), None)
+        existing = next((path for path in (self.root, *self.root.parents) if path.exists()), None)
         try:
-            return None if there is None else shutil.disk_usage(there).free
+            return None if existing is None else shutil.disk_usage(existing).free
         except OSError:
             return None
 
 
 WRITER = "writer.json"
-"""At a URL, who saves there: whoever began last. An object store knows no lock that a death would open; so nobody is
-kept out by a process that is dead, and one that is alive, and has been replaced, is told before it changes anything."""
+"""File at a URL that names the process which saves there: the last one that began. An object store has no lock that is
+released when a process dies. So a new process always takes over, and a live one that was replaced fails before it
+publishes anything."""
 
 
 class BucketStorage:
-    """A URL of fsspec's. (https://filesystem-spec.readthedocs.io; a put to S3 is there whole or not at all.)"""
+    """Checkpoints at a URL of fsspec (https://filesystem-spec.readthedocs.io). A put to S3 is atomic."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self.url = url.rstrip("/")
         self._fs, self._root = _filesystem(self.url, options)
-        self._mark: str | None = None
+        self._token: str | None = None
 
     def __str__(self) -> str:
         return self.url
@@ -160,7 +161,7 @@ class BucketStorage:
         return sorted((steps for steps, whole in self._folders().items() if whole), reverse=True)
 
     def _folders(self) -> dict[int, bool]:
-        """The steps of which there is something, and whether that is a checkpoint."""
+        """Return {steps: whether the checkpoint is complete} of all folders."""
         self._fs.invalidate_cache()
         found: dict[int, bool] = {}
         for path in self._fs.find(self._root) if self._fs.exists(self._root) else ():
@@ -170,28 +171,28 @@ class BucketStorage:
         return found
 
     def claim(self) -> None:
-        if self._mark is not None:
+        if self._token is not None:
             return
-        self._mark = uuid.uuid4().hex
-        about = {"mark": self._mark, "pid": os.getpid(), "host": socket.gethostname()}
+        self._token = uuid.uuid4().hex
+        writer = {"mark": self._token, "pid": os.getpid(), "host": socket.gethostname()}
         self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(f"{self._root}/{WRITER}", json.dumps(about).encode())
+        self._fs.pipe_file(f"{self._root}/{WRITER}", json.dumps(writer).encode())
 
-    def _see_that_it_is_ours(self) -> None:
+    def _check_claim(self) -> None:
         try:
-            about = json.loads(self._fs.cat_file(f"{self._root}/{WRITER}"))
+            writer = json.loads(self._fs.cat_file(f"{self._root}/{WRITER}"))
         except FileNotFoundError:
-            about = {}
-        if about.get("mark") != self._mark:
+            writer = {}
+        if writer.get("mark") != self._token:
             raise CheckpointError(
-                f"A checkpoint was to be saved in {self.url}.",
-                f"Process {about.get('pid', '?')} on {about.get('host', '?')} began to save there after this one did.",
-                "let one run save there: end the other, or give this one --set checkpoint.dir=URL of its own.",
+                f"Cannot save in {self.url}: another process saves there.",
+                f"Process {writer.get('pid', '?')} on {writer.get('host', '?')} began to save there after this one.",
+                "end one of the two runs, or give this one --set checkpoint.dir=URL of its own.",
             )
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         size, digest = 0, hashlib.sha256()
-        self._fs.makedirs(self._path(steps), exist_ok=True)  # an object store has none, and knows that
+        self._fs.makedirs(self._path(steps), exist_ok=True)  # does nothing in an object store
         file = self._fs.open(self._path(steps, name), "wb")
         try:
             for chunk in chunks:
@@ -199,7 +200,7 @@ class BucketStorage:
                 size += file.write(chunk)
         except BaseException:
             with suppress(Exception):
-                file.discard()  # or closing it would leave half of it under the whole one's name
+                file.discard()  # closing it would leave a partial file under the final name
             raise
         file.close()
         return WrittenFile(size, digest.hexdigest())
@@ -212,16 +213,16 @@ class BucketStorage:
         return content
 
     def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
-        self._see_that_it_is_ours()
+        self._check_claim()
         self._fs.pipe_file(self._path(steps, MANIFEST), manifest.sealed(files))
 
     def discard(self, steps: int) -> None:
-        """A checkpoint of the same step may have been there: without a manifest it is none any more."""
+        """Remove all files of this step. A complete checkpoint of the same step is lost with its manifest."""
         self.remove(steps)
 
     def remove(self, steps: int) -> None:
         with suppress(FileNotFoundError):
-            self._fs.rm(self._path(steps, MANIFEST))  # first: what is half removed is no checkpoint
+            self._fs.rm(self._path(steps, MANIFEST))  # first, so that a partly removed folder is no checkpoint
         with suppress(FileNotFoundError):
             self._fs.rm(self._path(steps), recursive=True)
 
@@ -243,84 +244,92 @@ class BucketStorage:
 
 
 PACKAGES = {"s3": "unisono[s3]", "s3a": "unisono[s3]", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-"""What fsspec needs for a protocol."""
+"""The package that fsspec needs for a protocol."""
 
 
 def _filesystem(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """fsspec's file system, and the path within it. Raises CheckpointError where that cannot be had."""
+    """Return fsspec's file system for a URL, and the path in it. Raises CheckpointError if it cannot be opened."""
     import fsspec  # type: ignore[import-untyped]
 
     try:
         fs, root = fsspec.core.url_to_fs(url, **options)
-    except Exception as error:  # a missing package, a protocol that nobody knows, credentials
+    except Exception as error:  # a missing package, an unknown protocol, credentials
         protocol = url.partition("://")[0]
         missing = isinstance(error, ImportError) and protocol in PACKAGES
-        do = f"pip install '{PACKAGES[protocol]}'" if missing else "--set checkpoint.dir=FOLDER, or another URL."
+        remedy = f"pip install '{PACKAGES[protocol]}'" if missing else "--set checkpoint.dir=FOLDER, or another URL."
         raise CheckpointError(
-            f"Checkpoints were to be kept in {url}.", f"fsspec says: {type(error).__name__}: {error}", do
+            f"Cannot open {url} to store checkpoints.", f"fsspec says: {type(error).__name__}: {error}", remedy
         ) from error
     return fs, root.rstrip("/")
 
 
-def place(where: str | Path, **options: Any) -> Storage:
-    """The place that is meant: a folder, or a URL."""
-    if isinstance(where, str) and "://" in where and not where.startswith(("file://", "local://")):
-        return BucketStorage(where, **options)
-    return FolderStorage(Path(str(where).removeprefix("file://").removeprefix("local://")))
+def storage_at(location: str | Path, **options: Any) -> Storage:
+    """Return the storage at a folder or a URL. `options` are those of fsspec's file system."""
+    if isinstance(location, str) and "://" in location and not location.startswith(("file://", "local://")):
+        return BucketStorage(location, **options)
+    return FolderStorage(Path(str(location).removeprefix("file://").removeprefix("local://")))
 
 
-def places_of(run_dir: Path) -> list[Storage]:
-    """Where a run's checkpoints are, and where they were before, the newest place first."""
-    return [place(where or run_dir / "checkpoints") for where in manifest.storage_history(run_dir)]
+def storages_of(run_dir: Path) -> list[Storage]:
+    """Return all storages that a run has used, newest first."""
+    return [storage_at(location or run_dir / "checkpoints") for location in manifest.storage_history(run_dir)]
 
 
-def place_of(run_dir: Path) -> Storage:
-    """Where a run saves."""
-    return places_of(run_dir)[0]
+def storage_of(run_dir: Path) -> Storage:
+    """Return the storage in which a run saves."""
+    return storages_of(run_dir)[0]
 
 
-def prepare_storage(run_dir: Path, where: str | None, *, resume: bool) -> Path | None:
-    """This run saves there from now on, as its directory will say; `{run}` stands for its name. Returns the folder, if
-    it is one outside the run directory.
+def prepare_storage(run_dir: Path, location: str | None, *, resume: bool) -> Path | None:
+    """Make a run save at this location from now on, and record it in the run directory.
 
-    Raises SettingsError where that cannot be had, or holds another run's checkpoints, since this one begins anew.
+    Args:
+        run_dir: The run directory.
+        location: A folder or a URL, in which `{run}` stands for the name of the run; None: the run directory.
+        resume: The run is resumed. Checkpoints at the location are then expected.
+
+    Returns:
+        The folder, if it is one outside the run directory.
+
+    Raises:
+        SettingsError: The location cannot be opened, or it holds checkpoints of another run.
     """
-    if where is None:
+    if location is None:
         manifest.record_storage(run_dir, None)
         return None
     try:
-        there = place(where.replace("{run}", run_dir.name))
-        steps = checkpoints_at(there)
+        storage = storage_at(location.replace("{run}", run_dir.name))
+        steps = checkpoints_at(storage)
     except CheckpointError as error:
         raise SettingsError.of(error.problems) from error
     if steps and not resume:
-        true = f"A run has saved there already: {plural(len(steps), 'checkpoint')}, the newest after step {steps[0]}."
-        other = f"{where}-2" if "{run}" in where else where.rstrip("/") + "/{run}"
-        raise SettingsError(f"checkpoint.dir = {where}", true, f"--resume, or: --set checkpoint.dir='{other}'")
-    manifest.record_storage(run_dir, str(there))
-    return there.root if isinstance(there, FolderStorage) else None
+        fact = f"A run has saved there already: {plural(len(steps), 'checkpoint')}, the newest after step {steps[0]}."
+        other = f"{location}-2" if "{run}" in location else location.rstrip("/") + "/{run}"
+        raise SettingsError(f"checkpoint.dir = {location}", fact, f"--resume, or: --set checkpoint.dir='{other}'")
+    manifest.record_storage(run_dir, str(storage))
+    return storage.root if isinstance(storage, FolderStorage) else None
 
 
-def checkpoints_at(there: Storage) -> list[int]:
-    """What checkpoints there are, by the steps done, the newest first. Raises CheckpointError if nobody can tell."""
+def checkpoints_at(storage: Storage) -> list[int]:
+    """Return the steps of the complete checkpoints, newest first. Raises CheckpointError if they cannot be listed."""
     try:
-        return there.checkpoints()
+        return storage.checkpoints()
     except Exception as error:
         raise CheckpointError(
-            f"The checkpoints in {there} were to be looked at.",
+            f"Cannot list the checkpoints in {storage}.",
             f"{type(error).__name__}: {error}",
-            "see that this machine may read there; or --set checkpoint.dir=ANOTHER.",
+            "check that this machine may read there; or --set checkpoint.dir=ANOTHER.",
         ) from error
 
 
-def clear_old(there: Storage, steps: int, keep: int, keep_every: int) -> None:
-    """Keep the `keep` newest checkpoints up to that after `steps` steps, and, with `keep_every` above 0, all that are
-    after a multiple of it; remove older ones, and what never became one.
+def clear_old(storage: Storage, steps: int, keep: int, keep_every: int) -> None:
+    """Remove old checkpoints, and the files of saves that did not finish.
 
-    One after more steps than that was damaged, or this run would have gone on from it: it does not count.
+    The `keep` newest ones up to that after `steps` steps are kept; with `keep_every` above 0, so are all after a
+    multiple of it. A checkpoint after more steps is not counted: it is damaged, or this run would have resumed from it.
     """
-    upto = [after for after in there.checkpoints() if after <= steps]
-    for after in upto[keep:]:
+    candidates = [after for after in storage.checkpoints() if after <= steps]
+    for after in candidates[keep:]:
         if not keep_every or after % keep_every:
-            there.remove(after)
-    there.clear()
+            storage.remove(after)
+    storage.clear()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unisono.checkpoint import emergency_dump
-from unisono.checkpoint.storage import checkpoints_at, places_of
+from unisono.checkpoint.storage import checkpoints_at, storages_of
 from unisono.cli.request.run_options import RunRequest
 from unisono.errors import UnisonoError
 from unisono.launcher import local_launch
@@ -104,5 +104,5 @@ def _died(outcome: RunOutcome) -> bool:
 def _saved(run_dir: Path) -> int:
     """Return the step of the newest checkpoint; 0 if there is none, or if its place cannot be read."""
     with suppress(UnisonoError):
-        return max((steps for there in places_of(run_dir) for steps in checkpoints_at(there)), default=0)
+        return max((steps for there in storages_of(run_dir) for steps in checkpoints_at(there)), default=0)
     return 0

@@ -14,7 +14,7 @@ from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import CheckpointSaver, packed
 from unisono.checkpoint.sharded_state import apart, gather_state, local_part, simple, tied
-from unisono.checkpoint.storage import Storage, place_of
+from unisono.checkpoint.storage import Storage, storage_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import is_dtensor
@@ -261,7 +261,7 @@ class RunState:
             state = packed(states, {**about, "models": sorted(self.models)}, tensors)
             keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)
             if self._place is None:  # the first one: nothing more will be read of what the run goes on from
-                self._place = place_of(self.run_dir)
+                self._place = storage_of(self.run_dir)
                 loading.release(self.resumed.path) if self.resumed is not None else None
             self.saver.begin(self._place, steps, state, keep, wait=wait)
             self.saved_after = steps
