@@ -108,7 +108,7 @@ def test_while_a_process_compiles_its_limit_is_longer(monkeypatch: pytest.Monkey
     compiler_determinism._begins(None)
     try:
         assert watch._limit == 10.0 * COMPILE_TIMES
-        assert watch._here().phase == "compile"
+        assert watch._current().phase == "compile"
     finally:
         compiler_determinism._ends(None)
     assert watch._limit == 10.0

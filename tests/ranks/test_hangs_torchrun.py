@@ -79,7 +79,7 @@ CASES = {
         "torchrun",
         "before",
         1,
-        f"Ranks 0 and 2 wait for rank 1: {SILENT} has not come to unisono.main",
+        f"Ranks 0 and 2 wait for rank 1: {SILENT} has not called unisono.main",
     ),
     "who hosts the store": ("by hand", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
     "a task of Slurm's": ("srun", "loop", 1, f"Ranks 0 and 2 wait for rank 1: {STOPPED}"),

@@ -147,7 +147,10 @@ FORGOTTEN: dict[str, tuple[Loop, list[str]]] = {
     "what steps later": (tracks("model", "optimizer", "schedule", late=True), ["Adam is", "run.track(optimizer=...)"]),
     "that it was tracked": (tracks_twice, ["run.track was given 'model' twice", "rename one"]),
     "what can be saved": (lambda run: run.track(best=3.5), ["'best', a float", "state_dict() and load_state_dict()"]),
-    "what can be written": (lambda run: train(run, after=writes_code), ["optimizer.x is a object", "state_dict()"]),
+    "what can be written": (
+        lambda run: train(run, after=writes_code),
+        ["Cannot save optimizer.x", "of type object", "state_dict()"],
+    ),
 }
 
 

@@ -232,9 +232,9 @@ def test_a_long_run_remembers_a_bounded_past(hands: Hands) -> None:
     for step in range(1, 5001):
         hands.at += 10
         progress.update(step, 1.0, 8, hands)
-    assert len(progress._marks) <= 513
-    assert progress._marks[0].step == 1
-    assert [mark.time for mark in progress._marks] == sorted(mark.time for mark in progress._marks)
+    assert len(progress._past) <= 513
+    assert progress._past[0].step == 1
+    assert [sample.time for sample in progress._past] == sorted(sample.time for sample in progress._past)
 
 
 def test_a_live_line_is_drawn_twice_a_second_and_ends_with_a_carriage_return(hands: Hands) -> None:

@@ -64,7 +64,7 @@ def test_the_table_fits_eighty_columns_and_any_stream(seconds: dict[str, float])
 
 
 @pytest.mark.parametrize(
-    ("seconds", "workers", "phase", "do"),
+    ("seconds", "workers", "phase", "advice"),
     [
         ({"data": 3.0, "forward": 7.0}, 0, "data", "--set loader.workers=2"),
         ({"data": 3.0, "forward": 7.0}, 4, "data", "fewer workers"),
@@ -74,12 +74,12 @@ def test_the_table_fits_eighty_columns_and_any_stream(seconds: dict[str, float])
         ({"data": 3.0, "exchange": 6.0, "forward": 1.0}, 0, "exchange", "batch"),
     ],
 )
-def test_the_bottleneck_comes_with_what_to_try(seconds: dict[str, float], workers: int, phase: str, do: str) -> None:
+def test_a_bottleneck_comes_with_an_advice(seconds: dict[str, float], workers: int, phase: str, advice: str) -> None:
     found = bottleneck(seconds, workers=workers)
     assert found is not None
     assert found.phase == phase
-    assert do in found.do
-    assert f"{seconds[phase] / 10:.0%}" in found.said
+    assert advice in found.advice
+    assert f"{seconds[phase] / 10:.0%}" in found.fact
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,10 @@ def crashed(tmp_path: Path) -> Path:
 def test_a_run_that_crashed_is_told_from_its_timeline(crashed: Path) -> None:
     lines = read_directory(crashed)
     assert lines[0] == "where the time went  9.0 s in 9 steps"
-    assert any(line.startswith("Exchanging gradients, and waiting for each other, took 50%") for line in lines)
-    assert "Rank 1 is the one they wait for: 0% of its time in the exchange, the others 50%." in lines
+    assert any(line.startswith("Exchanging gradients, and waiting for other processes, took 50%") for line in lines)
+    assert "Rank 1 is a straggler: it spends 0% of its time in the exchange, the others 50%." in lines
     assert "result  9 steps" in lines
-    assert lines[-1] == "This run has not ended by itself. Next: the same command with --resume"
+    assert lines[-1] == "This run did not finish. Next: the same command with --resume"
 
 
 def test_work_that_was_done_again_counts_as_time(crashed: Path) -> None:
@@ -194,16 +194,16 @@ def test_a_server_that_waits_is_as_it_should_be(tmp_path: Path) -> None:
         closing_lines({**RESULT, "phases": seconds, "servers": 1, "late_mean": 1.97, "late_most": 3}, tmp_path)
     )
     assert "Evaluating took 40% of the time" in text
-    assert "gradients by 2.0 updates in the mean, 3 at most" in text
+    assert "gradients by 2.0 updates on average, 3 at most" in text
 
 
 def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
     told = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
     text = " ".join(" ".join(closing_lines(told, tmp_path)).split())
-    assert "sent 555 kB of gradients a step, by a process, 1.1% of what it would be uncompressed promise" in text
+    assert "sent 555 kB of gradients per step and process, 1.1% of the uncompressed size promise" in text
     more = " ".join(" ".join(closing_lines({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
-    assert "117.9% of what it would be uncompressed: fewer nodes send less (compress.groups)" in more
-    assert "sent 812 B of gradients a step, by a process promise" in " ".join(
+    assert "117.9% of the uncompressed size: fewer groups send less (compress.groups)" in more
+    assert "sent 812 B of gradients per step and process promise" in " ".join(
         " ".join(closing_lines({**RESULT, "bytes_per_step": 812}, tmp_path)).split()
     )
     assert "of gradients" not in "".join(closing_lines({**RESULT, "bytes_per_step": 0}, tmp_path))

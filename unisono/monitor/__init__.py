@@ -1,4 +1,4 @@
-"""What a run shows and remembers of itself: the clock, the progress line, the timeline, the report, the log.
+"""Observe a run: the clock of phases, the progress line, the timeline, the summary, logging, the status of a process.
 
-All of it watches `phases`, or is told by the loop after a step; nothing here changes what is computed.
+Modules here observe `phases` or are called after a step. None of them changes what is computed.
 """

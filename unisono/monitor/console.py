@@ -1,11 +1,12 @@
-"""What the library says while it works: Python's own logging, under the name "unisono".
+"""Messages of the library: Python's logging, with a logger named "unisono".
 
-`say` prints for rank 0 only, as it is. A record of the logger says its level, and its rank where there are several:
+`print_line` prints on rank 0 only. A record of the logger is printed with its level, and with its rank if there are
+several:
 
-    8 virtual ranks: 2 processes, micro-batches of 8                          say(...)
+    8 virtual ranks: 2 processes, micro-batches of 8                          print_line(...)
     warning: rank 3: the timeline ends here (No space left on device)         logger.warning(...)
 
-While a progress line is on the screen, both go through it and do not tear it.
+While a progress line is on the screen, both are printed above it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger("unisono")
 
 
 class Formatter(logging.Formatter):
-    """`warning: rank 3: text`; an info record has no level, a lone process no rank."""
+    """Format a record as `warning: rank 3: text`; without the level if it is info, without the rank of one process."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__("%(message)s")
@@ -35,7 +36,7 @@ class Formatter(logging.Formatter):
 
 
 class RankHandler(logging.Handler):
-    """Where this process's words go: to the stream, or through the progress line while there is one."""
+    """Prints the messages of this process to a stream, or above the progress line if there is one."""
 
     def __init__(self, rank: int, size: int, stream: TextIO | None) -> None:
         super().__init__()
@@ -45,23 +46,25 @@ class RankHandler(logging.Handler):
         self.setFormatter(Formatter(rank, size))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
         self.print(self.format(record))
 
     def print(self, text: str) -> None:
+        """Print text on lines of its own. Errors of the stream are ignored, so that training continues."""
         if self.progress is not None:
             self.progress.note(text)
             return
-        # asked for at every line: whoever replaced sys.stdout meanwhile means us as well
+        # looked up for every line, because a script may have replaced sys.stdout
         stream = self._stream or sys.stdout
         try:
             stream.write(text.rstrip("\n") + "\n")
             stream.flush()
-        except (OSError, ValueError):  # nobody is listening any more; that must not stop a training
+        except (OSError, ValueError):  # closed
             pass
 
 
 class BrokenPipeStream:
-    """Standard output whose reader may leave (`python train.py | head`): a training goes on without listeners."""
+    """A stream that discards output once its reader is gone (`python train.py | head`), so that training continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -70,83 +73,86 @@ class BrokenPipeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write text."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:
-            self._to_nowhere()
+            self._discard()
             return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
+        """Write lines."""
         self.write("".join(lines))
 
     def flush(self) -> None:
+        """Flush the stream."""
         try:
             self._stream.flush()
         except BrokenPipeError:
-            self._to_nowhere()
+            self._discard()
 
-    def _to_nowhere(self) -> None:
-        """What is still in the buffer, and all that comes, goes where nobody minds."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._stream.fileno())
-        os.close(nothing)
+    def _discard(self) -> None:
+        """Redirect the file descriptor to the null device: the buffer's content, and all later output."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
 
 
 @contextmanager
 def broken_pipe_safe() -> Iterator[None]:
-    """A block whose standard output and error may lose their readers, or have none from the beginning (`>&-`)."""
+    """Run a block whose standard output and error may lose their readers, or be closed from the beginning (`>&-`)."""
     before = sys.stdout, sys.stderr
     for number in (1, 2):
         try:
             os.fstat(number)
-        except OSError:  # or the next file that anybody opens would be taken for the screen
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            if nothing != number:
-                os.dup2(nothing, number)
-                os.close(nothing)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        out, err = BrokenPipeStream(before[0] or nowhere), BrokenPipeStream(before[1] or nowhere)
+        except OSError:  # closed: the next file that is opened would get the number of the screen
+            null = os.open(os.devnull, os.O_WRONLY)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+    with open(os.devnull, "w", encoding="utf-8") as null_stream:
+        out, err = BrokenPipeStream(before[0] or null_stream), BrokenPipeStream(before[1] or null_stream)
         sys.stdout, sys.stderr = out, err
         try:
             yield
         finally:
-            out.flush()  # at exit it would be too late: Python itself is not patient
+            out.flush()  # at exit Python would report a broken pipe
             sys.stdout, sys.stderr = before
 
 
-_silent = RankHandler(0, 1, None)
-_voice = _silent
+_default = RankHandler(0, 1, None)
+_handler = _default
 _before = (logging.NOTSET, True)
 
 
 def start(rank: int, size: int, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
-    """From now on the logger speaks as this rank, to `stream` (None: standard output)."""
-    global _voice, _before
+    """Print the logger's records as this rank from now on, to `stream` (None: standard output)."""
+    global _handler, _before
     stop()
-    _voice = RankHandler(rank, size, stream)
+    _handler = RankHandler(rank, size, stream)
     _before = (logger.level, logger.propagate)
-    logger.addHandler(_voice)
+    logger.addHandler(_handler)
     logger.setLevel(level)
-    logger.propagate = False  # or every line would come twice where a script calls logging.basicConfig
+    logger.propagate = False  # otherwise lines come twice after logging.basicConfig
 
 
 def stop() -> None:
-    """Leave the logger as it was before `start`; stopping twice changes nothing."""
-    global _voice
-    if _voice is not _silent:
-        logger.removeHandler(_voice)
+    """Restore the logger as it was before `start`. Stopping twice changes nothing."""
+    global _handler
+    if _handler is not _default:
+        logger.removeHandler(_handler)
         logger.setLevel(_before[0])
         logger.propagate = _before[1]
-        _voice.close()
-        _voice = _silent
+        _handler.close()
+        _handler = _default
 
 
 def route_logging(progress: Progress | None) -> None:
-    """From now on print through this progress line; None: straight to the stream again."""
-    _voice.progress = progress
+    """Print above this progress line from now on; None: print to the stream."""
+    _handler.progress = progress
 
 
 def print_line(text: str) -> None:
-    """Print a line (or several) on rank 0, above the progress line; the other ranks are silent."""
-    if _voice.rank == 0:
-        _voice.print(text)
+    """Print text on rank 0, above the progress line. Other ranks print nothing."""
+    if _handler.rank == 0:
+        _handler.print(text)

@@ -1,4 +1,4 @@
-"""The last collective of this process, from torch's flight recorder. It records by itself, without any variable set."""
+"""The last collective of this process, from torch's flight recorder, which is always on."""
 
 from __future__ import annotations
 
@@ -8,33 +8,30 @@ from typing import Any
 
 
 def collective_progress() -> bytes:
-    """Another value as soon as a collective of any group has begun or is over. Some microseconds."""
-    told = _dump(collectives=False)
-    return told if told is not None else b""
+    """Return a value that changes when a collective of any group begins or ends. It takes some microseconds."""
+    return _dump(collectives=False) or b""
 
 
 def _dump(*, collectives: bool) -> bytes | None:
-    torch = sys.modules.get("torch")
+    c10d = sys.modules.get("torch._C._distributed_c10d")
     try:
-        found: bytes = torch._C._distributed_c10d._dump_fr_trace_json(  # type: ignore[union-attr]
-            includeCollectives=collectives
-        )
-    except (AttributeError, RuntimeError, TypeError):  # private, so it may be another one
+        found: bytes = vars(c10d)["_dump_fr_trace_json"](includeCollectives=collectives)
+    except (KeyError, RuntimeError, TypeError):  # a private function of torch, which may change
         return None
     return found
 
 
 def last_call() -> tuple[str, bool]:
-    """The oldest collective that is not over, or else the last one, in words; and whether it is not over.
+    """Return the oldest pending collective, or else the last one, and whether it is pending.
 
-    As in "all_reduce #12 of float32[4096]". ("", False): none, or this torch has no recorder. Two thousand entries take
-    a tenth of a second, so it is asked only of a process that is still.
+    The text is like "all_reduce #12 of float32[4096]"; "" if there is none, or this torch has no recorder. Reading two
+    thousand entries takes a tenth of a second, so it is called only for a process that makes no progress.
     """
-    told = _dump(collectives=True)
-    if told is None:
+    trace = _dump(collectives=True)
+    if trace is None:
         return "", False
     try:
-        entries = json.loads(told)["entries"]
+        entries = json.loads(trace)["entries"]
         pending = [entry for entry in entries if _is_pending(entry)]
         entry = pending[0] if pending else entries[-1]
         return describe_call(entry), bool(pending)
@@ -47,7 +44,7 @@ def _is_pending(entry: dict[str, Any]) -> bool:
 
 
 def describe_call(entry: dict[str, Any]) -> str:
-    """An entry of the recorder's, in words."""
+    """Return a text for an entry of the recorder."""
     backend, _, name = str(entry["profiling_name"]).partition(":")
     group, about = entry["process_group"]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]

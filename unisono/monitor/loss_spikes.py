@@ -1,8 +1,8 @@
-"""Loss spikes: a step whose loss is far above that of the steps before it. Numbers only.
+"""Detect loss spikes: a step whose loss is far above that of the steps before it.
 
-Far is ten times as far from their median as half of them are, and half of that median at least: a noisy loss needs a
-higher peak than a smooth one. (The median and its deviation, which a few spikes do not move; Hampel, The influence
-curve and its role in robust estimation, 1974.) What follows a spike within as many steps is the same spike.
+A spike exceeds their median by more than ten times the median absolute deviation, and by more than half of the median.
+So a noisy loss needs a higher peak than a smooth one. (A few spikes change neither statistic; Hampel, The influence
+curve and its role in robust estimation, 1974.) Losses within WINDOW steps after a spike belong to the same spike.
 """
 
 from __future__ import annotations
@@ -11,35 +11,36 @@ from collections import deque
 from statistics import median
 
 WINDOW = 64
-"""Steps that the next one is compared with, and until the next spike is told."""
+"""Steps that the next one is compared with, and steps until the next spike is reported."""
 
-LEAST = 16
-"""Before that many nothing is a spike: the loss of a beginning falls."""
+MIN_STEPS = 16
+"""Steps before the first one that can be a spike, because a loss falls quickly at first."""
 
-FAR, PART = 10.0, 0.5
+DEVIATIONS, PART = 10.0, 0.5
+"""Smallest height of a spike above the median: in median absolute deviations, and as a part of the median."""
 
-LOOK = 16
-"""Steps between two looks at the median: sorting takes longer than all else here."""
+INTERVAL = 16
+"""Steps between two computations of the median, which takes longer than everything else here."""
 
 
 class LossSpikes:
-    """Hears every step's loss."""
+    """Observes the loss of every step."""
 
     def __init__(self) -> None:
         self._losses = deque[float](maxlen=WINDOW)
-        self._heard = 0
-        self._quiet = 0  # until so many were heard, nothing is told
+        self._count = 0
+        self._quiet_until = 0  # number of losses before which no spike is reported
         self._typical = self._limit = float("inf")
 
     def observe(self, loss: float) -> float | None:
-        """The loss of the next step. If it is a spike: the median of those before it."""
-        found = self._typical if self._limit < loss < float("inf") and self._heard >= self._quiet else None
+        """Add the loss of the next step. Returns the median of those before it if it is a spike, otherwise None."""
+        found = self._typical if self._limit < loss < float("inf") and self._count >= self._quiet_until else None
         if found is not None:
-            self._quiet = self._heard + WINDOW
+            self._quiet_until = self._count + WINDOW
         self._losses.append(loss)
-        self._heard += 1
-        if self._heard >= LEAST and self._heard % LOOK == 0:
+        self._count += 1
+        if self._count >= MIN_STEPS and self._count % INTERVAL == 0:
             self._typical = median(self._losses)
             spread = median([abs(other - self._typical) for other in self._losses])
-            self._limit = self._typical + max(FAR * spread, PART * abs(self._typical))
+            self._limit = self._typical + max(DEVIATIONS * spread, PART * abs(self._typical))
         return found

@@ -1,7 +1,7 @@
-"""The clock behind "where the time went": seconds in each phase.
+"""Measure the seconds that a process spends in each phase.
 
-An observer of `phases`. A change of phase costs it two dictionary accesses and one look at the system's counter, about
-0.15 µs; a training step has some ten changes.
+The clock observes `phases`. A change of phase costs two dictionary accesses and one reading of the system's counter,
+about 0.15 µs. A training step has some ten changes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from unisono import phases
 
 
 class PhaseClock:
-    """Adds up the seconds that this process spends in each phase between `start` and `stop`.
-
-    `now` returns seconds from any origin, never going back; tests pass their own.
-    """
+    """Adds up the seconds that this process spends in each phase between `start` and `stop`."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Create a stopped clock. `now` returns seconds of a monotonic clock."""
         self._seconds: dict[str, float] = dict.fromkeys(phases.PHASES, 0.0)
         self._lap: dict[str, float] = dict(self._seconds)
         self._begin, self._change = _stopwatch(self._seconds, now)
         self._running = False
 
     def start(self) -> PhaseClock:
-        """Begin, or go on after a stop; starting twice changes nothing."""
+        """Start, or continue after a stop. Starting twice changes nothing."""
         if not self._running:
             self._running = True
             self._begin()
@@ -33,7 +31,7 @@ class PhaseClock:
         return self
 
     def stop(self) -> None:
-        """Hold on; what has been counted stays."""
+        """Stop, and keep the seconds."""
         if self._running:
             self._up_to_now()
             phases.unobserve(self._change)
@@ -41,23 +39,23 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds per phase, up to this moment, with every phase of PHASES; a copy."""
+        """Return a copy of the seconds of every phase until now."""
         self._up_to_now()
         return dict(self._seconds)
 
     @property
     def total(self) -> float:
-        """Seconds in all phases together: the time between `start` and now, or `stop`."""
+        """Return the seconds of all phases: the time from `start` to now or to `stop`."""
         self._up_to_now()
         return sum(self._seconds.values())
 
     def share(self, phase: str) -> float:
-        """The part of the total that went to `phase`, 0 to 1."""
+        """Return the share of the total that was spent in `phase`, 0 to 1."""
         total = self.total
         return self._seconds[phase] / total if total > 0 else 0.0
 
     def lap(self) -> dict[str, float]:
-        """Seconds per phase since the last `lap` (or the start), only the phases that took any: a step's line."""
+        """Return the seconds per phase since the last `lap` or the start, without phases that took none."""
         self._up_to_now()
         before, self._lap = self._lap, self._seconds.copy()
         return {phase: s - before[phase] for phase, s in self._lap.items() if s != before[phase]}
@@ -69,7 +67,7 @@ class PhaseClock:
 
 
 def _stopwatch(seconds: dict[str, float], now: Callable[[], float]) -> tuple[Callable[[], None], phases.Observer]:
-    """Two functions that share one variable: a closure costs half of what a method does, and this runs all the time."""
+    """Return two closures that share a variable. They run at every change of phase, in half the time of methods."""
     since = 0.0
 
     def begin() -> None:

@@ -1,19 +1,22 @@
-"""The progress line: one line that is redrawn on a terminal, plain lines now and then everywhere else.
+"""The progress line: one line that is redrawn on a terminal, and plain lines now and then everywhere else.
 
     step 120/200  loss 2.3456  512 samples/s  data wait 3%  412 MB  0:42 left
 
-A live line is drawn at most twice a second and ends with a carriage return, so the cursor rests at its beginning; the
-launcher tells by that which parts of the output do not belong in a log. Between two drawings an update costs less than
-half a microsecond.
+The live line is drawn at most twice a second and ends with a carriage return, so the cursor stays at its beginning; by
+that the launcher knows which output does not belong in a log. Between two drawings an update takes less than half a
+microsecond.
 
-The time left is that of the whole run: the steps that remain, at the pace of the later half of what this process has
-done so far. So a resumed run does not count steps that an earlier process did, a run whose speed changes is believed
-soon, and what happens every hundred steps (an evaluation, a checkpoint) is in the pace.
+The time left is that of the whole run: the remaining steps at the pace of the later half of this process's steps. So a
+resumed run does not count steps of an earlier process, a change of speed shows soon, and evaluations and checkpoints
+are part of the pace.
+
+rich.progress is not used. In a narrow terminal it shortens every column to "st...", the step too, where here the least
+important fields are left out. It moves unfinished output of the script to a line of its own, its lines do not end with
+a carriage return, and off a terminal it prints nothing until the end.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from bisect import bisect_right
@@ -25,26 +28,28 @@ import psutil  # type: ignore[import-untyped]
 from unisono.config import size
 
 LIVE_SECONDS = 0.5
-"""A live line is drawn at most this often."""
+"""Shortest time between two drawings of the live line."""
 PLAIN_SECONDS = 10.0
-"""A plain line is written at most this often."""
+"""Shortest time between two plain lines."""
 RECENT_SECONDS = 5.0
-"""Speed and share are those of at least this long, once a run is that old."""
-WAITS_TOO_LONG = 0.2
-"""A share of waiting for data from which on it is shown in another colour."""
+"""Speed and data wait cover at least this time, once a run is that old."""
+LONG_WAIT = 0.2
+"""Share of time spent in waiting for data from which on it is highlighted."""
+MAX_SAMPLES = 512
+"""Samples of the past that are kept; then every second one of the older half is dropped."""
 
 CLEAR = "\x1b[2K\r"
 
 
 class Seconds(Protocol):
-    """What the line needs of a clock (monitor/phase_clock.py): seconds per phase up to now."""
+    """A clock that knows the seconds spent in each phase until now (monitor/phase_clock.py)."""
 
     @property
     def seconds(self) -> Mapping[str, float]: ...
 
 
 class Sample(NamedTuple):
-    """How far the run was at a moment."""
+    """The progress of the run at one moment."""
 
     time: float
     step: int
@@ -53,7 +58,7 @@ class Sample(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A part of the line. The parts of the highest `rank` are left out first where the line is too long."""
+    """A part of the line. Where the line is too long, the fields of the highest `rank` are left out first."""
 
     rank: int
     text: str
@@ -61,18 +66,7 @@ class Field(NamedTuple):
 
 
 class Progress:
-    """Shows how far the run is.
-
-    stream        where to: standard output, or standard error
-    live          True: a terminal, redraw one line; False: plain lines
-    total_steps   steps of the whole run; None: nobody knows, so there is no time left either
-    first_step    how many steps were done before this process began (0, or what the checkpoint says)
-    samples_seen  how many samples these steps took
-    color         False with NO_COLOR
-    memory        bytes in use, for instance the accelerator's; by default what this process holds in main memory
-    columns       of the terminal, where the stream is a pipe to a launcher that knows; 0: look
-    now           seconds from any origin, never going back; tests pass their own
-    """
+    """Shows the progress of a run on a stream."""
 
     def __init__(
         self,
@@ -87,6 +81,19 @@ class Progress:
         columns: int = 0,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Create a line that shows nothing until the first update.
+
+        Args:
+            stream: Standard output or standard error.
+            live: Redraw one line, for a terminal; otherwise write plain lines.
+            total_steps: Steps of the whole run; None: unknown, so no time left is shown.
+            first_step: Steps done before this process began (0, or the checkpoint's).
+            samples_seen: Samples of these steps.
+            color: Use colors and bold type.
+            memory: Returns bytes in use, for example of the accelerator; by default this process's resident memory.
+            columns: Width of the terminal behind a pipe to the launcher; 0: ask the stream.
+            now: Returns seconds of a monotonic clock.
+        """
         self.total_steps = total_steps
         self.samples_seen = samples_seen
         self._stream = stream
@@ -96,26 +103,27 @@ class Progress:
         self._now = now
         self._columns = columns
         self._pause = LIVE_SECONDS if live else PLAIN_SECONDS
-        self._draw_at = now()  # at once
+        self._draw_at = now()
         self._last: tuple[int, float | None, Seconds, float] | None = None
-        self._logged: dict[str, tuple[Any, int]] = {}  # and after how many steps
-        self._marks: list[Sample] = []
+        self._logged: dict[str, tuple[Any, int]] = {}  # value, and the step after which it was logged
+        self._past: list[Sample] = []
         self._shown = ""  # the live line on the screen
         self._drawn_step = first_step
-        self._drawn_before = first_step  # and of the line before
-        self._open_line = False  # somebody else's line is not finished yet; see Aside
-        self._gone = False
+        self._drawn_before = first_step  # the step of the line before
+        self._unfinished = False  # the script has written a line without its end
+        self._closed = False  # the stream cannot be written to any more
 
     def update(
         self, step: int, loss: float | None, samples: int, clock: Seconds, extra: Mapping[str, Any] | None = None
     ) -> None:
-        """A step is over. Call it after every one.
+        """Count a step, and draw the line if it is time.
 
-        step     steps done in this run, this one included (1 after the first)
-        loss     its loss
-        samples  in its global batch
-        clock    of this process
-        extra    what the loop logged; a value is shown until a newer one of the same name comes, with its step
+        Args:
+            step: Steps done in this run, this one included.
+            loss: Its loss.
+            samples: Samples of its global batch.
+            clock: The clock of this process.
+            extra: Logged values. Each is shown, with its step, until a newer one of the same name is logged.
         """
         self.samples_seen += samples
         now = self._now()
@@ -127,13 +135,21 @@ class Progress:
             self._draw()
 
     def note(self, text: str) -> None:
-        """Print a line (or several) of its own, above the live line."""
-        unfinished = "\n" if self._open_line else ""
-        self._open_line = False
+        """Print text on lines of its own, above the live line."""
+        unfinished = "\n" if self._unfinished else ""
+        self._unfinished = False
         self._write(self._cleared() + unfinished + text.rstrip("\n") + "\n" + self._redrawn())
 
+    def make_way(self, text: str) -> None:
+        """Clear the live line for output of the script; the next step draws it again."""
+        if self._shown:
+            self._write(CLEAR)
+            self._shown = ""
+            self._draw_at = self._now()
+        self._unfinished = not text.endswith("\n") if text else self._unfinished
+
     def close(self) -> None:
-        """Leave the last state as a plain line, and draw no more; closing twice changes nothing."""
+        """Leave the last state as a plain line, and draw no more. Closing twice changes nothing."""
         if self._last is not None and (self._live or self._last[0] != self._drawn_step):
             line = self._shown if self._shown and self._last[0] == self._drawn_step else self._line()
             self._write(self._cleared() + line + "\n")
@@ -141,7 +157,7 @@ class Progress:
         self._last = None
 
     def _draw(self) -> None:
-        if self._open_line:
+        if self._unfinished:
             return
         line = self._line()
         if self._live:
@@ -157,20 +173,19 @@ class Progress:
         return f"\x1b[2K{self._shown}\r" if self._shown else ""
 
     def _write(self, text: str) -> None:
-        if self._gone or not text:
+        if self._closed or not text:
             return
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):
-            # The terminal was closed, the pipe's reader went home: no reason to stop a training.
-            self._gone = True
+        except (OSError, ValueError):  # the terminal, or the reader of a pipe, is gone; training continues
+            self._closed = True
 
     def _line(self) -> str:
-        """How far the run was at the last update; what came after it (an evaluation) is not in the speed."""
+        """Return the line of the last update. Time since then (an evaluation) does not count in the speed."""
         assert self._last is not None
         step, loss, clock, now = self._last
-        if step > self._drawn_step:  # the same step may be drawn again, at the end
+        if step > self._drawn_step:  # the line of one step may be drawn twice
             self._drawn_before, self._drawn_step = self._drawn_step, step
         here = Sample(now, step, self.samples_seen, clock.seconds["data"])
         fields = [Field(0, f"step {step}" + (f"/{self.total_steps}" if self.total_steps else ""), "1")]
@@ -178,78 +193,69 @@ class Progress:
             fields.append(Field(1, f"loss {loss:.4f}"))
         for name, (value, at) in self._logged.items():
             fields.append(Field(3, f"{name} {_short(value)}" + (f" at step {at}" if at <= self._drawn_before else "")))
-        if self._marks:
-            recent = self._since(now - RECENT_SECONDS)
-            if now > recent.time and step > recent.step:
-                waiting = (here.data_seconds - recent.data_seconds) / (now - recent.time)
-                fields.append(Field(4, f"{_rate((here.samples - recent.samples) / (now - recent.time))} samples/s"))
-                fields.append(Field(5, f"data wait {waiting:.0%}", "33" if waiting > WAITS_TOO_LONG else ""))
+        fields += self._speed(here)
         fields.append(Field(6, size(self._memory())))
-        left = self._seconds_left(here)
-        if left is not None:
+        if (left := self._seconds_left(here)) is not None:
             fields.append(Field(2, f"{duration(left)} left"))
-        if not self._marks or step > self._marks[-1].step:
-            self._marks.append(here)
-            if len(self._marks) > 512:  # the past may be coarser than the present
-                self._marks[1:256] = self._marks[1:256:2]
+        self._remember(here)
         return fit(fields, (terminal_width(self._stream, self._columns) - 1) if self._live else None, color=self._color)
+
+    def _speed(self, here: Sample) -> list[Field]:
+        if not self._past:
+            return []
+        recent = self._since(here.time - RECENT_SECONDS)
+        seconds = here.time - recent.time
+        if seconds <= 0 or here.step <= recent.step:
+            return []
+        waiting = (here.data_seconds - recent.data_seconds) / seconds
+        return [
+            Field(4, f"{_rate((here.samples - recent.samples) / seconds)} samples/s"),
+            Field(5, f"data wait {waiting:.0%}", "33" if waiting > LONG_WAIT else ""),
+        ]
 
     def _seconds_left(self, here: Sample) -> float | None:
         if self.total_steps is None or here.step >= self.total_steps:
             return None
-        if not self._marks:  # the first step is slow in its own way; no guess from it
+        if not self._past:  # the first step includes warm-up, so it predicts nothing
             return None
-        since = self._since((self._marks[0].time + here.time) / 2)
+        since = self._since((self._past[0].time + here.time) / 2)
         if here.step <= since.step:
             return None
         return (self.total_steps - here.step) * (here.time - since.time) / (here.step - since.step)
 
+    def _remember(self, here: Sample) -> None:
+        if not self._past or here.step > self._past[-1].step:
+            self._past.append(here)
+            if len(self._past) > MAX_SAMPLES:
+                self._past[1 : MAX_SAMPLES // 2] = self._past[1 : MAX_SAMPLES // 2 : 2]
+
     def _since(self, time: float) -> Sample:
-        """The latest mark that is as old as `time`, or else the first one."""
-        return self._marks[max(0, bisect_right(self._marks, time, key=lambda mark: mark.time) - 1)]
+        """Return the latest sample that is not after `time`, or else the first one."""
+        return self._past[max(0, bisect_right(self._past, time, key=lambda sample: sample.time) - 1)]
 
 
-class ProgressAwareStdout(io.TextIOBase):
-    """Standard output for everybody else while a live line is on the screen: it gives way to what is printed.
-
-    with contextlib.redirect_stdout(Aside(sys.stdout, progress)): ...
-    """
+class ProgressAwareStdout:
+    """Standard output of the script while a live line is on the screen. The line makes way for what is printed."""
 
     def __init__(self, stream: TextIO, progress: Progress) -> None:
         self.stream = stream
         self._progress = progress
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
     def write(self, text: str) -> int:
-        progress = self._progress
-        if progress._shown:
-            progress._write(CLEAR)
-            progress._shown = ""
-            progress._draw_at = progress._now()  # the next step draws it again
-        progress._open_line = not text.endswith("\n") if text else progress._open_line
+        """Write text in place of the live line."""
+        self._progress.make_way(text)
         return self.stream.write(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write lines in place of the live line."""
         self.write("".join(lines))
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
 
 
 def fit(fields: Iterable[Field], width: int | None, *, color: bool = False) -> str:
-    """The fields on one line of at most `width` columns; the least important are left out where they do not fit."""
+    """Return the fields as one line of at most `width` columns, without the least important ones that do not fit."""
     kept = list(fields)
     while width is not None and len(kept) > 1 and sum(len(f.text) + 2 for f in kept) - 2 > width:
         kept.pop(max(range(len(kept)), key=lambda i: (kept[i].rank, i)))
@@ -259,7 +265,7 @@ def fit(fields: Iterable[Field], width: int | None, *, color: bool = False) -> s
 
 
 def terminal_width(stream: TextIO, known: int = 0) -> int:
-    """Columns of the terminal behind `stream`; else what is known of it; else 80."""
+    """Return the columns of the terminal behind `stream`; if it is none, `known`; if that is 0, 80."""
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError, AttributeError):
@@ -268,13 +274,13 @@ def terminal_width(stream: TextIO, known: int = 0) -> int:
 
 
 def resident_bytes() -> int:
-    """Main memory that this process holds."""
+    """Return the resident memory of this process."""
     rss: int = psutil.Process().memory_info().rss
     return rss
 
 
 def duration(seconds: float) -> str:
-    """0:42, 12:34, 3:00:05, and from two days on: 2d 03h."""
+    """Return a duration as 0:42, 12:34 or 3:00:05, and from two days on as 2d 03h."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days >= 2:

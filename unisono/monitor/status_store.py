@@ -1,12 +1,12 @@
-"""Where processes that our launcher has not started show each other where they stand: keys in the store they meet in.
+"""Exchange the status of processes through the rendezvous store, under a launcher that is not ours.
 
-    rank 0   thread "watch"  -- set place-0 -->  .---------.  <-- who is there, and what did they say last? --  rank 2
-    rank 1   (stopped)                           |  store  |                                    thread "watch"
-    rank 2   thread "watch"  -- set place-2 -->  '---------'   rank 1 says nothing any more, or never did
+    rank 0   thread "watch"  -- set place-0 -->  .---------.  <-- get the status of every rank --  rank 2
+    rank 1   (stopped)                           |  store  |                        thread "watch"
+    rank 2   thread "watch"  -- set place-2 -->  '---------'   rank 1 does not write any more, or never did
 
-Each on a connection of its own: the one of the main thread may be waiting for an answer. Nobody waits for a process
-that says nothing. Whoever spoke before stands where he last stood, and whoever never did has a place all the same, so
-that it can be named.
+Every process uses a connection of its own for this, because that of the main thread may be waiting for an answer. No
+process waits for a silent one. The status of a rank that has become silent is its last one; a rank that has never
+written one gets a status too, so that it can be named.
 """
 
 from __future__ import annotations
@@ -23,105 +23,115 @@ from unisono.environment import World
 from unisono.launcher.status_file import ProcessStatus, state_of
 
 ANSWER = timedelta(seconds=2)
-"""How long the store may take."""
+"""Time in which the store must answer."""
 
 GONE = "does not answer: it is stopped, or its host is gone"
-ABSENT = "does not answer: it has not come to unisono.main, is stopped, or its host is gone"
-HOST = "does not answer: it has not come to unisono.main, is stopped, or its host is gone; the others meet at it"
+ABSENT = "does not answer: it has not called unisono.main, is stopped, or its host is gone"
+HOST = "does not answer: it has not called unisono.main, is stopped, or its host is gone; it hosts the rendezvous store"
 
 
 class StatusStore:
-    """One process's view of all. `meet` shows where we stand and returns where everybody does.
-
-    joined   is the group there? Then everybody has been there
-    by_rank  does a rank of the run (0) host the store? Else torchrun's agent does, or nobody can tell
-    """
+    """The status of all processes, as this process sees it."""
 
     def __init__(self, store: Any, world: World, *, joined: bool, by_rank: bool = False) -> None:
+        """Create a view.
+
+        Args:
+            store: A store of torch.distributed.
+            world: Rank and size of this process.
+            joined: The process group exists, so every process has joined.
+            by_rank: Rank 0 hosts the store. False: torchrun's agent does, or it is unknown.
+        """
         self.store, self.world = store, world
         self.joined, self.by_rank = joined, by_rank
-        self._seen: dict[int, tuple[ProcessStatus, float]] = {}  # the last word of each, and when we heard it
-        self._asked_at: float | None = None  # when we first looked for the others
-        self._asking: threading.Thread | None = None
+        self._seen: dict[int, tuple[ProcessStatus, float]] = {}  # the last status of each rank, and when it was read
+        self._first_read: float | None = None  # time at which the other ranks were first read
+        self._exchange: threading.Thread | None = None
         self._answered = self._gone = False
 
     def publish(self, mine: ProcessStatus) -> list[ProcessStatus]:
-        """Everybody's place; who has not spoken for a while is silent. Nobody answers: only ours, and that of the host
-        of the store, if it is one of us."""
+        """Write the status of this process, and return that of all ranks.
+
+        A rank that has not written for a while is marked as silent. If the store does not answer, the list contains
+        this process, and rank 0 if that hosts the store. While this process makes progress, it contains only itself.
+        """
         if not self._answers(mine):
             return alone(mine, by_rank=self.by_rank)
         if mine.idle < mine.limit / 2:
-            return [mine]  # nobody asks; what others do is not looked at
-        self._asked_at = self._asked_at or time.monotonic()
+            return [mine]
+        self._first_read = self._first_read or time.monotonic()
         return sorted([mine, *self._others(mine)], key=lambda place: place.rank)
 
     def _answers(self, mine: ProcessStatus) -> bool:
-        """Does the store, in time? One that is gone does not come back, and torch warns of it whenever it is asked."""
+        """Return whether the store answers in time. One that is gone is not used again: torch would warn each time."""
         if self._gone:
             return False
-        if self._asking is None or not self._asking.is_alive():
+        if self._exchange is None or not self._exchange.is_alive():
             self._answered = False
-            self._asking = threading.Thread(target=self._ask, args=(mine,), name="board", daemon=True)
-            self._asking.start()
-        self._asking.join(ANSWER.total_seconds())
+            self._exchange = threading.Thread(target=self._read_all, args=(mine,), name="board", daemon=True)
+            self._exchange.start()
+        self._exchange.join(ANSWER.total_seconds())
         return self._answered
 
-    def _ask(self, mine: ProcessStatus) -> None:
-        """In a thread of its own: `check` waits for ever for a store whose process is stopped, whatever its time limit
-        (torch 2.13)."""
+    def _read_all(self, mine: ProcessStatus) -> None:
+        """Write and read all keys.
+
+        It runs in a thread of its own, because `check` ignores its timeout if the process of the store is stopped
+        (torch 2.13).
+        """
         torch = sys.modules["torch"]
         try:
             self.store.set(_key(mine.rank), mine.text())
             if mine.idle >= mine.limit / 2:
                 for rank in range(self.world.size):
                     if rank != mine.rank and self.store.check([_key(rank)]):
-                        self._hear(ProcessStatus.of(bytes(self.store.get(_key(rank)))))
+                        self._update(ProcessStatus.of(bytes(self.store.get(_key(rank)))))
             self._answered = True
         except torch.distributed.DistNetworkError:
             self._gone = True
         except (RuntimeError, ValueError, TypeError):
             return
 
-    def _hear(self, place: ProcessStatus) -> None:
-        before = self._seen.get(place.rank)
-        if before is None or before[0].written != place.written:
+    def _update(self, place: ProcessStatus) -> None:
+        last = self._seen.get(place.rank)
+        if last is None or last[0].written != place.written:
             self._seen[place.rank] = place, time.monotonic()
 
     def _others(self, mine: ProcessStatus) -> list[ProcessStatus]:
         found = []
         for rank in set(range(self.world.size)) - {mine.rank}:
             if rank not in self._seen:
-                found.append(self._stranger(rank, mine))
+                found.append(self._unknown(rank, mine))
                 continue
-            place, heard = self._seen[rank]
-            silence = time.monotonic() - heard
+            place, read_at = self._seen[rank]
+            silence = time.monotonic() - read_at
             if silence > place.patience:
                 why = state_of(place.pid) if place.host == self.world.host else f"{GONE} (host {place.host})"
                 place = replace(place, idle=place.idle + silence, silent=why, waits="")
             found.append(place)
         return found
 
-    def _stranger(self, rank: int, mine: ProcessStatus) -> ProcessStatus:
-        """Who has never said a word: it may be about to, for a while."""
-        assert self._asked_at is not None
-        if time.monotonic() - self._asked_at <= mine.patience:
-            return _nobody(rank, mine, "", idle=0.0)
-        return _nobody(rank, mine, GONE if self.joined else ABSENT)
+    def _unknown(self, rank: int, mine: ProcessStatus) -> ProcessStatus:
+        """Return a status for a rank that has never written one. At first it is not yet silent."""
+        assert self._first_read is not None
+        if time.monotonic() - self._first_read <= mine.patience:
+            return _silent(rank, mine, "", idle=0.0)
+        return _silent(rank, mine, GONE if self.joined else ABSENT)
 
 
 def alone(mine: ProcessStatus, *, by_rank: bool = False) -> list[ProcessStatus]:
-    """What one process knows that reaches nobody."""
+    """Return the statuses that a process knows while the store does not answer."""
     if mine.waits not in ("others", "meeting"):
         return [mine]
-    host = [_nobody(0, mine, HOST)] if by_rank and mine.rank != 0 else []
+    host = [_silent(0, mine, HOST)] if by_rank and mine.rank != 0 else []
     return [*host, replace(mine, waits="store")]
 
 
-def _nobody(rank: int, mine: ProcessStatus, silent: str, idle: float | None = None) -> ProcessStatus:
-    """The place of a process that says nothing: nothing is known of it, and it stands still as long as we do."""
-    still = mine.idle if idle is None else idle
+def _silent(rank: int, mine: ProcessStatus, silent: str, idle: float | None = None) -> ProcessStatus:
+    """Return a status of a process about which nothing is known. By default it is idle as long as this process."""
+    idle = mine.idle if idle is None else idle
     return ProcessStatus(
-        rank=rank, size=mine.size, pid=0, host="", written=0.0, idle=still, then=mine.then, silent=silent
+        rank=rank, size=mine.size, pid=0, host="", written=0.0, idle=idle, then=mine.then, silent=silent
     )
 
 
@@ -130,9 +140,9 @@ def _key(rank: int) -> str:
 
 
 def build_status_store(world: World, mine: ProcessStatus) -> StatusStore | None:
-    """The board of processes that have met, or meet, in a store; None: there is none that answers (yet).
+    """Return a view on the rendezvous store, or None if there is none that answers (yet).
 
-    Before they have met, only one who has waited for long knocks: a store that is not there yet is no news.
+    Before the group exists, only a process that has waited for long connects, because a store may start late.
     """
     torch = sys.modules.get("torch")
     if world.size == 1 or torch is None:
@@ -145,18 +155,20 @@ def build_status_store(world: World, mine: ProcessStatus) -> StatusStore | None:
         if at is not None:
             store = torch.distributed.TCPStore(*at, timeout=ANSWER)
         elif joined:
-            store = torch.distributed.distributed_c10d._get_default_store().clone()
+            from torch.distributed.distributed_c10d import _get_default_store
+
+            store = _get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(ANSWER)
         else:
             return None
     except (RuntimeError, ValueError):
         return None
-    start = f"{world.store}-{world.restarts}"  # the store may be older than this start of the run, or another run's
-    apart = torch.distributed.PrefixStore(f"unisono-{start}", store)
-    return StatusStore(apart, world, joined=joined, by_rank=hosts_by_rank(world))
+    start = f"{world.store}-{world.restarts}"  # an earlier start, or another run, may have used the same store
+    prefixed = torch.distributed.PrefixStore(f"unisono-{start}", store)
+    return StatusStore(prefixed, world, joined=joined, by_rank=hosts_by_rank(world))
 
 
 def hosts_by_rank(world: World) -> bool:
-    """Is the store a part of process 0? torchrun's agents have it, and say so."""
+    """Return whether rank 0 hosts the store. torchrun sets a variable if its agent does."""
     agent = environment.variables(["TORCHELASTIC_USE_AGENT_STORE"]).get("TORCHELASTIC_USE_AGENT_STORE")
     return environment.host_of(world.store) is not None and agent != "True"

@@ -1,17 +1,17 @@
-"""Stuck, with a name: a thread in every process says where its main thread stands, whatever that one waits for.
+"""Detect hangs: a thread in every process reports where its main thread is, even if that waits without the interpreter.
 
-    main thread    forward   backward   exchange .................... (waits in a collective, without the interpreter)
+    main thread    forward   backward   exchange .................... (waits in a collective, in compiled code)
     this thread    . . . . . . . . . . . . . . . . . . . . . . . . .  once a second: step, phase, virtual rank, line
 
-What it writes is a Place (launcher/status_file.py). Under our launcher, a lookout there reads the places of all
-processes and judges. Under any other one, places go through the store where processes have met, each on a connection of
-its own, and every process judges by itself, all in the same way; the first that can speak does.
+It writes a ProcessStatus (launcher/status_file.py). Our launcher has a thread that reads the statuses of all processes
+and judges them. Under another launcher, processes exchange statuses through the rendezvous store, and each of them
+judges in the same way; the first one that is not silent prints the verdict.
 
-What has gone on is counted: changes of phase, micro-batches (in evaluation, too), collectives of any group. A fetch,
-a forward pass or a checkpoint that takes longer than the limit by itself counts as none. As long as somebody computes,
-the run is not ended: it is slow. So a long compilation, or an evaluation by hand, is told of and nothing more. Until a
-process has done its first step its limit is three times as long, since data is fetched and memory found then. While
-one compiles (torch.compile), the limit of all is twelve times as long.
+Progress is a change of phase, a micro-batch (in evaluation too), or a collective of any group. A fetch, a forward pass
+or a checkpoint that takes longer than the limit is no progress. A run in which a process computes is slow, and is not
+ended: a long compilation or an evaluation by hand is reported, and nothing more. The limit is three times as long until
+a process has done its first step, because data is fetched and memory allocated then. It is twelve times as long for all
+while a process compiles (torch.compile).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from sys import _current_frames
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -42,26 +43,26 @@ if TYPE_CHECKING:
     from unisono.config import WatchdogSettings
 
 BEAT_SECONDS = 1.0
+"""Time between two reports."""
+
 FIRST_STEP_TIMES = 3.0
-"""Half an hour, with the default limit: what a collective waits for a peer anyway (distributed/process_group.py)."""
+"""Factor of the limit before the first step: half an hour by default, as long as a collective waits for a peer."""
 
 COMPILE_TIMES = 12.0
-"""Two hours, with the default limit. Compiling is progress that nothing counts."""
+"""Factor of the limit while a process compiles: two hours by default. Compilation reports no progress."""
 
-SPEAK_SECONDS = 1.0
-"""Who does not speak gives the one who does this long before it leaves."""
+PRINT_SECONDS = 1.0
+"""Time that the process which prints the verdict has before the others exit."""
 
 DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
-"""Files of which a frame says that a person looks."""
+"""Files whose frames mean that a person debugs."""
 
 
 class StatusThread:
-    """A block in which somebody knows where this process stands.
-
-    settings  when a run counts as stuck, and what is done then
-    """
+    """A context in which the status of this process is reported."""
 
     def __init__(self, settings: WatchdogSettings, world: World) -> None:
+        """Create a thread that has not begun. `settings` states the limit, and the action at a hang."""
         self.settings, self.world = settings, world
         self._beat = min(BEAT_SECONDS, max(settings.timeout / 10, 0.05))
         self._over = threading.Event()
@@ -69,20 +70,20 @@ class StatusThread:
         self._main = threading.main_thread().ident or 0
         self._idle = 0.0
         self._counted = time.monotonic()
-        self._moves: tuple[Any, ...] = ()
-        self._place: ProcessStatus | None = None  # where we are stuck, looked at thoroughly
-        self._used: tuple[float, float] | None = None  # when it began to be still, and seconds used until then
-        self._call = "", False  # the last collective, and whether it is not over
-        self._telling = ReportBackoff()
+        self._progress: tuple[Any, ...] = ()
+        self._status: ProcessStatus | None = None  # kept while there is no progress
+        self._used: tuple[float, float] | None = None  # time and CPU seconds at the first look without progress
+        self._call = "", False  # the last collective, and whether it is pending
+        self._backoff = ReportBackoff()
         self._path = failure_record.path()
         self._stacks: TextIO | None = None
 
     def __enter__(self) -> StatusThread:
         if self.settings.timeout > 0 and threading.current_thread() is threading.main_thread():
-            self._listen()
+            self._register_signal()
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-            self._show(self._here())
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the script's
+            self._write(self._current())
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # main thread only
             self._thread.start()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
@@ -95,8 +96,8 @@ class StatusThread:
             faulthandler.unregister(status_file.SIGNAL)
             self._stacks.close()
 
-    def _listen(self) -> None:
-        """From now on our signal makes faulthandler write every thread's stack, here and in whatever is forked."""
+    def _register_signal(self) -> None:
+        """Make faulthandler write the stacks of all threads at our signal, in this process and in forked ones."""
         if status_file.SIGNAL is None or self._path is None:
             return
         self._stacks = status_file.stacks_path(self._path).open("a")
@@ -105,24 +106,24 @@ class StatusThread:
     # -- the thread
 
     def _watch(self) -> None:
-        where: StatusStore | None = None
+        store: StatusStore | None = None
         while not self._over.wait(self._beat):
             self._count()
-            place = self._here()
-            if self._show(place):
+            status = self._current()
+            if self._write(status):
                 continue
-            where = where or build_status_store(self.world, place)
-            known = where.publish(place) if where is not None else alone(place, by_rank=hosts_by_rank(self.world))
-            self._judge(place, known)
+            store = store or build_status_store(self.world, status)
+            known = store.publish(status) if store is not None else alone(status, by_rank=hosts_by_rank(self.world))
+            self._judge(status, known)
 
-    def _show(self, place: ProcessStatus) -> bool:
-        """To the launcher, if it is ours."""
+    def _write(self, status: ProcessStatus) -> bool:
+        """Write the status for our launcher. Returns False under another launcher."""
         if self._path is not None:
-            place.write(self._path.with_suffix(".place"))
+            status.write(self._path.with_suffix(".place"))
         return self._path is not None
 
     def _count(self) -> None:
-        """Has anything gone on since the last beat?"""
+        """Add the time since the last beat to the idle time if there was no progress."""
         here = phases.Position
         moves = (
             here.moves,
@@ -133,22 +134,22 @@ class StatusThread:
         )
         now = time.monotonic()
         passed, self._counted = min(now - self._counted, 2 * self._beat), now
-        if moves != self._moves:
-            self._moves, self._idle, self._place, self._used = moves, 0.0, None, None
-            self._telling.reset()
+        if moves != self._progress:
+            self._progress, self._idle, self._status, self._used = moves, 0.0, None, None
+            self._backoff.reset()
         else:
-            self._idle += passed  # at most two beats: while the machine is suspended, nobody is stuck
+            self._idle += passed  # at most two beats, so that a suspended machine does not count
 
     @property
     def _limit(self) -> float:
         times = 1.0 if phases.Position.steps > 1 else FIRST_STEP_TIMES
         return self.settings.timeout * (COMPILE_TIMES if phases.Position.compiles else times)
 
-    def _here(self) -> ProcessStatus:
-        """Where the main thread is. Only a process that has been still for a while is looked at thoroughly."""
+    def _current(self) -> ProcessStatus:
+        """Return the status of the main thread, with details only after half of the limit without progress."""
         here = phases.Position
-        if self._place is None or self._idle < self._limit / 2:
-            self._place = ProcessStatus(
+        if self._status is None or self._idle < self._limit / 2:
+            self._status = ProcessStatus(
                 rank=self.world.rank if self.world.number is None else self.world.number,  # as its log is named
                 size=self.world.size,
                 pid=os.getpid(),
@@ -163,35 +164,35 @@ class StatusThread:
                 thread=self._main,
             )
         if self._idle >= self._limit / 2:
-            self._look()
-        return replace(self._place, written=status_file.now(), idle=self._idle)
+            self._add_details()
+        return replace(self._status, written=status_file.now(), idle=self._idle)
 
-    def _look(self) -> None:
-        """Line, collective, workers, and how much of a core is used."""
-        assert self._place is not None
+    def _add_details(self) -> None:
+        """Add the line, the collective, the workers, and the share of a core that is used."""
+        assert self._status is not None
         if self._used is None:
-            self._used = time.monotonic(), self._seconds()
+            self._used = time.monotonic(), self._cpu_seconds()
             self._call = flight_recorder.last_call()
-        where, code, waits = describe_frame(sys._current_frames().get(self._main))
+        where, code, waits = describe_frame(_current_frames().get(self._main))
         call, pending = self._call
         if pending and not waits and (".wait(" in code or call.startswith("nccl")):
             waits = "others"  # in compiled code, below the script's own line
         call = call if waits == "others" and pending else ""
-        self._place = replace(self._place, where=where, code=code, waits=waits, call=call)
+        self._status = replace(self._status, where=where, code=code, waits=waits, call=call)
         began, seconds = self._used
         span = time.monotonic() - began
         if span >= self._beat / 2:
-            self._place = replace(self._place, share=(self._seconds() - seconds) / span)
-        if self._place.waits == "workers" and self._idle >= self._limit - 2 * self._beat and not self._place.workers:
-            self._place = replace(self._place, workers=self._workers())
+            self._status = replace(self._status, share=(self._cpu_seconds() - seconds) / span)
+        if self._status.waits == "workers" and self._idle >= self._limit - 2 * self._beat and not self._status.workers:
+            self._status = replace(self._status, workers=self._workers())
 
-    def _seconds(self) -> float:
-        """Of processor time, used here and by what was started here; without our own, which looking takes."""
+    def _cpu_seconds(self) -> float:
+        """Return the CPU time of this process and its children, without that of this thread."""
         return status_file.seconds_of(os.getpid()) - time.thread_time()
 
     def _workers(self) -> tuple[str, ...]:
-        """What the loader's workers do, those that are alike together."""
-        told: dict[str, list[int]] = {}
+        """Return a text for each state of the loader's workers."""
+        states: dict[str, list[int]] = {}
         for child in psutil.Process().children():
             state = status_file.state_of(child.pid)
             line = ""
@@ -199,28 +200,31 @@ class StatusThread:
                 line = status_file.line_of_silent(child.pid, status_file.stacks_path(self._path), self._main)
             if line:
                 state = "is"
-            told.setdefault(f"{state} at {line}" if line else state, []).append(child.pid)
-        return tuple(f"process {', '.join(map(str, pids))} {does}" for does, pids in told.items())
+            states.setdefault(f"{state} at {line}" if line else state, []).append(child.pid)
+        return tuple(f"process {', '.join(map(str, pids))} {state}" for state, pids in states.items())
 
-    # -- without our launcher
+    # -- under another launcher
 
-    def _judge(self, mine: ProcessStatus, everybody: list[ProcessStatus]) -> None:
-        """Every process comes to the same verdict; the first that is not silent says it."""
-        verdict = judge(everybody)
+    def _judge(self, mine: ProcessStatus, known: list[ProcessStatus]) -> None:
+        """Judge as every process does. The first one that is not silent prints the verdict."""
+        verdict = judge(known)
         if verdict is None:
             return
-        speaks = mine.rank == min(place.rank for place in everybody if not place.silent)
-        if speaks and self._telling.is_due(mine.idle):
+        prints = mine.rank == min(status.rank for status in known if not status.silent)
+        if prints and self._backoff.is_due(mine.idle):
             print(f"\n{verdict.error}", file=sys.stderr, flush=True)
-        if verdict.then != "wait":  # a silent one cannot be killed from here
-            time.sleep(0.0 if speaks else SPEAK_SECONDS)
-            os._exit(verdict.error.exit_status)  # nothing else ends a process whose main thread waits in compiled code
+        if verdict.then != "wait":  # a silent process cannot be killed from here
+            time.sleep(0.0 if prints else PRINT_SECONDS)
+            os._exit(verdict.error.exit_status)  # the main thread waits in compiled code, so nothing else ends it
 
 
 def describe_frame(frame: FrameType | None) -> tuple[str, str, str]:
-    """Where a thread is, by its innermost frame: the user's line, what is written there, and whom it waits for, as a
-    Place calls it."""
-    own: FrameType | None = None
+    """Return where a thread is: the position in the user's code, its source line, and what the thread waits for.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
+    user_frame: FrameType | None = None
     waits: str | None = None
     innermost = frame
     while frame is not None:
@@ -228,11 +232,11 @@ def describe_frame(frame: FrameType | None) -> tuple[str, str, str]:
         if os.path.basename(filename) in DEBUGGERS and not status_file.is_own(filename):
             waits = "person"
         if waits is None:
-            waits = _whom(filename.replace(os.sep, "/"), frame.f_code.co_name)
-        if own is None and status_file.is_own(filename):
-            own = frame
+            waits = _waits_for(filename.replace(os.sep, "/"), frame.f_code.co_name)
+        if user_frame is None and status_file.is_own(filename):
+            user_frame = frame
         frame = frame.f_back
-    seen = own or innermost
+    seen = user_frame or innermost
     if seen is None:
         return "", "", ""
     filename, line = seen.f_code.co_filename, seen.f_lineno
@@ -241,7 +245,7 @@ def describe_frame(frame: FrameType | None) -> tuple[str, str, str]:
     return where, code, "person" if "input(" in code and not waits else waits or ""
 
 
-WHOM = (
+WAITS = (
     ("/torch/distributed/rendezvous.py", "meeting"),
     ("/torch/distributed/", "others"),
     ("/torch/utils/data/dataloader.py", "workers"),
@@ -253,15 +257,15 @@ WHOM = (
     ("/unisono/param_server/", "others"),
     ("/unisono/local_sgd/", "others"),
 )
-"""Whose code the innermost frame is in, and whom it then waits for."""
+"""Parts of file names, and what a thread whose innermost frame is in such a file waits for."""
 
 MEETING = ("init_process_group", "_store_based_barrier", "_new_process_group_helper", "_new_group_with_tag")
 
 
-def _whom(filename: str, function: str) -> str | None:
-    """None: this frame does not tell, ask the one around it; "": nobody."""
-    for part, whom in WHOM:
+def _waits_for(filename: str, function: str) -> str | None:
+    """Return what a frame waits for; "": nothing; None: unknown, so the calling frame is examined."""
+    for part, waits in WAITS:
         if part in filename:
-            return "meeting" if function in MEETING else whom
+            return "meeting" if function in MEETING else waits
     library = filename.startswith(("<", *status_file.LIBRARIES)) and "site-packages" not in filename
     return None if library else ""

@@ -1,4 +1,4 @@
-"""Who looks on while a run's steps go by: the clock, the timeline and the progress line of one process."""
+"""Observe the steps of a run: the clock, the timeline and the progress line of one process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.monitor.progress import Progress, ProgressAwareStdout
 from unisono.monitor.timeline import Timeline
 
 LINE_SECONDS = 0.02
-"""Steps that are faster share a line of the timeline (the last one's number and loss, everybody's seconds)."""
+"""Steps that are faster share a line of the timeline: number and loss of the last one, the seconds of all."""
 
 
 class StepResult(Protocol):
-    """A step that is over."""
+    """A finished step."""
 
     number: int
     samples: int
@@ -28,17 +28,22 @@ class StepResult(Protocol):
 
 
 class StepMonitor:
-    """Is told of every step, and what the loop logs.
-
-    run_dir  where the timeline goes
-    output   what the progress line is written to, by rank 0
-    live     is it a terminal, with so many columns (0: look)?
-    """
+    """Receives every step, and the values that the loop logs."""
 
     def __init__(self, run_dir: Path, rank: int, output: TextIO, *, live: bool, columns: int, color: bool) -> None:
+        """Create a monitor that has not begun.
+
+        Args:
+            run_dir: The timeline is written into it.
+            rank: Rank 0 shows the progress line.
+            output: The stream of the progress line.
+            live: The stream is a terminal.
+            columns: Width of the terminal; 0: ask the stream.
+            color: Use colors.
+        """
         self.clock = PhaseClock()
         self.typed = str(run_dir)
-        """The run directory, as one types it."""
+        """The run directory, as a user types it."""
         self._spikes = LossSpikes()
         self._run_dir, self._rank, self._output = run_dir, rank, output
         self._live, self._columns, self._color = live, columns, color
@@ -50,7 +55,7 @@ class StepMonitor:
         self._line_at = 0.0
 
     def begin(self, total_steps: int, first_step: int, samples_seen: int, *, resumed: bool) -> None:
-        """The loop begins at `first_step`; `samples_seen` are those of the steps before."""
+        """Begin at `first_step`. `samples_seen` counts the samples of the steps before it."""
         self._timeline = Timeline(self._run_dir / "timeline" / f"rank-{self._rank}.jsonl", note=self.note)
         if resumed:
             self._timeline.resumed(first_step)
@@ -65,13 +70,13 @@ class StepMonitor:
                 columns=self._columns,
             )
             console.route_logging(self._progress)
-            if self._live:  # the script's own print goes above the line that is being redrawn
+            if self._live:  # prints of the script appear above the live line
                 sys.stdout = ProgressAwareStdout(self._output, self._progress)
         self._whole = total_steps, samples_seen, first_step
         self.clock.start()
 
     def lead(self, steps_done: int) -> None:
-        """This process speaks for all from now on, since the one that did is gone."""
+        """Show the progress on this process from now on, because the former rank 0 is gone."""
         if self._progress is None and self._timeline is not None:
             total, samples, first = self._whole
             self._rank = 0
@@ -79,36 +84,36 @@ class StepMonitor:
             console.route_logging(self._progress)
 
     def step(self, step: StepResult) -> None:
-        """A step is over. Quick steps share a line, so that watching them costs nothing."""
+        """Receive a finished step. Quick steps share a line, so that observing them costs little."""
         self._last = step
         self._samples += step.samples
         if self._progress is not None and (typical := self._spikes.observe(step.loss)) is not None:
-            told = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
-            self.note(f"{told} Look at it: unisono replay {self.typed} --step {step.number}")
+            fact = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
+            self.note(f"{fact} Look at it: unisono replay {self.typed} --step {step.number}")
         if self._logged or time.perf_counter() > self._line_at:
-            self._look(step)
+            self._write(step)
 
     def log(self, values: dict[str, Any]) -> None:
-        """What the loop says of the step under way."""
+        """Add logged values to the step under way."""
         self._logged.update(values)
 
     def event(self, values: dict[str, Any]) -> None:
-        """Write a line of its own into the timeline: something that happens seldom."""
+        """Write a rare event as a line of its own into the timeline."""
         if self._timeline is not None:
             self._timeline.event(values)
 
     def note(self, text: str) -> None:
-        """Print on rank 0, without disturbing the progress line."""
+        """Print text on rank 0, above the progress line."""
         if self._progress is not None:
             self._progress.note(text)
         elif self._rank == 0:
             print(text, file=self._output, flush=True)
 
     def close(self) -> None:
-        """Stop watching: the last progress line, and the timeline on disk."""
+        """Write the last progress line, and close the timeline."""
         self.clock.stop()
         if self._samples and self._last is not None:
-            self._look(self._last)
+            self._write(self._last)
         if self._progress is not None:
             if isinstance(sys.stdout, ProgressAwareStdout):
                 sys.stdout = self._output
@@ -118,7 +123,7 @@ class StepMonitor:
         if self._timeline is not None:
             self._timeline.close()
 
-    def _look(self, step: StepResult) -> None:
+    def _write(self, step: StepResult) -> None:
         assert self._timeline is not None
         loss, logged = step.loss, self._logged or None
         self._timeline.step(step.number, self.clock.lap(), loss, logged)

@@ -1,6 +1,6 @@
-"""Where the time went, and the lines at the end of a run.
+"""Summarize a run: the time spent in each phase, the bottleneck, and the facts of result.json.
 
-Reads the files of a run directory and nothing else, so it tells the same after a crash, or years later elsewhere:
+It reads only files of a run directory, so it also works after a crash, or later on another machine:
 
     where the time went  2:05 min in 200 steps
       backward  61.4 s   49%  ████████████████████████████████
@@ -22,24 +22,24 @@ from unisono.config import size
 from unisono.monitor import timeline
 
 WIDTH = 80
-"""Columns that every line fits; only a path or the advice's command is never cut."""
+"""Width of the lines. Only a path, or the command of an advice, may be longer."""
 
 _BAR = 32
-_TAIL_BYTES = 1 << 20  # some thousand steps of a timeline: enough to see who waits for whom
+_TAIL_BYTES = 1 << 20  # some thousand steps of a timeline, enough to find a straggler
 
 LARGE = {"data": 0.2, "exchange": 0.3, "checkpoint": 0.15, "evaluate": 0.3}
-"""From this share on, a phase is worth a sentence."""
+"""Share of the time from which on a phase is reported as the bottleneck."""
 
 
 class Bottleneck(NamedTuple):
-    """What took more of the time than it should, in a sentence, and what to try."""
+    """A phase that takes too much of the time: a sentence about it, and an advice."""
 
     phase: str
-    said: str
-    do: str
+    fact: str
+    advice: str
 
     def __str__(self) -> str:
-        return f"{self.said} Next: {self.do}"
+        return f"{self.fact} Next: {self.advice}"
 
 
 def time_shares(
@@ -50,11 +50,14 @@ def time_shares(
     color: bool = False,
     ascii_only: bool = False,
 ) -> str:
-    """A table of phases: seconds, share of the total, bar; the longest first.
+    """Return a table of phases with seconds, share of the total, and a bar, longest first.
 
-    total       seconds that are 100 %; None: the sum. Where it is more than the sum, the rest is shown as "unwatched"
-    steps       said in the head line
-    ascii_only  for a stream whose encoding has no block characters
+    Args:
+        seconds: Seconds by phase.
+        total: Seconds that are 100 %; None: the sum. If it is above the sum, the rest is shown as "unwatched".
+        steps: Number of steps for the first line.
+        color: Use colors.
+        ascii_only: Draw without block characters, for a stream whose encoding has none.
     """
     spent = {phase: s for phase, s in seconds.items() if s > 0}
     total = sum(spent.values()) if total is None else total
@@ -77,30 +80,32 @@ def time_shares(
 
 
 WORTH_SECONDS = 3.0
-"""A phase that took less is not worth anybody's time, whatever its share: advice from a short run is mostly noise."""
+"""Shortest time of a phase that is reported. Shares in a short run are mostly noise."""
 
 
-def bottleneck(seconds: Mapping[str, float], *, workers: int = 0, but: Collection[str] = ()) -> Bottleneck | None:
-    """The phase that is most above what it should take, in words, with what to try; None when all is well.
+def bottleneck(seconds: Mapping[str, float], *, workers: int = 0, exclude: Collection[str] = ()) -> Bottleneck | None:
+    """Return the phase that exceeds its expected share the most, or None.
 
-    workers  the run's loader.workers: those who have some need other advice than to take some
-    but      phases that are as they should be, however long they take
+    Args:
+        seconds: Seconds by phase.
+        workers: The setting loader.workers, on which the advice depends.
+        exclude: Phases that are not reported.
     """
     total = sum(seconds.values())
-    looked_at = {phase: limit for phase, limit in LARGE.items() if phase not in but}
-    over = {phase: seconds.get(phase, 0.0) / total / limit for phase, limit in looked_at.items()} if total > 0 else {}
+    limits = {phase: limit for phase, limit in LARGE.items() if phase not in exclude}
+    over = {phase: seconds.get(phase, 0.0) / total / limit for phase, limit in limits.items()} if total > 0 else {}
     worst = max(over, key=lambda phase: over[phase], default=None)
     if worst is None or over[worst] < 1 or seconds[worst] < WORTH_SECONDS:
         return None
     share = f"{seconds[worst] / total:.0%} of the time."
     match worst:
         case "data":
-            try_this = "--set loader.workers=2" if workers == 0 else "a cheaper data set, or fewer workers than cores"
-            return Bottleneck(worst, f"Waiting for data took {share}", try_this)
+            advice = "--set loader.workers=2" if workers == 0 else "a cheaper data set, or fewer workers than cores"
+            return Bottleneck(worst, f"Waiting for data took {share}", advice)
         case "exchange":
             return Bottleneck(
                 worst,
-                f"Exchanging gradients, and waiting for each other, took {share}",
+                f"Exchanging gradients, and waiting for other processes, took {share}",
                 "a larger --set batch, or fewer --ranks",
             )
         case "checkpoint":
@@ -110,7 +115,7 @@ def bottleneck(seconds: Mapping[str, float], *, workers: int = 0, but: Collectio
 
 
 class Straggler(NamedTuple):
-    """A process that the others wait for: it spends much less of its time in the exchange than they do."""
+    """A slow process, for which the others wait in the exchange."""
 
     rank: int
     share: float  # of its own time, in the exchange
@@ -118,10 +123,13 @@ class Straggler(NamedTuple):
 
 
 def straggler(exchange_shares: Mapping[int, float]) -> Straggler | None:
-    """The process that the others wait for, from the share of its time that each spends in the exchange.
+    """Return the process for which the others wait, or None.
 
-    Waiting counts as exchange. So the one that hardly waits, while everybody else does, is the slow one; it must be
-    0.15 of the time apart for us to say so.
+    Waiting counts as exchange, so the straggler is the process that waits least. Its share must be 0.15 below the
+    median of the others.
+
+    Args:
+        exchange_shares: By rank, the share of its time that a process spends in the exchange.
     """
     if len(exchange_shares) < 2:
         return None
@@ -140,13 +148,16 @@ def closing_lines(
     color: bool = False,
     ascii_only: bool = False,
 ) -> list[str]:
-    """The lines at the end of a run: where the time went, the bottleneck, run directory, promise, fingerprint.
+    """Return the lines at the end of a run: times, bottleneck, run directory, promise, fingerprint.
 
-    `shown` is what the run directory is called, if not by the path that it is read from; `again` is what to type to go
-    on with a run that was stopped.
-
-    `result` is what `result.json` holds; every name may be missing. Its `phases`, seconds per phase, come from the
-    clock; without them the timeline of rank 0 is read.
+    Args:
+        result: The content of result.json, of which every key may be missing. Without `phases` (seconds by phase), the
+            timeline of rank 0 is read.
+        run_dir: The run directory.
+        shown: The run directory as it is printed, by default `run_dir`.
+        again: The command that resumes a stopped run.
+        color: Use colors.
+        ascii_only: Draw without block characters.
     """
     run_dir = Path(run_dir)
     phases = result.get("phases") or seconds_of(run_dir)
@@ -154,34 +165,17 @@ def closing_lines(
     if sum(phases.values()) > 0:
         steps = None if result.get("steps") is None else result["steps"] - result.get("resumed_at", 0)
         lines += time_shares(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
-        served = result.get("servers", 0)  # processes, the first ones, whose time is spent waiting for the others
-        if found := bottleneck(phases, workers=_workers(run_dir), but=("exchange",) if served else ()):
+        servers = result.get("servers", 0)  # the first ranks, which spend their time in waiting for the workers
+        if found := bottleneck(phases, workers=_workers(run_dir), exclude=("exchange",) if servers else ()):
             lines += _wrapped(found)
-        shares = {rank: share for rank, share in exchange_shares(run_dir).items() if rank >= served}
+        shares = {rank: share for rank, share in exchange_shares(run_dir).items() if rank >= servers}
         if result.get("ranks") != 1 and (slow := straggler(shares)):
             lines.append(
-                f"Rank {slow.rank} is the one they wait for: {slow.share:.0%} of its time in the exchange, "
+                f"Rank {slow.rank} is a straggler: it spends {slow.share:.0%} of its time in the exchange, "
                 f"the others {slow.others:.0%}."
             )
         lines.append("")
-    facts = {"run": str(shown or run_dir)}
-    if (steps := result.get("steps")) is not None:
-        loss = f", loss {result['loss']:.4f}" if isinstance(result.get("loss"), float) else ""
-        speed = result.get("samples_per_second")
-        facts["result"] = _steps(steps) + loss + (f", {speed:,.0f} samples/s" if speed else "") + _who(result)
-    if sent := result.get("bytes_per_step"):
-        plain = result.get("bytes_uncompressed")
-        beside = f", {sent / plain:.1%} of what it would be uncompressed" if plain else ""
-        what = "between sites a step, by each of them" if result.get("sites") else "of gradients a step, by a process"
-        facts["sent"] = f"{size(sent)} {what}{beside}"
-        if plain and sent > plain:
-            facts["sent"] += ": fewer nodes send less (compress.groups)"
-    if late := result.get("late_mean"):
-        facts["late"] = f"gradients by {late:.1f} updates in the mean, {result.get('late_most')} at most"
-    if promise := result.get("promise"):
-        facts["promise"] = f"{promise}: {result['reason']}" if result.get("reason") else str(promise)
-    if result.get("weights_sha256"):
-        facts["fingerprint"] = str(result["weights_sha256"])
+    facts = {"run": str(shown or run_dir), **_facts(result)}
     width = max(map(len, facts))
     for name, value in facts.items():
         # a path may have spaces, and is copied as it is
@@ -192,18 +186,41 @@ def closing_lines(
     return lines
 
 
+def _facts(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return what result.json states about the run, by the name that is printed before it."""
+    facts: dict[str, str] = {}
+    if (steps := result.get("steps")) is not None:
+        loss = f", loss {result['loss']:.4f}" if isinstance(result.get("loss"), float) else ""
+        speed = result.get("samples_per_second")
+        facts["result"] = _steps(steps) + loss + (f", {speed:,.0f} samples/s" if speed else "") + _ranks(result)
+    if sent := result.get("bytes_per_step"):
+        plain = result.get("bytes_uncompressed")
+        ratio = f", {sent / plain:.1%} of the uncompressed size" if plain else ""
+        content = "between sites per step and site" if result.get("sites") else "of gradients per step and process"
+        facts["sent"] = f"{size(sent)} {content}{ratio}"
+        if plain and sent > plain:
+            facts["sent"] += ": fewer groups send less (compress.groups)"
+    if late := result.get("late_mean"):
+        facts["late"] = f"gradients by {late:.1f} updates on average, {result.get('late_most')} at most"
+    if promise := result.get("promise"):
+        facts["promise"] = f"{promise}: {result['reason']}" if result.get("reason") else str(promise)
+    if result.get("weights_sha256"):
+        facts["fingerprint"] = str(result["weights_sha256"])
+    return facts
+
+
 def read_directory(run_dir: Path | str, *, color: bool = False, ascii_only: bool = False) -> list[str]:
-    """The same lines from the files alone; a run that crashed has no result.json, so its last step is told instead."""
+    """Return the closing lines from files alone. A run that crashed has no result.json; its last step is shown."""
     run_dir = Path(run_dir)
     result = read_result(run_dir)
     if result is None:
         lines = closing_lines({"steps": steps_done(run_dir)}, run_dir, color=color, ascii_only=ascii_only)
-        return [*lines, "This run has not ended by itself. Next: the same command with --resume"]
+        return [*lines, "This run did not finish. Next: the same command with --resume"]
     return closing_lines(result, run_dir, color=color, ascii_only=ascii_only)
 
 
 def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """What result.json says, or None where there is none that can be read."""
+    """Return the content of result.json, or None if it cannot be read."""
     try:
         result = json.loads((run_dir / "result.json").read_bytes())
     except (OSError, ValueError):
@@ -212,7 +229,7 @@ def read_result(run_dir: Path) -> dict[str, Any] | None:
 
 
 def seconds_of(run_dir: Path, rank: int = 0, *, last_bytes: int | None = None) -> dict[str, float]:
-    """Seconds per phase that a process's timeline adds up to, steps that were done again included; {} without one."""
+    """Return the seconds by phase in the timeline of a rank, repeated steps included; {} without a timeline."""
     seconds: dict[str, float] = {}
     try:
         for entry in timeline.read(run_dir / "timeline" / f"rank-{rank}.jsonl", last_bytes=last_bytes):
@@ -224,7 +241,7 @@ def seconds_of(run_dir: Path, rank: int = 0, *, last_bytes: int | None = None) -
 
 
 def exchange_shares(run_dir: Path) -> dict[int, float]:
-    """By rank, the share of its recent time that a process spent in the exchange, waiting for others included."""
+    """Return, by rank, the share of recent time that was spent in the exchange, waiting included."""
     shares: dict[int, float] = {}
     for path in (run_dir / "timeline").glob("rank-*.jsonl"):
         rank = path.stem.removeprefix("rank-")
@@ -235,7 +252,7 @@ def exchange_shares(run_dir: Path) -> dict[int, float]:
 
 
 def steps_done(run_dir: Path) -> int | None:
-    """Steps that rank 0's timeline knows to be done, the last one written included; None without any."""
+    """Return the number of steps done according to the timeline of rank 0, or None."""
     try:
         entries = list(timeline.read(run_dir / "timeline" / "rank-0.jsonl", last_bytes=_TAIL_BYTES))
     except OSError:
@@ -255,7 +272,7 @@ def _steps(steps: int) -> str:
     return f"{steps} step{'s' * (steps != 1)}"
 
 
-def _who(result: Mapping[str, Any]) -> str:
+def _ranks(result: Mapping[str, Any]) -> str:
     ranks, virtual = result.get("ranks"), result.get("virtual_ranks")
     if not ranks or not virtual:
         return ""
@@ -263,8 +280,8 @@ def _who(result: Mapping[str, Any]) -> str:
 
 
 def _wrapped(found: Bottleneck) -> Sequence[str]:
-    one = str(found)
-    return [one] if len(one) <= WIDTH else [found.said, f"  Next: {found.do}"]
+    line = str(found)
+    return [line] if len(line) <= WIDTH else [found.fact, f"  Next: {found.advice}"]
 
 
 def _bar(length: float, ascii_only: bool) -> str:
@@ -275,7 +292,7 @@ def _bar(length: float, ascii_only: bool) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """0.8 ms, 12.3 s, 4:05, 1:00:05."""
+    """Return a duration as 0.8 ms, 12.3 s, 4:05 min or 1:00 h."""
     if seconds < 0.0995:
         return f"{seconds * 1e3:.1f} ms"
     if seconds < 99.95:

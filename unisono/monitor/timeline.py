@@ -4,14 +4,13 @@
     {"resumed_at": 10}
     {"promise": "tolerance", "step": 4, "cause": "state", "reason": "A second computation of ..."}
 
-`step` counts from 0, `t` is when it was over (seconds since 1970), `seconds` how long it spent in each phase. A resumed
-run goes on in the same file: the line `resumed_at` names the step that comes next, so lines before it with this step or
-a later one were done again.
-JSON knows no NaN: a number that is not finite is written as a string, "nan", "inf" or "-inf".
+`step` counts from 0, `t` is the time of its end (seconds since 1970), `seconds` the time spent in each phase. A resumed
+run appends to the same file: the line `resumed_at` names the next step, so earlier lines with this step or a later one
+were computed again. A number that is not finite is written as a string ("nan", "inf", "-inf"), because JSON has no NaN.
 
-A step costs about 3.5 µs (six phases and a loss), and 1.5 µs more when the loop logs a number.
+A step costs about 3.5 µs (six phases and a loss), and 1.5 µs more for each logged number.
 
-The file is a witness, not a part of the training: when it cannot be written, that is said once, and training goes on.
+If the file cannot be written, a note is printed once, and training continues.
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from pathlib import Path
 from typing import Any
 
 WRITE_EVERY_SECONDS = 2.0
-"""Lines wait in memory at most this long while steps go on: what a crash of the whole machine can lose."""
+"""Longest time that lines stay in memory while steps finish. A crash of the machine loses these lines."""
 
 
 class Timeline:
-    """Appends to one process's timeline.
-
-    path  the file; it and its directory are made when they are not there
-    note  is called once with a sentence, if the file cannot be written (any more)
-    now   seconds since 1970; tests pass their own
-    """
+    """Appends to the timeline of one process."""
 
     def __init__(
         self, path: Path, note: Callable[[str], None] | None = None, now: Callable[[], float] = time.time
     ) -> None:
+        """Open the file, and create it and its folder if they are missing.
+
+        Args:
+            path: The file.
+            note: Called once with a sentence if the file cannot be written.
+            now: Returns seconds since 1970.
+        """
         self.path = path
         self._note = note
         self._now = now
@@ -49,10 +50,10 @@ class Timeline:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if _torn(self._file):
+            if _is_cut_off(self._file):
                 self._lines.append("\n")
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
 
     def step(
         self,
@@ -65,28 +66,28 @@ class Timeline:
         if self._file is None:
             return
         now = self._now()
-        # Put together by hand: json.dumps takes twice as long, and this runs every step.
+        # not by json.dumps, which takes twice as long in every step
         spent = ", ".join([f'"{phase}": {s:.6f}' for phase, s in seconds.items()])
         tail = "" if loss is None else f', "loss": {_number(loss)}'
         if log:
             tail += ', "log": {' + ", ".join([f"{_encode(name)}: {_json(value)}" for name, value in log.items()]) + "}"
         self._lines.append(f'{{"step": {step}, "t": {now:.3f}, "seconds": {{{spent}}}{tail}}}\n')
-        if abs(now - self._written) >= WRITE_EVERY_SECONDS:  # abs: somebody may set the wall clock back
+        if abs(now - self._written) >= WRITE_EVERY_SECONDS:  # abs: the wall clock may be set back
             self._written = now
             self.flush()
 
     def resumed(self, step: int) -> None:
-        """Add the line that says: this run goes on here, and `step` is the next one."""
+        """Add the line of a resume; `step` is the next step."""
         self._lines.append(f'{{"resumed_at": {step}}}\n')
         self.flush()
 
     def event(self, values: Mapping[str, Any]) -> None:
-        """Add a line of these values, and write it at once."""
+        """Add a line of these values, and write it immediately."""
         self._lines.append(json.dumps(dict(values)) + "\n")
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the lines in memory."""
         if self._file is None or not self._lines:
             return
         data = "".join(self._lines).encode()
@@ -95,14 +96,14 @@ class Timeline:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
 
     def close(self) -> None:
-        """Write what waits and close the file; closing twice changes nothing."""
+        """Write the lines in memory, and close the file. Closing twice changes nothing."""
         self.flush()
         self._shut()
 
-    def _give_up(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
         self._shut()
         self._lines.clear()
         if self._note is not None:
@@ -111,14 +112,16 @@ class Timeline:
     def _shut(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # what it says was said when writing, or is of no use any more
+            with contextlib.suppress(OSError):  # reported when writing, or irrelevant now
                 os.close(file)
 
 
 def read(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of a timeline, as dictionaries. A line that was cut off by a crash or a full disk is passed over.
+    """Yield the lines of a timeline as dictionaries. A line that a crash or a full disk cut off is skipped.
 
-    last_bytes  look at the end of the file only, for a quick impression of a long run
+    Args:
+        path: The file.
+        last_bytes: Read only the end of the file, as a quick sample of a long run.
     """
     with path.open("rb") as file:
         if last_bytes is not None:
@@ -135,8 +138,8 @@ def read(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any
                 yield entry
 
 
-def _torn(file: int) -> bool:
-    """Does the file end in the middle of a line?"""
+def _is_cut_off(file: int) -> bool:
+    """Return whether the file ends in the middle of a line."""
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
@@ -147,7 +150,7 @@ def _number(value: float) -> str:
 
 
 def _json(value: Any) -> str:
-    """What the loop logged, as JSON: numbers of other libraries (numpy's, a tensor of one number) become float."""
+    """Return a logged value as JSON. Numbers of other libraries (numpy, a tensor of one element) become float."""
     if type(value) is float:
         return _number(value)
     if isinstance(value, (bool, int, str)) or value is None:
