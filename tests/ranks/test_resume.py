@@ -1,4 +1,4 @@
-"""State: a run that is saved in the middle and goes on elsewhere ends as the run that was never interrupted."""
+"""Resume: a run that is saved and resumed on other processes ends like one that was not interrupted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = {
 
 
 def train_all(world: World, folders: dict[str, str], resume: bool) -> dict[str, Any]:
-    """What each kind of training tells, in its folder."""
+    """Return the results of each kind of training, in its folder."""
 
     def loop(kind: str) -> Loop:
         return lambda run: training(run, kind, 53, {}, None, False) | {"weights": run_result(run)["weights_sha256"]}
@@ -48,14 +48,14 @@ def train_all(world: World, folders: dict[str, str], resume: bool) -> dict[str, 
 
 
 class Whole(NamedTuple):
-    """The runs that were never interrupted: what they told, and where their checkpoints are."""
+    """Runs that were not interrupted: their results, and the paths of their checkpoints."""
 
     told: dict[str, Any]
     folders: dict[str, Path]
 
 
 @pytest.fixture(scope="module")
-def never_interrupted(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folders = {name: tmp_path_factory.mktemp("whole") for name in KINDS}
     first, second = run_ranks(train_all, 2, {name: str(folder) for name, folder in folders.items()}, False)
     for name, told in first.items():
@@ -65,25 +65,25 @@ def never_interrupted(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.mark.parametrize(("size", "after"), [(1, 3), (3, 6), (4, 3)])
-def test_a_resume_on_another_number_of_processes_has_the_bits_of_the_whole_run(
-    never_interrupted: Whole, tmp_path: Path, size: int, after: int
+def test_a_resume_on_another_number_of_processes_has_the_same_bits(
+    uninterrupted: Whole, tmp_path: Path, size: int, after: int
 ) -> None:
-    """Saved on 2 in mid-epoch; the rest of the losses, and every tensor and number of the final state, are the same."""
+    """A run is saved on 2 processes in mid-epoch; later losses, and the whole final state, are the same."""
     folders = {}
-    for name, folder in never_interrupted.folders.items():
+    for name, folder in uninterrupted.folders.items():
         saved = Path("checkpoints", f"step-{after:08d}")
         folders[name] = tmp_path / name
         shutil.copytree(folder / saved, tmp_path / name / saved)
     every_process = run_ranks(train_all, size, {name: str(folder) for name, folder in folders.items()}, True)
     for name in KINDS:
-        expected = never_interrupted.told[name]
+        expected = uninterrupted.told[name]
         for told in every_process:
             assert not isinstance(told[name], str), told[name]
             assert told[name]["losses"] == expected["losses"][after:]
             assert told[name]["norms"] == expected["norms"][after:]
             assert told[name]["weights"] == expected["weights"]
         final = fingerprint(folders[name] / "checkpoints" / "step-00000008", state=True)
-        whole_run = fingerprint(never_interrupted.folders[name] / "checkpoints" / "step-00000008", state=True)
+        whole_run = fingerprint(uninterrupted.folders[name] / "checkpoints" / "step-00000008", state=True)
         assert final["weights_sha256"] == whole_run["weights_sha256"] == expected["weights"]
         assert final["state_sha256"] == whole_run["state_sha256"]
 
@@ -96,7 +96,7 @@ def finish_twice(world: World, folder: str) -> Any:
     return once, again
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+def test_a_finished_run_does_no_more_steps(tmp_path: Path) -> None:
     for once, again in run_ranks(finish_twice, 2, str(tmp_path)):
         assert len(once) == 4
         assert again == once[-1:]  # no losses, and the fingerprint that was there
@@ -154,18 +154,18 @@ FORGOTTEN: dict[str, tuple[Loop, list[str]]] = {
 }
 
 
-def forget_everything(world: World, folder: str) -> dict[str, Any]:
+def leave_untracked(world: World, folder: str) -> dict[str, Any]:
     return {name: attempt(world, Path(folder, name), loop) for name, (loop, _) in FORGOTTEN.items()}
 
 
 @pytest.fixture(scope="module")
-def forgotten(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(forget_everything, 2, str(tmp_path_factory.mktemp("forgotten")))
+def untracked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(leave_untracked, 2, str(tmp_path_factory.mktemp("untracked")))
 
 
 @pytest.mark.parametrize("what", FORGOTTEN)
-def test_what_was_forgotten_is_named_by_every_process(forgotten: list[dict[str, Any]], what: str) -> None:
-    one, other = (told[what] for told in forgotten)
+def test_every_rank_names_what_is_not_tracked(untracked: list[dict[str, Any]], what: str) -> None:
+    one, other = (told[what] for told in untracked)
     assert one == other
     words = FORGOTTEN[what][1]
     if not words:
@@ -178,7 +178,7 @@ def test_what_was_forgotten_is_named_by_every_process(forgotten: list[dict[str, 
 
 
 def saved_and_resumed(second: Loop, first: Loop = train) -> Callable[[World, Path], Any]:
-    """What the second loop tells when it is to go on from the checkpoint of the first, after two steps."""
+    """Return the result of the second loop, which resumes from the checkpoint of the first after two steps."""
 
     def attempts(world: World, folder: Path) -> Any:
         before = attempt(world, folder, first, replace(SETTINGS, steps=2))
@@ -215,18 +215,18 @@ MISFITS: dict[str, tuple[Callable[[World, Path], Any], list[str]]] = {
 }
 
 
-def misfit_everything(world: World, folder: str) -> dict[str, Any]:
+def resume_mismatches(world: World, folder: str) -> dict[str, Any]:
     return {name: attempts(world, Path(folder, name)) for name, (attempts, _) in MISFITS.items()}
 
 
 @pytest.fixture(scope="module")
-def misfits(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(misfit_everything, 2, str(tmp_path_factory.mktemp("misfits")))
+def mismatches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(resume_mismatches, 2, str(tmp_path_factory.mktemp("mismatches")))
 
 
 @pytest.mark.parametrize("what", MISFITS)
-def test_a_state_that_does_not_fit_is_refused_by_every_process(misfits: list[dict[str, Any]], what: str) -> None:
-    one, other = (told[what] for told in misfits)
+def test_every_rank_refuses_a_state_that_does_not_fit(mismatches: list[dict[str, Any]], what: str) -> None:
+    one, other = (told[what] for told in mismatches)
     assert one == other
     words = MISFITS[what][1]
     if not words:
@@ -238,7 +238,7 @@ def test_a_state_that_does_not_fit_is_refused_by_every_process(misfits: list[dic
 
 
 def in_bfloat16(run: Run[Any]) -> str:
-    """NAdam keeps a product in float32, whatever its parameters are."""
+    """Train with NAdam, which keeps a product in float32 for parameters of any dtype."""
     model = run.place(lambda: linear().bfloat16())
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -256,7 +256,7 @@ def keep_dtypes(world: World, folder: str) -> list[str]:
     return [undisturbed, attempt(world, Path(folder, "halves"), in_bfloat16, replace(SETTINGS, steps=6), resume=True)]
 
 
-def test_what_an_optimizer_keeps_in_float32_stays_so(tmp_path: Path) -> None:
+def test_optimizer_state_keeps_its_dtype(tmp_path: Path) -> None:
     ((undisturbed, resumed),) = run_ranks(keep_dtypes, 1, str(tmp_path))
     assert "torch.float32" in undisturbed
     assert "torch.bfloat16" in undisturbed
@@ -297,7 +297,7 @@ def breaks(run: Run[Any], in_step: bool, change: bool, leave: bool) -> tuple[str
     return run.context.state.fingerprint(), run_promise(run)[0]
 
 
-def leave_and_go_on(world: World, folder: str) -> dict[str, Any]:
+def break_and_continue(world: World, folder: str) -> dict[str, Any]:
     told = {}
     for what, (virtual_ranks, in_step, change, _) in AFTER_BREAK.items():
         config = replace(SETTINGS, virtual_ranks=virtual_ranks, steps=5)
@@ -308,8 +308,8 @@ def leave_and_go_on(world: World, folder: str) -> dict[str, Any]:
     return told
 
 
-def test_a_loop_that_was_left_with_break_goes_on_exactly_or_says_that_it_does_not(tmp_path: Path) -> None:
-    (told,) = run_ranks(leave_and_go_on, 1, str(tmp_path))
+def test_a_loop_left_with_break_resumes_exactly_or_lowers_the_promise(tmp_path: Path) -> None:
+    (told,) = run_ranks(break_and_continue, 1, str(tmp_path))
     for what, (_, _, _, promise) in AFTER_BREAK.items():
         (weights, _), (resumed, says) = told[what]
         assert says == promise, what
@@ -320,7 +320,7 @@ def test_a_loop_that_was_left_with_break_goes_on_exactly_or_says_that_it_does_no
 
 
 def fails_to_save(world: World, folder: str) -> Any:
-    """After the checkpoint of step 2 somebody puts a file where the next one would be written."""
+    """Put a file at the path of the next checkpoint after step 2."""
 
     def after(step: Any, optimizer: Any) -> None:
         step.update(optimizer)
@@ -334,7 +334,7 @@ def fails_to_save(world: World, folder: str) -> Any:
     return attempt(world, Path(folder), lambda run: train(run, after=after), config)
 
 
-def test_a_save_that_fails_is_told_by_every_process_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_by_every_rank_and_changes_nothing(tmp_path: Path) -> None:
     first, *others = run_ranks(fails_to_save, 3, str(tmp_path))
     assert first.startswith("unisono.errors.CheckpointError: Cannot write the checkpoint after step 4")
     assert "The checkpoint after step 2 is complete." in first
@@ -348,7 +348,7 @@ def test_a_save_that_fails_is_told_by_every_process_and_harms_nothing(tmp_path: 
 
 
 def scheduled(run: Run[Any], how: str) -> Any:
-    """The learning rates of its steps."""
+    """Return the learning rates of the steps."""
     model = run.place(linear)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule: Any = CosineAnnealingLR(optimizer, run.total_steps)
@@ -379,7 +379,7 @@ def lengthen(world: World, folder: str) -> Any:
     return told
 
 
-def test_a_schedule_goes_on_when_the_run_is_made_longer(tmp_path: Path) -> None:
+def test_a_schedule_continues_in_a_longer_run(tmp_path: Path) -> None:
     told = run_ranks(lengthen, 2, str(tmp_path))[0]
     for how, field in (
         ("cosine", "T_max from 3"),
@@ -399,7 +399,7 @@ def test_a_schedule_goes_on_when_the_run_is_made_longer(tmp_path: Path) -> None:
 
 
 def promises(world: World, folder: str) -> list[str]:
-    """Two steps under allreduce, then two under the tree; the second time with a longer schedule."""
+    """Do two steps with allreduce and two with the tree, the second time with a longer schedule."""
     short, told = replace(SETTINGS, steps=2), []
     for name, loop in (("plain", train), ("longer", lambda run: scheduled(run, "cosine"))):
         rounded = replace(short, exchange="allreduce")
@@ -413,7 +413,7 @@ def promises(world: World, folder: str) -> list[str]:
     return told
 
 
-def test_a_resume_promises_no_more_than_what_it_goes_on_from(tmp_path: Path) -> None:
+def test_a_resume_keeps_a_lowered_promise(tmp_path: Path) -> None:
     (first, plain, _, longer), other = run_ranks(promises, 2, str(tmp_path))
     assert other == [first, plain, first, longer]
     assert first.startswith("tolerance: ")

@@ -1,4 +1,4 @@
-"""Saving beside the steps: each process its own part, the state of the moment, errors told by all, deaths survived."""
+"""Asynchronous saves: parts by process, the state at the begin of the save, errors on all ranks, process deaths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from unisono.train.run import Run
 
 
 class SlowFolder(FolderStorage):
-    """A disk that takes its time: until `go`, nothing of a sheet is written but its first bytes."""
+    """A slow disk: until `go`, only the first bytes of a file are written."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -51,9 +51,9 @@ EVERY_TWO = replace(SETTINGS, steps=6, checkpoint=CheckpointSettings(every=2, ke
 
 
 def on_a_slow_disk(world: World, folder: Path) -> Any:
-    """The save after step 2 ends after step 4 only; what the model was then, and whether steps went on."""
+    """End the save after step 2 only after step 4. Returns the model at that time, and the steps done meanwhile."""
     prints: dict[int, str] = {}
-    went_on: list[int] = []
+    steps_done: list[int] = []
 
     def body(run: Run[Any]) -> Any:
         slow = SlowFolder(folder / "checkpoints")
@@ -64,7 +64,7 @@ def on_a_slow_disk(world: World, folder: Path) -> Any:
             prints[step.number + 1] = run.context.state.fingerprint()
             if step.number in (2, 3):
                 assert slow.begun.wait(30)
-                went_on.append(step.number)
+                steps_done.append(step.number)
                 assert not manifest.checkpoints(folder)
             if step.number == 3:
                 slow.go.set()  # the save after step 4 waits for this one
@@ -72,12 +72,12 @@ def on_a_slow_disk(world: World, folder: Path) -> Any:
         return train(run, after=after)
 
     config = replace(EVERY_TWO, parallel=ParallelSettings(shard=2))  # both have something to write
-    return attempt(world, folder, body, config), went_on, prints
+    return attempt(world, folder, body, config), steps_done, prints
 
 
-def test_steps_go_on_while_a_save_is_written_and_it_has_the_state_of_its_moment(tmp_path: Path) -> None:
+def test_steps_continue_during_a_save_which_has_the_state_of_its_begin(tmp_path: Path) -> None:
     told = run_ranks(on_a_slow_disk, 2, tmp_path)
-    assert [went_on for _, went_on, _ in told] == [[2, 3], [2, 3]]
+    assert [steps_done for _, steps_done, _ in told] == [[2, 3], [2, 3]]
     prints = told[0][2]
     saved = {steps: fingerprint(path)["weights_sha256"] for steps, path in manifest.checkpoints(tmp_path)}
     assert saved == {steps: prints[steps] for steps in (2, 4, 6)}
@@ -102,7 +102,7 @@ def killed_while_saving(world: World, folder: Path) -> None:
     attempt(world, folder, body, EVERY_TWO)
 
 
-def test_a_death_in_the_middle_of_a_save_leaves_the_last_one(tmp_path: Path) -> None:
+def test_a_process_death_during_a_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died with exit code -9"):
         run_ranks(killed_while_saving, 1, tmp_path)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -123,7 +123,7 @@ def breaks_while_saving(world: World, folder: Path) -> Any:
     return attempt(world, folder, lambda run: train(run, after=after), EVERY_TWO)
 
 
-def test_a_loop_that_breaks_lets_the_save_before_it_end(tmp_path: Path) -> None:
+def test_a_failed_loop_lets_the_last_save_finish(tmp_path: Path) -> None:
     told = run_ranks(breaks_while_saving, 2, tmp_path)
     assert any("a bug in the loop" in words for words in told)
     assert newest(tmp_path, pytest.fail) == tmp_path / "checkpoints" / "step-00000002"
@@ -132,8 +132,8 @@ def test_a_loop_that_breaks_lets_the_save_before_it_end(tmp_path: Path) -> None:
 # -- who writes what
 
 
-def sheets(path: Path) -> dict[str, tuple[int, int]]:
-    """Of each process that wrote one: how many whole tensors it has, and how many parts."""
+def tensor_counts(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the numbers of whole tensors and of parts, by file."""
     words = {file.stem: json.loads(file.read_text()) for file in sorted(path.glob("rank-*.json"))}
     return {name: (len(word["whole"]), len(word["parts"])) for name, word in words.items()}
 
@@ -146,12 +146,12 @@ def short(world: World, folder: Path, config: Any, resume: bool = False) -> str:
         return run.context.state.fingerprint()
 
 
-def test_each_process_writes_its_shards_and_one_reads_them_all(tmp_path: Path) -> None:
-    """Two models of two shards each: the first model's processes write, and the others have nothing to add."""
+def test_each_process_writes_its_shards_and_one_reads_all(tmp_path: Path) -> None:
+    """With two replicas of two shards each, the processes of the first replica write, and the others write nothing."""
     config = settings(steps=4, checkpoint=CheckpointSettings(every=3), parallel=ParallelSettings(shard=2))
     prints = run_ranks(short, 4, tmp_path, config)
     path = tmp_path / "checkpoints" / "step-00000004"
-    told = sheets(path)
+    told = tensor_counts(path)
     assert sorted(told) == ["rank-00000", "rank-00001"]
     assert told["rank-00001"][0] == 0  # parts only
     assert told["rank-00000"][1] == told["rank-00001"][1] >= 12  # four parameters, and two moments of each
@@ -163,10 +163,10 @@ def test_each_process_writes_its_shards_and_one_reads_them_all(tmp_path: Path) -
     assert set(run_ranks(short, 3, tmp_path, three, True)) == set(alone)
 
 
-def test_each_stage_of_a_pipeline_writes_its_own(tmp_path: Path) -> None:
+def test_each_pipeline_stage_writes_its_parameters(tmp_path: Path) -> None:
     piped = replace(UNEVEN, parallel=ParallelSettings(pipeline=2))
     run_ranks(stopping, 2, tmp_path, piped, 2)
-    told = sheets(tmp_path / "checkpoints" / "step-00000003")
+    told = tensor_counts(tmp_path / "checkpoints" / "step-00000003")
     assert sorted(told) == ["rank-00000", "rank-00001"]
     assert all(whole > 5 and not parts for whole, parts in told.values())
 
@@ -175,7 +175,7 @@ def test_each_stage_of_a_pipeline_writes_its_own(tmp_path: Path) -> None:
 
 
 def second_cannot_write(world: World, folder: Path) -> Any:
-    """Where the second process's sheet would be there is a folder."""
+    """Put a folder at the path of the second process's file."""
 
     def body(run: Run[Any]) -> Any:
         def after(step: Any, optimizer: Any) -> None:
@@ -190,7 +190,7 @@ def second_cannot_write(world: World, folder: Path) -> Any:
     return attempt(world, folder, body, replace(EVERY_TWO, parallel=ParallelSettings(shard=2)))
 
 
-def test_what_one_process_cannot_write_all_processes_tell_with_the_file(tmp_path: Path) -> None:
+def test_all_ranks_name_the_file_that_one_cannot_write(tmp_path: Path) -> None:
     first, second = run_ranks(second_cannot_write, 2, tmp_path)
     assert first == second
     assert "Cannot write the checkpoint after step 4" in first
@@ -200,7 +200,7 @@ def test_what_one_process_cannot_write_all_processes_tell_with_the_file(tmp_path
 
 
 def loses_permission(world: World, folder: Path) -> Any:
-    """As somebody who is not root, in a folder that closes after step 3."""
+    """Train as another user than root, in a folder that becomes read-only after step 3."""
     os.seteuid(65534)
 
     def body(run: Run[Any]) -> Any:
@@ -216,7 +216,7 @@ def loses_permission(world: World, folder: Path) -> Any:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_lost_permission_is_told_and_harms_nothing() -> None:
+def test_a_lost_permission_is_reported_and_changes_nothing() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.chown(folder, 65534, 65534)

@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, damage is named and passed over, and a failed save harms nothing."""
+"""Checkpoints: states are restored to the bit, damaged ones are skipped, and a failed save changes nothing."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from unisono.tensors.digest import fingerprint_of
 from unisono.testing import run_ranks
 
 
-def kept(run_dir: Path, state: Any, steps: int = 1, keep: int = 2) -> Path:
-    """The checkpoint of a run that has one tracked model, `thing`."""
+def save_thing(run_dir: Path, state: Any, steps: int = 1, keep: int = 2) -> Path:
+    """Save a checkpoint of a run with one tracked object, `thing`."""
     return save(run_dir, steps, {"thing": state}, {"models": ["thing"]}, keep)
 
 
-def back(run_dir: Path, state: Any) -> Any:
-    return load(kept(run_dir, state)).states["thing"]
+def load_thing(run_dir: Path, state: Any) -> Any:
+    return load(save_thing(run_dir, state)).states["thing"]
 
 
 def equal(a: Any, b: Any) -> bool:
-    """The same types, at any depth, and the same bits."""
+    """Return whether types, at any depth, and bits are equal."""
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
     if type(a) is not type(b):
@@ -83,36 +83,36 @@ THINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("thing", THINGS)
-def test_what_goes_in_comes_out(tmp_path: Path, thing: str) -> None:
+def test_a_state_is_restored(tmp_path: Path, thing: str) -> None:
     tensors = TensorTable()
     plain = json.loads(json.dumps(encode(THINGS[thing], "x", tensors)))
     assert set(specs_of(plain)) == set(tensors)
     assert equal(THINGS[thing], decode(plain, tensors))
-    assert equal(THINGS[thing], back(tmp_path, THINGS[thing]))
+    assert equal(THINGS[thing], load_thing(tmp_path, THINGS[thing]))
 
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
 
 
-def test_every_dtype_comes_back_with_its_bits(tmp_path: Path) -> None:
+def test_every_dtype_is_restored_to_the_bit(tmp_path: Path) -> None:
     state = {name: torch.tensor([0.0, 1.0, 3.0]).to(getattr(torch, name)) for name in DTYPES}
-    assert equal(state, back(tmp_path, state))
+    assert equal(state, load_thing(tmp_path, state))
     assert len({fingerprint_of({"x": tensor}) for tensor in state.values()}) == len(DTYPES)
 
 
-def test_kinds_of_dicts_and_tuples_come_back_as_these(tmp_path: Path) -> None:
+def test_subclasses_of_containers_are_restored_as_builtins(tmp_path: Path) -> None:
     pair = namedtuple("pair", "a b")
     state = {"milestones": Counter({30: 2}), "ordered": OrderedDict(a=1), "pair": pair(1, 2), "size": torch.Size([3])}
     expected = {"milestones": {30: 2}, "ordered": {"a": 1}, "pair": (1, 2), "size": (3,)}
-    assert equal(expected, back(tmp_path, state))
+    assert equal(expected, load_thing(tmp_path, state))
 
 
-def test_numbers_of_numpy_come_back_as_pythons(tmp_path: Path) -> None:
+def test_numpy_scalars_are_restored_as_python_numbers(tmp_path: Path) -> None:
     state = {"best": np.float64(0.1), "half": np.float32(0.5), "seen": np.int64(7), "ended": np.bool_(True)}
-    assert equal({"best": 0.1, "half": 0.5, "seen": 7, "ended": True}, back(tmp_path, state))
+    assert equal({"best": 0.1, "half": 0.5, "seen": 7, "ended": True}, load_thing(tmp_path, state))
 
 
-def test_tied_tensors_are_kept_once_and_views_apart() -> None:
+def test_tied_tensors_are_stored_once_and_views_separately() -> None:
     weight, table = torch.randn(4, 4), torch.arange(8.0)
     tensors = TensorTable()
     state = {"embed": weight, "head": weight, "param": torch.nn.Parameter(weight), "all": table, "half": table[:4]}
@@ -123,8 +123,8 @@ def test_tied_tensors_are_kept_once_and_views_apart() -> None:
     assert equal(state["half"], decode(plain, tensors)["half"])
 
 
-def test_a_part_of_a_large_tensor_is_kept_alone(tmp_path: Path) -> None:
-    path = kept(tmp_path, torch.zeros(1_000_000)[:3])
+def test_a_view_is_stored_without_its_base(tmp_path: Path) -> None:
+    path = save_thing(tmp_path, torch.zeros(1_000_000)[:3])
     assert sum(file.stat().st_size for file in path.iterdir()) < 10_000
 
 
@@ -139,9 +139,9 @@ def test_a_part_of_a_large_tensor_is_kept_alone(tmp_path: Path) -> None:
         (torch.eye(2).to_sparse(), r"Tensor with layout torch\.sparse_coo"),
     ],
 )
-def test_what_only_code_could_read_is_refused(tmp_path: Path, thing: Any, what: str) -> None:
+def test_objects_that_need_code_to_be_read_are_refused(tmp_path: Path, thing: Any, what: str) -> None:
     with pytest.raises(CheckpointError, match=rf"(?s)Cannot save thing\.deep\.0 of type {what}\..*state_dict\(\)"):
-        kept(tmp_path, {"deep": [thing]})
+        save_thing(tmp_path, {"deep": [thing]})
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -160,7 +160,7 @@ def test_no_file_is_a_pickle(tmp_path: Path) -> None:
             json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
 
 
-def test_what_belongs_to_it_comes_back(tmp_path: Path) -> None:
+def test_metadata_is_restored(tmp_path: Path) -> None:
     identity = {"seed": 3, "batch": 16, "clip": None}
     path = save(tmp_path, 7, {"m": torch.ones(1)}, {"models": ["m"], "identity": identity, "changes": []}, 1)
     checkpoint = load(path)
@@ -172,27 +172,27 @@ def test_what_belongs_to_it_comes_back(tmp_path: Path) -> None:
 # -- which there are
 
 
-def test_the_last_are_kept_and_what_never_became_one_is_cleared(tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_drafts_are_removed(tmp_path: Path) -> None:
     for steps in (10, 20, 30):
-        kept(tmp_path, torch.ones(steps), steps, keep=2)
+        save_thing(tmp_path, torch.ones(steps), steps, keep=2)
     left = tmp_path / "checkpoints" / ".step-00000035.unfinished"
     left.mkdir()
     (left / "state.json").write_text("{")
     assert newest(tmp_path, pytest.fail) == tmp_path / "checkpoints" / "step-00000030"
-    kept(tmp_path, torch.ones(40), 40, keep=3)
+    save_thing(tmp_path, torch.ones(40), 40, keep=3)
     assert names_of(tmp_path) == ["step-00000020", "step-00000030", "step-00000040"]
     assert [steps for steps, _ in manifest.checkpoints(tmp_path)] == [40, 30, 20]
 
 
-def test_the_same_step_again_takes_its_place(tmp_path: Path) -> None:
-    kept(tmp_path, torch.zeros(2), 10)
-    kept(tmp_path, torch.ones(2), 10)
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_thing(tmp_path, torch.zeros(2), 10)
+    save_thing(tmp_path, torch.ones(2), 10)
     assert equal(load(tmp_path / "checkpoints" / "step-00000010").states["thing"], torch.ones(2))
     assert names_of(tmp_path) == ["step-00000010"]
 
 
-def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under its final name there is never a folder that is not whole: it gets that name last, by one rename."""
+def test_a_checkpoint_appears_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the final name is always complete: it is renamed last."""
     seen: list[tuple[str, str | None]] = []
     rename = Path.rename
 
@@ -202,7 +202,7 @@ def test_it_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Monk
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", watched)
-    kept(tmp_path, torch.ones(5), 12)
+    save_thing(tmp_path, torch.ones(5), 12)
     assert seen == [(".step-00000012.unfinished", None)]
     assert names_of(tmp_path) == ["step-00000012"]
 
@@ -243,9 +243,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path: Path, damage: str) -> None:
     apply, words = DAMAGE[damage]
-    older, newer = kept(tmp_path, torch.ones(9), 10), kept(tmp_path, torch.zeros(9), 20)
+    older, newer = save_thing(tmp_path, torch.ones(9), 10), save_thing(tmp_path, torch.zeros(9), 20)
     assert manifest.damage_of(newer) is None
     apply(newer)
     notes: list[str] = []
@@ -258,21 +258,21 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path, damage: str) -> 
         fingerprint(newer)
 
 
-def test_if_all_are_damaged_that_is_an_error(tmp_path: Path) -> None:
+def test_an_error_if_all_are_damaged(tmp_path: Path) -> None:
     for steps in (10, 20):
-        flip(kept(tmp_path, torch.ones(9), steps))
+        flip(save_thing(tmp_path, torch.ones(9), steps))
     with pytest.raises(CheckpointError, match=r"(?s)is intact.*2 checkpoints: .*step-00000020.*step-00000010"):
         newest(tmp_path, lambda note: None)
 
 
-def test_a_damaged_one_does_not_push_out_whole_ones(tmp_path: Path) -> None:
-    """The run went on from step 10, since 30 was damaged; what it saves then is older by number, and what counts."""
-    kept(tmp_path, torch.ones(9), 10)
-    flip(kept(tmp_path, torch.ones(9), 30))
-    kept(tmp_path, torch.ones(9), 20, keep=1)
+def test_a_damaged_checkpoint_does_not_replace_intact_ones(tmp_path: Path) -> None:
+    """The run resumed from step 10, because 30 was damaged. What it saves then has a smaller number, and counts."""
+    save_thing(tmp_path, torch.ones(9), 10)
+    flip(save_thing(tmp_path, torch.ones(9), 30))
+    save_thing(tmp_path, torch.ones(9), 20, keep=1)
     assert names_of(tmp_path) == ["step-00000020", "step-00000030"]
     assert newest(tmp_path, lambda note: None) == tmp_path / "checkpoints" / "step-00000020"
-    kept(tmp_path, torch.ones(9), 30, keep=1)
+    save_thing(tmp_path, torch.ones(9), 30, keep=1)
     assert names_of(tmp_path) == ["step-00000030"]
     assert newest(tmp_path, pytest.fail) == tmp_path / "checkpoints" / "step-00000030"
 
@@ -280,7 +280,7 @@ def test_a_damaged_one_does_not_push_out_whole_ones(tmp_path: Path) -> None:
 # -- the fingerprint
 
 
-def test_the_fingerprint_knows_names_dtypes_shapes_and_bytes() -> None:
+def test_a_fingerprint_covers_names_dtypes_shapes_and_bytes() -> None:
     one = {"m": {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0])}}
     others = [
         {"m": {"v": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0])}},
@@ -294,7 +294,7 @@ def test_the_fingerprint_knows_names_dtypes_shapes_and_bytes() -> None:
     assert len({fingerprint_of(state) for state in [one, *others]}) == 1 + len(others)
 
 
-def test_the_fingerprint_knows_nothing_else() -> None:
+def test_a_fingerprint_covers_nothing_else() -> None:
     weight = torch.arange(6.0).view(2, 3)
     one = {"m": {"w": weight, "steps": 3, "bag": {"a", "b", "c"}}}
     same = {"m": {"bag": {"c", "b", "a"}, "steps": 3, "w": torch.nn.Parameter(weight.t().contiguous().t())}}
@@ -318,11 +318,11 @@ def test_the_fingerprint_of_a_run(tmp_path: Path) -> None:
 
 
 def check_a_failed_save(run_dir: Path, state: Any, words: str) -> None:
-    """Saving `state` after step 20 fails with these words; the checkpoint after step 10 stays, whole and alone."""
+    """Check that saving `state` after step 20 fails with these words, and only the checkpoint after step 10 remains."""
     with pytest.raises(
         CheckpointError, match=rf"(?s)after step 20 .*{words}.*B are free there.*correct the permissions.*--resume"
     ) as caught:
-        kept(run_dir, state, 20)
+        save_thing(run_dir, state, 20)
     assert "The checkpoint after step 10 is complete." in str(caught.value)
     assert names_of(run_dir) == ["step-00000010"]
     assert newest(run_dir, pytest.fail) == run_dir / "checkpoints" / "step-00000010"
@@ -330,26 +330,26 @@ def check_a_failed_save(run_dir: Path, state: Any, words: str) -> None:
 
 def saves_with_small_files_only(world: World, run_dir: str) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    kept(Path(run_dir), torch.ones(9), 10)
+    save_thing(Path(run_dir), torch.ones(9), 10)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     check_a_failed_save(Path(run_dir), torch.ones(100_000), r"File too large.*It takes 400 kB")
     check_a_failed_save(Path(run_dir), {"text": "x" * 200_000}, "File too large")
 
 
-def test_a_file_that_may_not_grow_ends_in_words_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_and_changes_nothing(tmp_path: Path) -> None:
     run_ranks(saves_with_small_files_only, 1, str(tmp_path))
 
 
-def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"(?s)(NotADirectory|FileExists)Error.*There is no earlier one"):
-        kept(tmp_path, torch.ones(3))
+        save_thing(tmp_path, torch.ones(3))
     assert (tmp_path / "checkpoints").read_text() == "in the way"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_no_permission_to_write(tmp_path: Path) -> None:
-    kept(tmp_path, torch.ones(9), 10)
+    save_thing(tmp_path, torch.ones(9), 10)
     (tmp_path / "checkpoints").chmod(0o500)
     try:
         check_a_failed_save(tmp_path, torch.ones(9), "PermissionError")
@@ -359,7 +359,7 @@ def test_no_permission_to_write(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte, in memory, that vanishes with the process that holds it."""
+    """Mount a disk of one megabyte in memory, which vanishes with the process that holds it."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = f"mount -t tmpfs -o size=1m tmpfs '{folder}' && echo ready && exec cat"
@@ -383,8 +383,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield inside
 
 
-def test_a_full_disk_ends_in_words_and_harms_nothing(small_disk: Path) -> None:
-    kept(small_disk, torch.ones(9), 10)
+def test_a_full_disk_is_reported_and_changes_nothing(small_disk: Path) -> None:
+    save_thing(small_disk, torch.ones(9), 10)
     check_a_failed_save(small_disk, torch.ones(500_000), rf"{os.strerror(errno.ENOSPC)}.*It takes 2 MB")
-    kept(small_disk, torch.ones(9), 20)
+    save_thing(small_disk, torch.ones(9), 20)
     assert fingerprint(small_disk)["step"] == 20

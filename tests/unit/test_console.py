@@ -1,4 +1,4 @@
-"""watch/log: rank 0 speaks, the others only when something is wrong, and never through the progress line."""
+"""The console: rank 0 prints, other ranks print warnings only, and all of it appears above the progress line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_before() -> Iterator[None]:
     )  # pytest adds some of its own
 
 
-def test_only_rank_0_says_things() -> None:
+def test_only_rank_0_prints() -> None:
     for rank, said in [(0, "hello\n"), (1, "")]:
         stream = io.StringIO()
         console.start(rank, 2, stream)
@@ -41,7 +41,7 @@ def test_a_record_names_its_level_and_its_rank() -> None:
     assert stream.getvalue() == "rank 3: seen 7 samples\nwarning: rank 3: slow\nerror: rank 3: lost\n"
 
 
-def test_a_lone_process_has_no_rank() -> None:
+def test_a_single_process_prints_no_rank() -> None:
     stream = io.StringIO()
     console.start(0, 1, stream, level=logging.DEBUG)
     console.logger.debug("details")
@@ -49,7 +49,7 @@ def test_a_lone_process_has_no_rank() -> None:
     assert stream.getvalue() == "debug: details\nas it is\n"
 
 
-def test_words_go_above_the_progress_line() -> None:
+def test_text_is_printed_above_the_progress_line() -> None:
     stream = io.StringIO()
     progress = Progress(stream, True, 10, 0, memory=lambda: 0)
     console.start(0, 1, stream)
@@ -61,7 +61,7 @@ def test_words_go_above_the_progress_line() -> None:
     assert stream.getvalue() == "one\nwarning: two\nthree\n"
 
 
-def test_before_a_start_words_go_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_before_the_start_text_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_line("early")
     console.start(0, 1)
     console.print_line("now")
@@ -71,7 +71,7 @@ def test_before_a_start_words_go_to_standard_output(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "early\nnow\nlate\n"
 
 
-def test_starting_again_replaces_the_voice() -> None:
+def test_starting_again_replaces_the_handler() -> None:
     first, second = io.StringIO(), io.StringIO()
     console.start(0, 2, first)
     console.start(1, 2, second)
@@ -80,7 +80,7 @@ def test_starting_again_replaces_the_voice() -> None:
     assert second.getvalue() == "warning: rank 1: once\n"
 
 
-def test_a_script_with_logging_of_its_own_does_not_see_lines_twice() -> None:
+def test_a_script_with_its_own_logging_prints_no_line_twice() -> None:
     stream, theirs = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(theirs)
     logging.getLogger().addHandler(handler)
@@ -93,14 +93,14 @@ def test_a_script_with_logging_of_its_own_does_not_see_lines_twice() -> None:
     assert theirs.getvalue() == ""
 
 
-def test_a_closed_stream_stops_nobody() -> None:
+def test_a_closed_stream_is_ignored() -> None:
     stream = io.StringIO()
     console.start(0, 1, stream)
     stream.close()
     console.print_line("into the void")
 
 
-def test_an_exception_is_told_with_its_traceback() -> None:
+def test_an_exception_is_printed_with_its_traceback() -> None:
     stream = io.StringIO()
     console.start(0, 1, stream)
     try:

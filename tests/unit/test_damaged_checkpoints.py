@@ -1,4 +1,4 @@
-"""Two hundred damaged checkpoints: each is refused or passed over with the file named, and none is loaded wrong."""
+"""Two hundred damaged checkpoints: each is refused or skipped with its file named, and none is loaded with errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def state(step: int) -> dict[str, Any]:
     }
 
 
-def two_sheets(run_dir: Path, step: int) -> Path:
-    """A checkpoint as two processes write it that have three rows of `weight` each."""
+def write_by_two_processes(run_dir: Path, step: int) -> Path:
+    """Write a checkpoint as two processes do that hold three rows of `weight` each."""
     whole, there, plain = state(step), FolderStorage(run_dir / "checkpoints"), {}
     jobs = []
     for rank in (0, 1):
@@ -54,46 +54,46 @@ def two_sheets(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / manifest.name_of(step)
 
 
-def flip(path: Path, other: Path, chance: random.Random) -> None:
-    """One bit of one file."""
+def flip(path: Path, other: Path, rng: random.Random) -> None:
+    """Flip one bit of a file."""
     content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
 
 
-def cut(path: Path, other: Path, chance: random.Random) -> None:
-    """The end of a file."""
+def cut(path: Path, other: Path, rng: random.Random) -> None:
+    """Cut off the end of a file."""
     content = path.read_bytes()
-    path.write_bytes(content[: chance.randrange(len(content))])
+    path.write_bytes(content[: rng.randrange(len(content))])
 
 
-def lose(path: Path, other: Path, chance: random.Random) -> None:
+def lose(path: Path, other: Path, rng: random.Random) -> None:
     path.unlink()
 
 
-def swap(path: Path, other: Path, chance: random.Random) -> None:
-    """The file of the same name of another checkpoint."""
+def swap(path: Path, other: Path, rng: random.Random) -> None:
+    """Replace a file by that of another checkpoint."""
     shutil.copy(other / path.name, path)
 
 
-def mix(path: Path, other: Path, chance: random.Random) -> None:
-    """Two files of one checkpoint change names."""
-    second = chance.choice([file for file in sorted(path.parent.iterdir()) if file != path])
+def mix(path: Path, other: Path, rng: random.Random) -> None:
+    """Swap two files of a checkpoint."""
+    second = rng.choice([file for file in sorted(path.parent.iterdir()) if file != path])
     content = path.read_bytes()
     path.write_bytes(second.read_bytes())
     second.write_bytes(content)
 
 
-def zero(path: Path, other: Path, chance: random.Random) -> None:
-    """A stretch of a file that never reached the disk: zeros where it should be."""
+def zero(path: Path, other: Path, rng: random.Random) -> None:
+    """Zero a part of a file, as if it had not reached the disk."""
     content = bytearray(path.read_bytes())
-    first = chance.randrange(len(content))
+    first = rng.randrange(len(content))
     content[first : first + 64] = bytes(len(content[first : first + 64]))
     path.write_bytes(content)
 
 
-def grow(path: Path, other: Path, chance: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + b" " * chance.randrange(1, 9))
+def grow(path: Path, other: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + b" " * rng.randrange(1, 9))
 
 
 DAMAGES: list[Callable[[Path, Path, random.Random], None]] = [flip, flip, flip, cut, zero, grow, lose, swap, mix]
@@ -101,17 +101,17 @@ DAMAGES: list[Callable[[Path, Path, random.Random], None]] = [flip, flip, flip, 
 
 def test_two_hundred_damaged_checkpoints(tmp_path: Path) -> None:
     right = {10: fingerprint_of(state(10)), 20: fingerprint_of(state(20))}
-    older, newer = (two_sheets(tmp_path / "made", step) for step in (10, 20))
+    older, newer = (write_by_two_processes(tmp_path / "made", step) for step in (10, 20))
     assert {path: fingerprint_of(load(path).states) for path in (older, newer)} == {older: right[10], newer: right[20]}
     passed = unharmed = 0
     for case in range(CASES):
-        chance = random.Random(case)
+        rng = random.Random(case)
         run = tmp_path / str(case)
         shutil.copytree(tmp_path / "made", run)
         folder = run / "checkpoints" / newer.name
-        path = chance.choice(sorted(folder.iterdir()))
+        path = rng.choice(sorted(folder.iterdir()))
         before = {file.name: file.read_bytes() for file in folder.iterdir()}
-        DAMAGES[case % len(DAMAGES)](path, older, chance)
+        DAMAGES[case % len(DAMAGES)](path, older, rng)
         notes: list[str] = []
         found = newest(run, notes.append)
         assert found is not None
@@ -135,7 +135,7 @@ def test_two_hundred_damaged_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
-    path = two_sheets(tmp_path, 10)
+    path = write_by_two_processes(tmp_path, 10)
     path.rename(path.with_name(manifest.name_of(20)))
     notes: list[str] = []
     with pytest.raises(CheckpointError, match=r"step-00000020/state\.json belongs to the checkpoint after step 10"):

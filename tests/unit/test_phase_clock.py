@@ -1,4 +1,4 @@
-"""watch/clock: every second is counted once, for the phase it was spent in."""
+"""The phase clock: every second is counted once, for the phase in which it was spent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.phases import enter
 
 
 class Hands:
-    """The hands of a clock that the test moves."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.at = 100.0
@@ -30,7 +30,7 @@ def at_rest() -> Iterator[None]:
     enter("other")
 
 
-def test_seconds_go_to_the_phase_they_were_spent_in() -> None:
+def test_seconds_are_counted_for_their_phase() -> None:
     hands = Hands()
     clock = PhaseClock(hands).start()
     for name, seconds in [("data", 1.0), ("forward", 2.0), ("data", 4.0), ("other", 1.0)]:
@@ -43,7 +43,7 @@ def test_seconds_go_to_the_phase_they_were_spent_in() -> None:
     assert clock.share("exchange") == 0
 
 
-def test_the_phase_under_way_is_counted_up_to_now() -> None:
+def test_the_current_phase_is_counted_until_now() -> None:
     hands = Hands()
     clock = PhaseClock(hands).start()
     enter("exchange")
@@ -54,7 +54,7 @@ def test_the_phase_under_way_is_counted_up_to_now() -> None:
     clock.stop()
 
 
-def test_a_stopped_clock_counts_nothing_and_may_go_on() -> None:
+def test_a_stopped_clock_may_continue() -> None:
     hands = Hands()
     clock = PhaseClock(hands)
     assert clock.share("data") == 0.0
@@ -74,7 +74,7 @@ def test_a_stopped_clock_counts_nothing_and_may_go_on() -> None:
     assert clock.total == 3
 
 
-def test_a_lap_is_what_came_since_the_lap_before() -> None:
+def test_a_lap_counts_from_the_last_lap() -> None:
     hands = Hands()
     clock = PhaseClock(hands).start()
     enter("data")
@@ -89,20 +89,20 @@ def test_a_lap_is_what_came_since_the_lap_before() -> None:
     clock.stop()
 
 
-def test_what_is_read_is_a_copy() -> None:
+def test_seconds_are_a_copy() -> None:
     clock = PhaseClock(Hands())
     clock.seconds["data"] = 7.0
     assert clock.seconds["data"] == 0.0
 
 
-def test_a_stopped_clock_watches_no_more() -> None:
+def test_a_stopped_clock_does_not_observe() -> None:
     before = phases._observers
     PhaseClock().start().stop()
     assert phases._observers == before
 
 
 @given(st.lists(st.tuples(st.sampled_from(phases.PHASES), st.integers(0, 100)), max_size=50))
-def test_nothing_is_lost_and_nothing_counted_twice(way: list[tuple[str, int]]) -> None:
+def test_seconds_add_up(way: list[tuple[str, int]]) -> None:
     hands = Hands()
     clock = PhaseClock(hands).start()
     laps: dict[str, float] = {}

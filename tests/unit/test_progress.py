@@ -1,4 +1,4 @@
-"""watch/progress: what is on the screen, what is in a log, and the time left of the whole run."""
+"""The progress line: what a terminal shows, what a log contains, and the time left of the whole run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from unisono.monitor import progress as module
 from unisono.monitor.progress import Progress, ProgressAwareStdout, terminal_width
 
 
-class Hands:
-    """A clock for the line, and the seconds that waiting for data took; the test moves both."""
+class FakeClock:
+    """A clock, and the seconds of each phase; the test sets both."""
 
     def __init__(self) -> None:
         self.at = 50.0
@@ -31,7 +31,7 @@ class Hands:
 
 
 class Terminal:
-    """A pseudo-terminal of some width, and what a person would see on it."""
+    """A pseudo-terminal of some width, and the lines that it shows."""
 
     def __init__(self, columns: int) -> None:
         self.reader, writer = os.openpty()
@@ -47,7 +47,7 @@ class Terminal:
         return self.raw
 
     def screen(self) -> list[str]:
-        """The lines on the screen, without colours."""
+        """Return the lines on the screen, without colors."""
         return screen(self.read())
 
     def close(self) -> None:
@@ -79,24 +79,24 @@ def terminal() -> Iterator[Terminal]:
 
 
 @pytest.fixture
-def hands() -> Hands:
-    return Hands()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def plain(hands: Hands, total: int | None = 200, first: int = 0) -> tuple[Progress, io.StringIO]:
+def plain(clock: FakeClock, total: int | None = 200, first: int = 0) -> tuple[Progress, io.StringIO]:
     stream = io.StringIO()
-    return Progress(stream, False, total, first, memory=lambda: 412_000_000, now=hands), stream
+    return Progress(stream, False, total, first, memory=lambda: 412_000_000, now=clock), stream
 
 
-def live(hands: Hands, stream: TextIO, total: int | None = 200) -> Progress:
-    return Progress(stream, True, total, 0, memory=lambda: 412_000_000, now=hands)
+def live(clock: FakeClock, stream: TextIO, total: int | None = 200) -> Progress:
+    return Progress(stream, True, total, 0, memory=lambda: 412_000_000, now=clock)
 
 
-def test_off_a_terminal_the_first_step_then_every_ten_seconds_and_the_last(hands: Hands) -> None:
-    progress, stream = plain(hands, total=100)
+def test_plain_lines_come_every_ten_seconds_and_at_the_end(clock: FakeClock) -> None:
+    progress, stream = plain(clock, total=100)
     for step in range(1, 101):
-        hands.at += 0.3
-        progress.update(step, 2.0, 32, hands)
+        clock.at += 0.3
+        progress.update(step, 2.0, 32, clock)
     progress.close()
     progress.close()
     lines = stream.getvalue().splitlines()
@@ -105,62 +105,62 @@ def test_off_a_terminal_the_first_step_then_every_ten_seconds_and_the_last(hands
     assert "\x1b" not in stream.getvalue()
 
 
-def test_a_run_that_ends_early_shows_its_last_step(hands: Hands) -> None:
-    progress, stream = plain(hands)
+def test_a_run_that_ends_early_shows_its_last_step(clock: FakeClock) -> None:
+    progress, stream = plain(clock)
     for step in (1, 2, 3):
-        progress.update(step, 2.0, 32, hands)
+        progress.update(step, 2.0, 32, clock)
     progress.close()
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1/200", "3/200"]
 
 
 @pytest.mark.parametrize("terminal_like", [False, True])
-def test_what_comes_after_the_last_step_does_not_slow_it_down(hands: Hands, terminal_like: bool) -> None:
+def test_time_after_the_last_step_does_not_count_in_the_speed(clock: FakeClock, terminal_like: bool) -> None:
     stream = io.StringIO()
-    progress = Progress(stream, terminal_like, 3, 0, memory=lambda: 0, now=hands)
+    progress = Progress(stream, terminal_like, 3, 0, memory=lambda: 0, now=clock)
     for step in (1, 2, 3):
-        hands.at += 1
-        progress.update(step, 2.0, 32, hands)
-    hands.at += 1000  # an evaluation, at the end
+        clock.at += 1
+        progress.update(step, 2.0, 32, clock)
+    clock.at += 1000  # an evaluation, at the end
     progress.close()
     last = screen(stream.getvalue())[-2]
     assert last == "step 3/3  loss 2.0000  32 samples/s  data wait 0%  0 B"  # and nothing is left
 
 
-def test_a_run_without_a_step_shows_nothing(hands: Hands) -> None:
-    progress, stream = plain(hands)
+def test_a_run_without_a_step_shows_nothing(clock: FakeClock) -> None:
+    progress, stream = plain(clock)
     progress.close()
     assert stream.getvalue() == ""
 
 
-def test_what_a_line_says(hands: Hands) -> None:
-    progress, stream = plain(hands)
-    progress.update(1, 3.25, 64, hands)
+def test_the_fields_of_a_line(clock: FakeClock) -> None:
+    progress, stream = plain(clock)
+    progress.update(1, 3.25, 64, clock)
     for step in range(2, 102):
-        hands.at += 0.125
-        hands.seconds["data"] += 0.0125
-        progress.update(step, 2.34567, 64, hands, {"lr": 3e-4, "loss": 9.0} if step == 50 else None)
+        clock.at += 0.125
+        clock.seconds["data"] += 0.0125
+        progress.update(step, 2.34567, 64, clock, {"lr": 3e-4, "loss": 9.0} if step == 50 else None)
     first, *_, last = stream.getvalue().splitlines()
     assert first == "step 1/200  loss 3.2500  412 MB"
     assert last == "step 81/200  loss 2.3457  lr 0.0003  512 samples/s  data wait 10%  412 MB  0:15 left"
 
 
-def test_a_number_that_was_not_logged_since_the_last_line_says_how_old_it_is(hands: Hands) -> None:
-    progress, stream = plain(hands)
+def test_an_older_logged_value_is_shown_with_its_step(clock: FakeClock) -> None:
+    progress, stream = plain(clock)
     for step in range(1, 4):
-        hands.at += 20
-        progress.update(step, None, 1, hands, {"valid": 2.5} if step == 2 else {"lr": 0.1})
+        clock.at += 20
+        progress.update(step, None, 1, clock, {"valid": 2.5} if step == 2 else {"lr": 0.1})
     assert [line.split("  ")[1:3] for line in stream.getvalue().splitlines()[1:]] == [
         ["lr 0.1 at step 1", "valid 2.5"],
         ["lr 0.1", "valid 2.5 at step 2"],
     ]
 
 
-def test_a_line_that_is_drawn_again_tells_the_same(terminal: Terminal, hands: Hands) -> None:
-    """The end of a run: the script prints something after its last step, and the line gives way and comes back."""
-    progress = live(hands, terminal.stream, total=3)
+def test_a_line_that_is_drawn_again_is_unchanged(terminal: Terminal, clock: FakeClock) -> None:
+    """At the end of a run, the script prints after its last step; the line makes way and is drawn again."""
+    progress = live(clock, terminal.stream, total=3)
     for step in (1, 2, 3):
-        hands.at += 1
-        progress.update(step, 2.0, 32, hands, {"valid": 2.5})
+        clock.at += 1
+        progress.update(step, 2.0, 32, clock, {"valid": 2.5})
     (last,) = terminal.screen()
     with contextlib.redirect_stdout(ProgressAwareStdout(terminal.stream, progress)):
         print("done")
@@ -169,80 +169,80 @@ def test_a_line_that_is_drawn_again_tells_the_same(terminal: Terminal, hands: Ha
     assert "  valid 2.5  " in last
 
 
-def test_a_run_of_unknown_length_has_no_time_left_and_a_loop_may_have_no_loss(hands: Hands) -> None:
-    progress, stream = plain(hands, total=None)
+def test_without_total_steps_there_is_no_time_left(clock: FakeClock) -> None:
+    progress, stream = plain(clock, total=None)
     for step in (1, 2):
-        hands.at += 20
-        progress.update(step, None, 0, hands)
+        clock.at += 20
+        progress.update(step, None, 0, clock)
     assert stream.getvalue() == "step 1  412 MB\nstep 2  0 samples/s  data wait 0%  412 MB\n"
 
 
-def test_a_resumed_run_counts_its_own_steps_only(hands: Hands) -> None:
-    progress, stream = plain(hands, total=1000, first=900)
+def test_a_resumed_run_counts_its_own_steps_only(clock: FakeClock) -> None:
+    progress, stream = plain(clock, total=1000, first=900)
     for step in range(901, 912):
-        hands.at += 10
-        progress.update(step, 1.0, 8, hands)
+        clock.at += 10
+        progress.update(step, 1.0, 8, clock)
     assert stream.getvalue().splitlines()[-1].endswith("14:50 left")  # 89 steps of 10 s
     assert progress.samples_seen == 88
 
 
-def test_samples_of_an_earlier_process_do_not_make_this_one_faster(hands: Hands) -> None:
+def test_samples_of_an_earlier_process_do_not_count_in_the_speed(clock: FakeClock) -> None:
     stream = io.StringIO()
-    progress = Progress(stream, False, 1000, 900, samples_seen=10**9, memory=lambda: 0, now=hands)
+    progress = Progress(stream, False, 1000, 900, samples_seen=10**9, memory=lambda: 0, now=clock)
     for step in (901, 902, 903):
-        hands.at += 10
-        progress.update(step, 1.0, 40, hands)
+        clock.at += 10
+        progress.update(step, 1.0, 40, clock)
     assert "  4 samples/s" in stream.getvalue()
     assert progress.samples_seen == 10**9 + 120
 
 
-def test_a_slow_first_step_is_not_the_pace(hands: Hands) -> None:
-    progress, stream = plain(hands, total=102)
-    hands.at += 600  # a compiler, a cold disk
-    progress.update(1, 1.0, 8, hands)
-    hands.at += 10
-    progress.update(2, 1.0, 8, hands)
+def test_the_first_step_does_not_count_in_the_time_left(clock: FakeClock) -> None:
+    progress, stream = plain(clock, total=102)
+    clock.at += 600  # a compiler, a cold disk
+    progress.update(1, 1.0, 8, clock)
+    clock.at += 10
+    progress.update(2, 1.0, 8, clock)
     assert stream.getvalue().splitlines()[-1].endswith("16:40 left")  # 100 steps of 10 s
 
 
-def test_a_run_that_became_faster_is_believed(hands: Hands) -> None:
-    progress, stream = plain(hands, total=1000)
+def test_the_time_left_follows_a_change_of_speed(clock: FakeClock) -> None:
+    progress, stream = plain(clock, total=1000)
     for step in range(1, 101):
-        hands.at += 10 if step <= 20 else 1
-        progress.update(step, 1.0, 8, hands)
-    hands.at += 10
-    progress.update(101, 1.0, 8, hands)
+        clock.at += 10 if step <= 20 else 1
+        progress.update(step, 1.0, 8, clock)
+    clock.at += 10
+    progress.update(101, 1.0, 8, clock)
     left = stream.getvalue().splitlines()[-1].split("  ")[-1]
     # from the beginning it would be 2.7 s a step, 40 minutes; the later half holds some slow steps still
     assert left == "34:49 left" or int(left.split(":")[0]) < 38
 
 
-def test_what_happens_now_and_then_is_in_the_pace(hands: Hands) -> None:
-    progress, stream = plain(hands, total=2000)
+def test_evaluations_count_in_the_time_left(clock: FakeClock) -> None:
+    progress, stream = plain(clock, total=2000)
     for step in range(1, 1001):
-        hands.at += 1 + (100 if step % 100 == 0 else 0)  # an evaluation as long as the steps before it
-        progress.update(step, 1.0, 8, hands)
+        clock.at += 1 + (100 if step % 100 == 0 else 0)  # an evaluation as long as the steps before it
+        progress.update(step, 1.0, 8, clock)
     progress.close()
     minutes = int(stream.getvalue().splitlines()[-1].split("  ")[-1].split(":")[0])
     assert 30 <= minutes <= 37  # 1000 steps of 2 s are 33 minutes
 
 
-def test_a_long_run_remembers_a_bounded_past(hands: Hands) -> None:
-    progress, _ = plain(hands, total=None)
+def test_a_long_run_keeps_a_bounded_number_of_samples(clock: FakeClock) -> None:
+    progress, _ = plain(clock, total=None)
     for step in range(1, 5001):
-        hands.at += 10
-        progress.update(step, 1.0, 8, hands)
+        clock.at += 10
+        progress.update(step, 1.0, 8, clock)
     assert len(progress._past) <= 513
     assert progress._past[0].step == 1
     assert [sample.time for sample in progress._past] == sorted(sample.time for sample in progress._past)
 
 
-def test_a_live_line_is_drawn_twice_a_second_and_ends_with_a_carriage_return(hands: Hands) -> None:
+def test_a_live_line_is_drawn_twice_a_second_and_ends_with_a_carriage_return(clock: FakeClock) -> None:
     stream = io.StringIO()
-    progress = live(hands, stream)
+    progress = live(clock, stream)
     for step in range(1, 101):
-        hands.at += 0.01
-        progress.update(step, 2.0, 32, hands)
+        clock.at += 0.01
+        progress.update(step, 2.0, 32, clock)
     drawn = stream.getvalue()
     assert drawn.count("step") == drawn.count("\r") == 2
     assert "\n" not in drawn
@@ -251,12 +251,12 @@ def test_a_live_line_is_drawn_twice_a_second_and_ends_with_a_carriage_return(han
     assert stream.getvalue().endswith("\n")
 
 
-def test_what_is_left_for_a_log_without_the_live_segments(hands: Hands) -> None:
+def test_a_log_contains_no_live_lines(clock: FakeClock) -> None:
     stream = io.StringIO()
-    progress = live(hands, stream)
+    progress = live(clock, stream)
     for step in range(1, 4):
-        hands.at += 1
-        progress.update(step, 2.0, 32, hands)
+        clock.at += 1
+        progress.update(step, 2.0, 32, clock)
         progress.note(f"note {step}")
     progress.close()
     segments = re.findall(r"[^\r\n]*[\r\n]", stream.getvalue())
@@ -266,16 +266,16 @@ def test_what_is_left_for_a_log_without_the_live_segments(hands: Hands) -> None:
     assert kept[3].startswith("step 3/200")
 
 
-def test_a_note_stands_above_the_live_line(terminal: Terminal, hands: Hands) -> None:
-    progress = live(hands, terminal.stream)
+def test_a_note_is_printed_above_the_live_line(terminal: Terminal, clock: FakeClock) -> None:
+    progress = live(clock, terminal.stream)
     progress.note("before the first step")
-    progress.update(1, 2.0, 32, hands)
+    progress.update(1, 2.0, 32, clock)
     progress.note("valid 1.23\nand a second line\n")
     lines = terminal.screen()
     assert lines[:3] == ["before the first step", "valid 1.23", "and a second line"]
     assert lines[3].startswith("step 1/200")
-    hands.at += 1
-    progress.update(2, 2.0, 32, hands)
+    clock.at += 1
+    progress.update(2, 2.0, 32, clock)
     progress.close()
     assert [line.split("  ")[0] for line in terminal.screen()] == [
         "before the first step",
@@ -287,13 +287,13 @@ def test_a_note_stands_above_the_live_line(terminal: Terminal, hands: Hands) -> 
 
 
 @pytest.mark.parametrize("columns", [20, 40, 60, 80, 200])
-def test_a_live_line_never_wraps(columns: int, hands: Hands) -> None:
+def test_a_live_line_never_wraps(columns: int, clock: FakeClock) -> None:
     terminal = Terminal(columns)
     try:
-        progress = live(hands, terminal.stream, total=100_000)
+        progress = live(clock, terminal.stream, total=100_000)
         for step in range(99_000, 99_010):
-            hands.at += 1
-            progress.update(step, 2.0, 32, hands, {"accuracy": 0.5, "learning_rate": 1e-4})
+            clock.at += 1
+            progress.update(step, 2.0, 32, clock, {"accuracy": 0.5, "learning_rate": 1e-4})
         assert terminal_width(terminal.stream) == columns
         lines = terminal.screen()
         assert len(lines) == 1
@@ -307,27 +307,27 @@ def test_a_live_line_never_wraps(columns: int, hands: Hands) -> None:
         terminal.close()
 
 
-def test_a_shorter_line_leaves_nothing_of_a_longer_one(terminal: Terminal, hands: Hands) -> None:
-    progress = live(hands, terminal.stream)
-    progress.update(1, 1e12, 32, hands)
-    hands.at += 1
-    progress.update(2, None, 32, hands)
+def test_a_shorter_line_clears_a_longer_one(terminal: Terminal, clock: FakeClock) -> None:
+    progress = live(clock, terminal.stream)
+    progress.update(1, 1e12, 32, clock)
+    clock.at += 1
+    progress.update(2, None, 32, clock)
     assert "loss" not in terminal.screen()[0]
 
 
-def test_colours_only_where_they_are_wanted(hands: Hands) -> None:
+def test_colors_are_optional(clock: FakeClock) -> None:
     for color in (False, True):
         stream = io.StringIO()
-        progress = Progress(stream, True, 10, 0, color=color, memory=lambda: 0, now=hands)
-        progress.update(1, 1.0, 1, hands)
-        hands.at += 1
-        hands.seconds["data"] += 0.5
-        progress.update(2, 1.0, 1, hands)
+        progress = Progress(stream, True, 10, 0, color=color, memory=lambda: 0, now=clock)
+        progress.update(1, 1.0, 1, clock)
+        clock.at += 1
+        clock.seconds["data"] += 0.5
+        progress.update(2, 1.0, 1, clock)
         assert ("\x1b[33mdata wait 50%\x1b[0m" in stream.getvalue()) == color
         assert ("\x1b[1m" in stream.getvalue()) == color
 
 
-def test_the_environment_is_not_asked(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_ignored(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = Terminal(100)
@@ -335,84 +335,84 @@ def test_the_environment_is_not_asked(hands: Hands, monkeypatch: pytest.MonkeyPa
     terminal.close()
 
 
-def test_a_stream_that_is_no_terminal_has_some_width() -> None:
+def test_the_width_of_a_stream_that_is_no_terminal() -> None:
     assert terminal_width(io.StringIO()) == 80
     assert terminal_width(io.StringIO(), known=132) == 132  # what the launcher told us
 
 
-def test_other_output_makes_the_line_give_way(terminal: Terminal, hands: Hands) -> None:
-    progress = live(hands, terminal.stream)
+def test_the_line_makes_way_for_other_output(terminal: Terminal, clock: FakeClock) -> None:
+    progress = live(clock, terminal.stream)
     with contextlib.redirect_stdout(ProgressAwareStdout(terminal.stream, progress)):
-        progress.update(1, 2.0, 32, hands)
+        progress.update(1, 2.0, 32, clock)
         print("from the loop")
         sys.stdout.flush()
         assert terminal.screen() == ["from the loop", ""]
-        progress.update(2, 2.0, 32, hands)  # drawn at once, though half a second has not passed
+        progress.update(2, 2.0, 32, clock)  # drawn at once, though half a second has not passed
         assert terminal.screen()[1].startswith("step 2/200")
         print("half a ", end="")
-        hands.at += 1
-        progress.update(3, 2.0, 32, hands)  # not into somebody's unfinished line
+        clock.at += 1
+        progress.update(3, 2.0, 32, clock)  # not drawn into an unfinished line
         print("line")
-        hands.at += 1
-        progress.update(4, 2.0, 32, hands)
+        clock.at += 1
+        progress.update(4, 2.0, 32, clock)
         sys.stdout.flush()
     assert terminal.screen()[:2] == ["from the loop", "half a line"]
     assert terminal.screen()[2].startswith("step 4/200")
 
 
-def test_a_note_does_not_go_on_in_somebodys_unfinished_line(terminal: Terminal, hands: Hands) -> None:
-    progress = live(hands, terminal.stream)
-    aside = ProgressAwareStdout(terminal.stream, progress)
-    aside.write("half a line")
+def test_a_note_does_not_continue_an_unfinished_line(terminal: Terminal, clock: FakeClock) -> None:
+    progress = live(clock, terminal.stream)
+    wrapper = ProgressAwareStdout(terminal.stream, progress)
+    wrapper.write("half a line")
     progress.note("a note")
     progress.note("another")
     assert terminal.screen() == ["half a line", "a note", "another", ""]
 
 
-def test_aside_is_the_stream_in_all_other_respects(terminal: Terminal, hands: Hands) -> None:
-    aside = ProgressAwareStdout(terminal.stream, live(hands, terminal.stream))
-    assert aside.isatty()
-    assert aside.fileno() == terminal.stream.fileno()
-    assert aside.encoding == "utf-8"
-    assert aside.writable()
-    aside.writelines(["a", "b\n"])
-    aside.flush()
+def test_the_wrapper_passes_other_attributes_to_the_stream(terminal: Terminal, clock: FakeClock) -> None:
+    wrapper = ProgressAwareStdout(terminal.stream, live(clock, terminal.stream))
+    assert wrapper.isatty()
+    assert wrapper.fileno() == terminal.stream.fileno()
+    assert wrapper.encoding == "utf-8"
+    assert wrapper.writable()
+    wrapper.writelines(["a", "b\n"])
+    wrapper.flush()
     assert terminal.screen()[0] == "ab"
 
 
-def test_a_reader_that_went_home_does_not_stop_the_training(hands: Hands) -> None:
+def test_a_closed_pipe_does_not_stop_training(clock: FakeClock) -> None:
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w")
     os.close(reader)
-    progress = Progress(stream, False, 10, 0, now=hands)
+    progress = Progress(stream, False, 10, 0, now=clock)
     for step in range(1, 11):
-        hands.at += 20
-        progress.update(step, 1.0, 1, hands)
-    progress.note("nobody hears this")
+        clock.at += 20
+        progress.update(step, 1.0, 1, clock)
+    progress.note("discarded")
     progress.close()
     with contextlib.suppress(BrokenPipeError):
         stream.close()
     closed = io.StringIO()
     closed.close()
-    Progress(closed, False, 10, 0, now=hands).update(1, 1.0, 1, hands)
+    Progress(closed, False, 10, 0, now=clock).update(1, 1.0, 1, clock)
 
 
-def test_memory_is_that_of_this_process_by_default(hands: Hands) -> None:
+def test_resident_memory_is_shown_by_default(clock: FakeClock) -> None:
     assert 1e6 < module.resident_bytes() < 1e12
     stream = io.StringIO()
-    Progress(stream, False, 10, 0, now=hands).update(1, 1.0, 1, hands)
+    Progress(stream, False, 10, 0, now=clock).update(1, 1.0, 1, clock)
     assert stream.getvalue().rstrip().endswith("B")
 
 
-def test_an_update_that_does_not_draw_asks_for_nothing(hands: Hands) -> None:
-    """Its cost is that of a look at the clock: no memory, no seconds, no width."""
+def test_an_update_between_two_drawings_reads_only_the_clock(clock: FakeClock) -> None:
+    """Neither memory, seconds nor the width of the terminal are read."""
 
     class Refuses:
         @property
         def seconds(self) -> dict[str, float]:
-            raise AssertionError("asked between two drawings")
+            raise AssertionError("read between two drawings")
 
-    progress, _ = plain(hands)
-    progress.update(1, 1.0, 1, hands)
+    progress, _ = plain(clock)
+    progress.update(1, 1.0, 1, clock)
     for step in range(2, 200):
         progress.update(step, 1.0, 1, Refuses())

@@ -1,4 +1,4 @@
-"""How the progress line says things, and what it leaves out where there is no room."""
+"""Texts of the progress line, and which fields are left out where there is no room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_line_fits_any_width(fields: list[Field], width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "text"),
     [
         (0, "0:00"),
         (-3, "0:00"),
@@ -36,12 +36,12 @@ def test_a_line_fits_any_width(fields: list[Field], width: int) -> None:
         (270000, "3d 03h"),
     ],
 )
-def test_duration(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "said"),
+    ("num_bytes", "text"),
     [
         (0, "0 B"),
         (999, "999 B"),
@@ -53,5 +53,5 @@ def test_duration(seconds: float, said: str) -> None:
         (3e15, "3000 TB"),
     ],
 )
-def test_size(num_bytes: float, said: str) -> None:
-    assert size(num_bytes) == said
+def test_size(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text

@@ -1,4 +1,4 @@
-"""What a process that joins is sent: all bytes, and not too many at once."""
+"""The state for a process that joins is sent in portions of limited size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unisono.train.recovery import state_transfer
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64, 1 << 20])
-def test_a_state_travels_in_portions(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_portions_contain_all_bytes(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     monkeypatch.setattr(state_transfer, "PORTION_BYTES", limit)
     state = [torch.arange(10), torch.empty(0, 3), torch.tensor(2.5), torch.ones(5, 3).t(), torch.tensor([True])]
     portions = list(state_transfer._portions(state))
@@ -18,7 +18,7 @@ def test_a_state_travels_in_portions(monkeypatch: pytest.MonkeyPatch, limit: int
     assert sent == b"".join(tensor.contiguous().numpy().tobytes() for tensor in state)
 
 
-def test_it_is_written_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portions_share_the_memory_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_transfer, "PORTION_BYTES", 5)
     room = [torch.zeros(3), torch.zeros((), dtype=torch.int64)]
     for portion in state_transfer._portions(room):

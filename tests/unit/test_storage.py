@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: policies, URLs, a second writer; S3 by its protocol, from a server of the test's own."""
+"""Storage of checkpoints: policies, URLs, a second writer; S3 through a server that the test starts."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from unisono.tensors.codec import TensorTable
 from unisono.testing import run_ranks
 
 
-def save_at(there: Storage, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
+def save_at(storage: Storage, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
     state = packed({"thing": {"w": torch.full((3,), float(steps))}}, {"models": ["thing"]}, TensorTable())
-    CheckpointSaver(ProcessGroup()).begin(there, steps, state, keep, wait=True)
+    CheckpointSaver(ProcessGroup()).begin(storage, steps, state, keep, wait=True)
 
 
 @pytest.fixture(params=["folder", "url"])
-def there(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return storage_at(tmp_path / "kept" if request.param == "folder" else f"memory://{uuid4().hex}/kept")
 
 
-def test_the_last_stay_and_those_of_every_so_many_steps(there: Storage) -> None:
+def test_the_newest_and_every_nth_are_kept(storage: Storage) -> None:
     for steps in range(10, 80, 10):
-        save_at(there, steps, (2, 30))
-    assert there.checkpoints() == [70, 60, 30]
+        save_at(storage, steps, (2, 30))
+    assert storage.checkpoints() == [70, 60, 30]
 
 
-def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Storage) -> None:
-    prepare_storage(tmp_path, str(there), resume=False)
+def test_a_run_resumes_from_another_location(tmp_path: Path, storage: Storage) -> None:
+    prepare_storage(tmp_path, str(storage), resume=False)
     assert newest(tmp_path, pytest.fail) is None
     save_at(storage_of(tmp_path), 10)
     save_at(storage_of(tmp_path), 20)
@@ -55,7 +55,7 @@ def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Storag
     assert found is not None
     assert torch.equal(load(found).states["thing"]["w"], torch.full((3,), 20.0))
     assert fingerprint(tmp_path)["step"] == 20
-    prepare_storage(tmp_path, None, resume=True)  # from now on in the run directory; what there is, is still found
+    prepare_storage(tmp_path, None, resume=True)  # earlier checkpoints are still found
     assert fingerprint(tmp_path)["step"] == 20
     save_at(storage_of(tmp_path), 30)
     assert [steps for steps, _ in manifest.checkpoints(tmp_path)] == [30]
@@ -63,31 +63,31 @@ def test_a_run_goes_on_from_what_is_kept_elsewhere(tmp_path: Path, there: Storag
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["elsewhere.json", "step-00000030"]
 
 
-def test_a_place_with_another_run_is_refused_and_every_run_can_have_its_own(tmp_path: Path, there: Storage) -> None:
-    save_at(there, 10)
+def test_a_location_of_another_run_is_refused(tmp_path: Path, storage: Storage) -> None:
+    save_at(storage, 10)
     with pytest.raises(SettingsError, match=r"(?s)already: 1 checkpoint, the newest after step 10.*/kept/\{run\}'"):
-        prepare_storage(tmp_path / "new", str(there), resume=False)
-    prepare_storage(tmp_path / "new", f"{there}/{{run}}", resume=False)
-    assert str(storage_of(tmp_path / "new")) == f"{there}/new"
+        prepare_storage(tmp_path / "new", str(storage), resume=False)
+    prepare_storage(tmp_path / "new", f"{storage}/{{run}}", resume=False)
+    assert str(storage_of(tmp_path / "new")) == f"{storage}/new"
 
 
-def test_what_was_never_finished_at_a_url_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
-    there = storage_at(f"memory://{uuid4().hex}")
-    save_at(there, 10)
-    there.write(20, "rank-00000.safetensors", [b"half"])
-    assert there.checkpoints() == [10]
-    save_at(there, 30)
-    assert isinstance(there, BucketStorage)
-    assert there._folders() == {10: True, 30: True}
+def test_an_unfinished_save_at_a_url_is_removed(tmp_path: Path) -> None:
+    storage = storage_at(f"memory://{uuid4().hex}")
+    save_at(storage, 10)
+    storage.write(20, "rank-00000.safetensors", [b"half"])
+    assert storage.checkpoints() == [10]
+    save_at(storage, 30)
+    assert isinstance(storage, BucketStorage)
+    assert storage._folders() == {10: True, 30: True}
 
 
-def test_damage_at_a_url_is_named_and_passed_over(tmp_path: Path) -> None:
+def test_damage_at_a_url_is_named_and_skipped(tmp_path: Path) -> None:
     prepare_storage(tmp_path, url := f"memory://{uuid4().hex}", resume=False)
-    there = storage_at(url)
-    assert isinstance(there, BucketStorage)
-    save_at(there, 10)
-    save_at(there, 20)
-    there._fs.pipe_file(there._path(20, "state.json"), b"{}")
+    storage = storage_at(url)
+    assert isinstance(storage, BucketStorage)
+    save_at(storage, 10)
+    save_at(storage, 20)
+    storage._fs.pipe_file(storage._path(20, "state.json"), b"{}")
     notes: list[str] = []
     found = newest(tmp_path, notes.append)
     assert found is not None
@@ -95,12 +95,12 @@ def test_damage_at_a_url_is_named_and_passed_over(tmp_path: Path) -> None:
     assert "step-00000020/state.json has 2 bytes instead of" in notes[0]
 
 
-def test_whoever_began_first_is_told_that_another_saves_there() -> None:
+def test_a_replaced_writer_fails() -> None:
     url = f"memory://{uuid4().hex}"
     first, second = storage_at(url), storage_at(url)
     save_at(first, 10)
     save_at(second, 10)
-    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save there after this one"):
+    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save storage after this one"):
         save_at(first, 20)
     save_at(second, 20)
     assert second.checkpoints() == [20, 10]
@@ -111,7 +111,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         prepare_storage(tmp_path, "gs://bucket/run", resume=False)
 
 
-def test_a_second_run_in_one_folder_of_checkpoints_is_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
     asked, where = StartRequest(Path("train.py"), RunRequest(), World.current()), str(tmp_path / "kept")
     with ExitStack() as kept:
         assert asked.save_in(where, tmp_path / "one", kept) == where
@@ -127,7 +127,7 @@ def test_a_second_run_in_one_folder_of_checkpoints_is_told_who_is_there(tmp_path
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
-    """A server that speaks S3's protocol, and how to reach it."""
+    """Start a server of the S3 protocol, and return its address."""
     pytest.importorskip("s3fs", reason="pip install 'unisono[s3]'")
     moto = pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -145,13 +145,13 @@ def with_s3(world: World, folder: Path, about: dict[str, str], config: Any, resu
     told = attempt(world, folder, train, config, resume=resume)
     if world.rank:
         return told
-    there = storage_of(folder)
-    assert isinstance(there, BucketStorage)
-    return told, there.checkpoints(), json.loads(there._fs.cat_file(f"{there._root}/writer.json"))["host"]
+    storage = storage_of(folder)
+    assert isinstance(storage, BucketStorage)
+    return told, storage.checkpoints(), json.loads(storage._fs.cat_file(f"{storage._root}/writer.json"))["host"]
 
 
 @pytest.mark.slow
-def test_shards_are_saved_to_s3_and_come_back_on_one_process(tmp_path: Path, s3: dict[str, str]) -> None:
+def test_shards_saved_to_s3_are_loaded_on_one_process(tmp_path: Path, s3: dict[str, str]) -> None:
     boto3 = pytest.importorskip("boto3")
 
     boto3.client("s3", endpoint_url=s3["AWS_ENDPOINT_URL"], **CREDENTIALS).create_bucket(Bucket="runs")
@@ -173,7 +173,7 @@ CREDENTIALS = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_n
 
 
 def with_s3_refused(folder: Path, about: dict[str, str], config: Any) -> str:
-    """What a run that begins anew is told, of whose name there is one."""
+    """Return the error of a run that begins under the name of an existing one."""
     (words,) = run_ranks(attempt_anew, 1, folder / "other" / "one", about, config)
     return str(words)
 

@@ -1,4 +1,4 @@
-"""watch/report: where the time went, in words a person can act on, from files alone."""
+"""The summary of a run: times, bottleneck and advice, from files alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_table() -> None:
     )
 
 
-def test_what_nobody_watched_is_shown() -> None:
+def test_unwatched_time_is_shown() -> None:
     assert "unwatched  5.0 s   50%" in time_shares({"forward": 5.0}, 10.0)
     assert "unwatched" not in time_shares({"forward": 9.99}, 10.0)
 
@@ -85,11 +85,11 @@ def test_a_bottleneck_comes_with_an_advice(seconds: dict[str, float], workers: i
 @pytest.mark.parametrize(
     "seconds", [{}, {"data": 0.0}, {"data": 1.9, "forward": 8.1}, {"backward": 10.0}, {"data": 2.9}]
 )
-def test_all_is_well(seconds: dict[str, float]) -> None:
+def test_no_bottleneck(seconds: dict[str, float]) -> None:
     assert bottleneck(seconds) is None
 
 
-def test_the_one_they_wait_for_hardly_waits() -> None:
+def test_a_straggler_waits_least() -> None:
     assert straggler({0: 0.5, 1: 0.05, 2: 0.45, 3: 0.55}) == (1, 0.05, 0.5)
     assert straggler({0: 0.3, 1: 0.25}) is None
     assert straggler({0: 0.3}) is None
@@ -111,7 +111,7 @@ def test_the_closing_lines(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)
 
 
-def test_the_closing_lines_say_what_they_know(tmp_path: Path) -> None:
+def test_closing_lines_without_facts(tmp_path: Path) -> None:
     assert closing_lines({}, tmp_path) == [f"run  {tmp_path}"]
     assert closing_lines({"promise": "", "weights_sha256": None, "stopped": True}, tmp_path)[-1].endswith(
         "with --resume"
@@ -120,19 +120,19 @@ def test_the_closing_lines_say_what_they_know(tmp_path: Path) -> None:
     assert "result  1 step, 1 rank (1 virtual)" in one
 
 
-def test_a_path_with_spaces_is_left_alone() -> None:
+def test_a_path_with_spaces_is_not_wrapped() -> None:
     path = "a very long path  with spaces " * 5
     assert closing_lines({}, path)[-1] == f"run  {path}"
 
 
-def test_a_run_that_ended_is_told_from_its_files(tmp_path: Path) -> None:
+def test_a_finished_run_is_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(json.dumps(RESULT))
     assert read_directory(tmp_path) == closing_lines(RESULT, tmp_path)
 
 
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
-    """A run of three processes that was killed in its tenth step; rank 1 is the slow one."""
+    """Write the files of a run of three processes that was killed in its tenth step; rank 1 is slow."""
     for rank in range(3):
         line = Timeline(tmp_path / "timeline" / f"rank-{rank}.jsonl")
         for step in range(9):
@@ -145,7 +145,7 @@ def crashed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_that_crashed_is_told_from_its_timeline(crashed: Path) -> None:
+def test_a_crashed_run_is_read_from_its_timeline(crashed: Path) -> None:
     lines = read_directory(crashed)
     assert lines[0] == "where the time went  9.0 s in 9 steps"
     assert any(line.startswith("Exchanging gradients, and waiting for other processes, took 50%") for line in lines)
@@ -154,7 +154,7 @@ def test_a_run_that_crashed_is_told_from_its_timeline(crashed: Path) -> None:
     assert lines[-1] == "This run did not finish. Next: the same command with --resume"
 
 
-def test_work_that_was_done_again_counts_as_time(crashed: Path) -> None:
+def test_repeated_steps_count_as_time(crashed: Path) -> None:
     line = Timeline(crashed / "timeline" / "rank-0.jsonl")
     line.resumed(5)
     line.step(5, {"forward": 1.0})
@@ -166,14 +166,14 @@ def test_work_that_was_done_again_counts_as_time(crashed: Path) -> None:
 @pytest.mark.parametrize(
     "content", [None, "", "{", "[1]", "\x00"], ids=["missing", "empty", "half", "a list", "a zero"]
 )
-def test_a_result_that_cannot_be_read_is_no_result(tmp_path: Path, content: str | None) -> None:
+def test_an_unreadable_result_is_none(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "result.json").write_text(content)
     assert summary.read_result(tmp_path) is None
     assert read_directory(tmp_path)[-1].endswith("--resume")
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     shutil.rmtree(gone)
@@ -181,14 +181,14 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", ["", "[loader]\n", "loader = 3", "[loader]\nworkers = 'many'", "= ="])
-def test_settings_that_say_nothing_of_workers(tmp_path: Path, settings: str) -> None:
+def test_settings_without_workers(tmp_path: Path, settings: str) -> None:
     (tmp_path / "settings.toml").write_text(settings)
     assert "Waiting for data took 100% of the time. Next: --set loader.workers=2" in closing_lines(
         {"phases": {"data": 4.0}}, tmp_path
     )
 
 
-def test_a_server_that_waits_is_as_it_should_be(tmp_path: Path) -> None:
+def test_a_waiting_server_is_no_bottleneck(tmp_path: Path) -> None:
     seconds = {"exchange": 80.0, "evaluate": 60.0, "forward": 10.0}
     text = "\n".join(
         closing_lines({**RESULT, "phases": seconds, "servers": 1, "late_mean": 1.97, "late_most": 3}, tmp_path)
@@ -197,7 +197,7 @@ def test_a_server_that_waits_is_as_it_should_be(tmp_path: Path) -> None:
     assert "gradients by 2.0 updates on average, 3 at most" in text
 
 
-def test_bytes_are_told_beside_what_they_would_be(tmp_path: Path) -> None:
+def test_sent_bytes_are_compared_with_the_uncompressed_size(tmp_path: Path) -> None:
     told = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
     text = " ".join(" ".join(closing_lines(told, tmp_path)).split())
     assert "sent 555 kB of gradients per step and process, 1.1% of the uncompressed size promise" in text

@@ -1,4 +1,4 @@
-"""Links: what is said arrives as it was, who is gone is heard of at once, and who does not know the key stays out."""
+"""TCP links: messages arrive unchanged, a closed link is noticed, and a wrong key is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""watch/timeline: a line a step, whole after a crash, and never a reason to stop a training."""
+"""The timeline: a line for each step, readable after a crash; its errors do not stop training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "timeline" / "rank-0.jsonl"
 
 
-def test_a_line_a_step(path: Path) -> None:
+def test_each_step_has_a_line(path: Path) -> None:
     hands = Hands()
     line = Timeline(path, now=hands)
     line.step(0, {"data": 0.25, "forward": 0.000123456}, 2.5)
@@ -46,7 +46,7 @@ def test_a_line_a_step(path: Path) -> None:
     ]
 
 
-def test_numbers_that_json_does_not_know_are_words(path: Path) -> None:
+def test_numbers_that_are_not_finite_are_strings(path: Path) -> None:
     line = Timeline(path)
     line.step(0, {}, float("nan"), {"up": float("inf"), "down": -np.inf, "one": np.float32(0.5), "all": [1, 2]})
     line.close()
@@ -56,7 +56,7 @@ def test_numbers_that_json_does_not_know_are_words(path: Path) -> None:
     assert entry["log"] == {"up": "inf", "down": "-inf", "one": 0.5, "all": "[1, 2]"}
 
 
-def test_lines_wait_two_seconds_at_most_while_steps_go_on(path: Path) -> None:
+def test_lines_are_written_within_two_seconds(path: Path) -> None:
     hands = Hands()
     line = Timeline(path, now=hands)
     line.step(0, {})
@@ -76,7 +76,7 @@ def test_lines_wait_two_seconds_at_most_while_steps_go_on(path: Path) -> None:
     line.close()
 
 
-def test_a_resumed_run_goes_on_in_the_same_file(path: Path) -> None:
+def test_a_resumed_run_appends_to_the_file(path: Path) -> None:
     first = Timeline(path)
     first.step(0, {})
     first.step(1, {})
@@ -89,7 +89,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(path: Path) -> None:
     assert seen == [0, 1, {"resumed_at": 1}, 1]
 
 
-def test_a_line_that_a_crash_cut_off_harms_no_other(path: Path) -> None:
+def test_a_line_that_was_cut_off_is_skipped(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b'{"step": 0, "t": 1.0, "seconds": {}}\n{"step": 1, "t": 1')
     line = Timeline(path)
@@ -98,13 +98,13 @@ def test_a_line_that_a_crash_cut_off_harms_no_other(path: Path) -> None:
     assert list(timeline.read(path)) == [{"step": 0, "t": 1.0, "seconds": {}}, {"resumed_at": 1}]
 
 
-def test_garbage_is_passed_over(path: Path) -> None:
+def test_invalid_lines_are_skipped(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b'\xff\xfe\n[1, 2]\n{"step": 3}\n\n')
     assert list(timeline.read(path)) == [{"step": 3}]
 
 
-def test_the_end_of_a_long_file_is_read_in_whole_lines(path: Path) -> None:
+def test_the_end_of_a_long_file_is_read_by_lines(path: Path) -> None:
     line = Timeline(path)
     for step in range(1000):
         line.step(step, {"data": 0.001})
@@ -118,7 +118,7 @@ def test_the_end_of_a_long_file_is_read_in_whole_lines(path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_disk_is_said_once_and_training_goes_on(path: Path) -> None:
+def test_a_full_disk_is_reported_once(path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to("/dev/full")
     notes: list[str] = []
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_keeps_what_was_written(path: Path, monkeypatch: py
     assert [entry["step"] for entry in timeline.read(path)] == [0]
 
 
-def test_a_directory_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("a file where the directory should be")
     notes: list[str] = []
     line = Timeline(tmp_path / "timeline" / "rank-0.jsonl", notes.append)
@@ -168,7 +168,7 @@ def test_a_directory_that_cannot_be_made_is_said_once(tmp_path: Path) -> None:
     assert len(notes) == 1
 
 
-def test_nobody_needs_to_listen_for_notes(tmp_path: Path) -> None:
+def test_notes_are_optional(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("")
     Timeline(tmp_path / "timeline" / "rank-0.jsonl").close()
 
