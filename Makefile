@@ -1,5 +1,5 @@
 # Two commands for a newcomer:   make run    (a language model trains on two processes)
-#                                make test   (lint, types and all quick tests)
+#                                make test   (lint, types, the site of docs/ and all quick tests)
 # Both make .venv first, from Python 3.11 or newer and pip; nothing here needs root.
 
 SHELL := /bin/bash
@@ -31,13 +31,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
 		&& $(PYTHON) -m pip --python $(BIN)/python install pip; }
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
 run: setup  ## train the text recipe on two processes (RANKS=2)
 	$(BIN)/unisono run text --ranks $(RANKS)
 
-test: lint types  ## lint, types, and every test that is not slow
+test: lint types docs  ## lint, types, the site, and every test that is not slow
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 40 --durations-min 4
 
 lint: setup  ## ruff: rules and format
@@ -47,6 +47,10 @@ lint: setup  ## ruff: rules and format
 types: setup  ## mypy
 	$(BIN)/mypy
 
+docs: setup  ## build the site of docs/ into build/site; a broken link is an error
+	$(BIN)/python -m tools.reference_tables build/reference
+	$(BIN)/zensical build --clean --strict
+
 slow: setup  ## the slow tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --durations 20
 
@@ -54,11 +58,11 @@ bench: setup $(PEERS)/.ready  ## measure, beside the peers too: writes benchmark
 	for bench in door overhead exchange shards buddy memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done
 	$(BIN)/python -m benchmarks.race --peers $(PEERS)/bin/python
 
-correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/correctness.md
-	$(PEERS)/bin/python -m pytest tests/house/test_papers.py
+correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and of ours: writes docs/measured/correctness.md
+	$(PEERS)/bin/python -m pytest tests/house/test_documentation.py
 	$(BIN)/python -m benchmarks.mistakes --peers $(PEERS)/bin/python
 
-agreement: setup  ## every placement of three recipes beside one process: writes docs/agreement.md (minutes)
+agreement: setup  ## every placement of three recipes beside one process: writes docs/measured/agreement.md (minutes)
 	$(BIN)/python -m benchmarks.placements
 
 # Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
@@ -71,7 +75,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) $(PEERS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(PEERS) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types slow bench correctness agreement clean
+.PHONY: help setup run test lint types docs slow bench correctness agreement clean

@@ -1,4 +1,4 @@
-"""Every placement of three recipes beside one process, with `unisono prove`; writes docs/agreement.md.
+"""Compare every parallel layout of three recipes with one process; write docs/measured/agreement.md.
 
     python -m benchmarks.placements                                  some minutes
     python -m benchmarks.placements --only text --page text.md       this recipe alone, on a page of its own
@@ -22,7 +22,7 @@ from unisono.cli.commands.prove import KINDS, LayoutRow, size
 from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "agreement.md"
+PAGE = ROOT / "docs" / "measured" / "agreement.md"
 STEPS = 5
 MOST = 1.1
 """Times its theoretical share of the memory, a process may hold."""
@@ -38,35 +38,35 @@ RECIPES = {
 """What each is, and its settings, by a title whose first word is the recipe's name. Without dropout, which draws
 otherwise where activations are divided."""
 
-HEAD = """# Placements beside one process
+HEAD = """# Layouts that agree
 
-What a reader of this page sees: a real model is trained for {steps} steps on one process, and then for the same {steps}
-steps under every placement on 2 and 4 processes that `unisono prove` knows
-([placements.md](placements.md#do-they-agree) says what it compares, and [how](placements.md) each of them divides a
-model). If a placement is right, the two trainings are the same but for rounding. Each row is one placement:
+Each recipe is trained for {steps} steps on one process, and then for the same {steps} steps under every parallel
+layout on 2 and 4 processes that `unisono prove` knows. [Compare layouts](../guide/parallel/prove.md) says what is
+compared, and [Parallel layouts](../guide/parallel/index.md) how each layout divides a model. A layout is correct if
+the two runs are equal up to rounding. Each row is one layout:
 
-- **loss**, **gradient**, **norm**: how far they are from those of one process, the farthest of all steps; of the
-  gradients that of the farthest tensor, before clipping. These are relative errors: 1e-7 is float32's last digit.
-  A loss may be {loss:g} away, a gradient and its norm {gradient:g}; what is farther is called *differs*.
-- **weights**: after the last step, how far they are from those of one process, over the way that they went from where
-  they began. The limit is a tenth, since Adam makes a whole step even of a gradient that is zero but for rounding.
-- **bits**: is all of this the same, to the last bit? *Equal* is promised where samples, parameters or layers are dealt
-  out; where a sum itself is made in parts (`tensor`, `context`, and a weight that two stages of a pipeline use) it is
-  *other*, to rounding.
-- **parameters, gradients, optimizer**: how much memory they take, on the process that has most, each at its largest.
-- **share**: the worst of these three over its theoretical share: one process's, divided by the shards (with
-  `reshard=step`, which keeps whole parameters and gradients during a step, of the optimizer state only) and by the
-  parts of every matrix; in a pipeline, of the parameters of this process's own layers. 1.00 is right; above {share:.2f}
-  is told.
-- **s a step**: the median without the first one. It says little: all processes share the cores of one machine.
+- **loss**, **gradient**, **norm**: the largest relative difference from one process, over all steps. For the
+  gradient, that of the tensor with the largest difference, before clipping. 1e-7 is the last digit of float32. The
+  limit is {loss:g} for the loss, and {gradient:g} for the gradient and its norm. A row beyond it says *differs*.
+- **weights**: the difference after the last step, relative to the change since the start. The limit is a tenth,
+  because Adam makes a whole step even from a gradient that is zero except for rounding.
+- **bits**: whether everything is bit-identical. *Equal* is promised where samples, parameters or layers are divided.
+  Where a sum itself is computed in parts (`tensor`, `context`, and a weight that two pipeline stages use), it is
+  *other*, up to rounding.
+- **parameters, gradients, optimizer**: their memory on the process that has most, each at its largest.
+- **share**: the largest ratio of these three to the expected share. That is the memory of one process, divided by the
+  shards (with `reshard=step`, which keeps whole parameters and gradients during a step, only that of the optimizer)
+  and by the parts of every matrix; in a pipeline, of the parameters of the layers of this process. 1.00 is ideal.
+  Above {share:.2f} is reported.
+- **s a step**: the median without the first step. It says little, because all processes share the cores of one
+  machine.
 
-Below a table stands which placements a model is refused for, and why; and where a pipeline's stretches of the layers
-are uneven by more than a tenth, since a layer is not cut, and since a weight that two of them use is on both.
-"""
+Below each table are the layouts that a model is refused for, with the reason, and uneven pipeline stages. Stages are
+uneven because a layer is not cut, and because a weight that two stages use is on both."""
 
 FOOT = """
-This page is written by `python -m benchmarks.placements` ([the code](../benchmarks/placements.py)). {machine}. The
-processes share these cores, so the times are not what a machine for each would take.
+This page is written by `python -m benchmarks.placements` (`benchmarks/placements.py`). {machine}.
+The processes share these cores, so the times are not those of a machine for each process.
 """
 
 
@@ -91,7 +91,7 @@ def table(recipe: str, told: dict[str, Any]) -> str:
     if "placements" not in told:
         return "\n".join([*lines, f"Not measured: {told.get('failed', told.get('error', {}))}", ""])
     lines += [
-        "| placement | processes | loss | gradient | norm | weights | bits | parameters, gradients, optimizer | share "
+        "| layout | processes | loss | gradient | norm | weights | bits | parameters, gradients, optimizer | share "
         "| s a step | |",
         "|---" * 11 + "|",
     ]
@@ -129,7 +129,7 @@ def row(found: dict[str, Any]) -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", nargs="*", default=list(RECIPES), choices=list(RECIPES), help="these recipes")
-    flags.add_argument("--page", type=Path, default=PAGE, help="where the tables go (docs/agreement.md)")
+    flags.add_argument("--page", type=Path, default=PAGE, help="where the tables go (docs/measured/agreement.md)")
     asked = flags.parse_args()
     sections, wrong, limits = [], [], {"gradient": 1e-5, "loss": 1e-6, "share": MOST}
     for recipe in asked.only:

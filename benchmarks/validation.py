@@ -1,4 +1,4 @@
-"""Every exchange trains the text recipe: what it has learned in the end, beside the tree; writes docs/validation.md.
+"""Train the text recipe under every exchange and compare validation losses; write docs/measured/validation.md.
 
     python -m benchmarks.validation                       about a quarter of an hour
     python -m benchmarks.validation --only tree local     these alone, to the screen
@@ -23,7 +23,7 @@ from benchmarks.machine import line
 from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "validation.md"
+PAGE = ROOT / "docs" / "measured" / "validation.md"
 STEPS = 400
 SMALL = ["batch=32", "model.width=64", "model.depth=2", "model.context=64", "validate_bytes=65536", "sample_bytes=0"]
 CLOSE = 1.02
@@ -100,21 +100,23 @@ def close_enough(arm: Arm, goal: float) -> Iterator[dict[str, Any]]:
             return
 
 
-HEAD = f"""# What each exchange has learned
+HEAD = f"""# What exchanges learn
 
-The text recipe, small (`{" ".join(f"--set {each}" for each in SMALL)}`), with the same data, batches and
-learning rates under every exchange ([exchanges.md](exchanges.md) says what they are) but where it is said, {STEPS}
-steps. **Validation** is in bits a byte, on text that none of them has seen; **beside the tree** is what it is of the
-tree's. Where that is more than {CLOSE:.2f}, **samples needed** says after how many times the samples it was not;
-{", ".join(map(str, MORE))} times were tried. **kB a step** is what a process sends, where the exchange counts it.
+The small text recipe (`{" ".join(f"--set {each}" for each in SMALL)}`) is trained under every
+[exchange](../guide/exchanges/index.md) for {STEPS} steps, with the same data, batches and learning rates except where
+the row says otherwise.
 
-| | processes | validation | beside the tree | samples needed | kB a step | promise |
+- **Validation** is in bits per byte, on text that is not in the training data.
+- **Ratio** is that value over the tree's.
+- **Samples needed**: if the ratio is more than {CLOSE:.2f}, the number of samples after which it was not;
+  {", ".join(map(str, MORE))} times were tried.
+- **kB a step** is what a process sends, where the exchange counts it.
+
+| exchange | processes | validation | ratio | samples needed | kB a step | promise |
 |---|---|---|---|---|---|---|
 """
 
-FOOT = """
-This page is written by `python -m benchmarks.validation` ([the code](../benchmarks/validation.py)). {machine}.
-"""
+FOOT = """ This page is written by `python -m benchmarks.validation` (`benchmarks/validation.py`). {machine}."""
 
 
 def row(arm: Arm, found: list[dict[str, Any]], goal: float) -> str:
@@ -133,7 +135,7 @@ def row(arm: Arm, found: list[dict[str, Any]], goal: float) -> str:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", nargs="*", help="arms whose title begins with one of these words; no page is written")
-    flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/validation.md)")
+    flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/measured/validation.md)")
     asked = flags.parse_args()
     tree, *others = arms()
     goal = trained(tree, STEPS)

@@ -89,7 +89,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     """
     if in_a_kernel():
         true = "It reads the command line, which is the kernel's here."
-        do = "unisono.launch(main, Settings(steps=100), ranks=2) (docs/notebooks.md)"
+        do = "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)"
         raise SettingsError("unisono.main was called in a notebook.", true, do)
     try:
         world = take_over(World.current())

@@ -62,7 +62,7 @@ class DataError(UnisonoError):
 
 
 class LoopError(UnisonoError):
-    """The contract of the training loop was broken (docs/loop.md lists its lines)."""
+    """The contract of the training loop was broken (docs/guide/loop.md lists its lines)."""
 
 
 class CheckpointError(UnisonoError):

@@ -1,4 +1,4 @@
-"""Plays every case and writes docs/correctness.md.
+"""Measure every case and write docs/measured/correctness.md.
 
     python -m benchmarks.mistakes --peers /path/to/venv/bin/python     about ten minutes
     python -m benchmarks.mistakes                                      ours and DistributedDataParallel: half a minute
@@ -22,29 +22,28 @@ from benchmarks.mistakes.play import ROOT, play_ddp, play_ours, play_peer
 from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, MODULES, TRAINER, Case, case
 from unisono.environment import inherited
 
-PAGE = ROOT / "docs" / "correctness.md"
+PAGE = ROOT / "docs" / "measured" / "correctness.md"
 PACKAGES = {ACCELERATE: "accelerate", TRAINER: "lightning", FABRIC: "lightning"}
 
-HEAD = """# Mistakes that nobody tells you of
+HEAD = """# Silent mistakes
 
-Each row is a way in which distributed training goes wrong without an error: a plausible loss, and another model or
-another metric. Each figure is measured in real processes on CPUs (two, unless the cell says otherwise), with the
-defaults that a user gets who sets nothing. **Bold** is right. A dash: the library leaves this to the script, so there
-is nothing to measure.
+Each row is a way in which distributed training goes wrong without an error: the loss looks plausible, and the model
+or the metric is a different one. Each figure is measured in real processes on CPUs (two, unless the cell says
+otherwise), with the default settings of each library. **Bold** is correct. A dash: the library leaves this to the
+script, so there is nothing to measure.
 
 """
 
-FOOT = """
-How each is got right elsewhere, and what was measured beside the defaults:
+FOOT = """ How to get each one right elsewhere, and what was measured with other settings:
 
 {notes}
 
-Looked for and not found: the last row. A layer that no sample used keeps `grad=None` in all of them; by hand that was
-tried with `find_unused_parameters`, `static_graph`, both with `gradient_as_bucket_view`, and with `fully_shard`.
+The last row was looked for and not found. A layer that no sample used keeps `grad=None` in all of them. With
+DistributedDataParallel by hand, `find_unused_parameters`, `static_graph`, both with `gradient_as_bucket_view`, and
+`fully_shard` were tried.
 
-This page is written by `python -m benchmarks.mistakes --peers PYTHON` ([the code](../benchmarks/mistakes), a file a
-row); `tests/parity/test_silent_mistakes.py` holds our column. {versions}.
-"""
+This page is written by `python -m benchmarks.mistakes --peers PYTHON` (`benchmarks/mistakes`, one file a row).
+`tests/parity/test_silent_mistakes.py` tests the column of Unisono. {versions}."""
 
 
 def measure(name: str, player: str, python: str | None) -> list[Any] | None:
@@ -107,7 +106,7 @@ def page(found: dict[str, dict[str, list[Any] | None]], have: dict[str, str]) ->
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--peers", metavar="PYTHON", type=os.path.abspath, help="a python in which peers are installed")
-    flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/correctness.md)")
+    flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/measured/correctness.md)")
     flags.add_argument("--only", nargs="*", default=list(MODULES), choices=list(MODULES), help="these cases")
     flags.add_argument("--json", type=Path, help="keep the figures here; those that are there are not played again")
     asked = flags.parse_args()

@@ -98,14 +98,15 @@ def ddp(place: Place) -> float:
 
 CASES = {
     "batch-norm": Case(
-        wrong="Batch norm's running mean is the first process's alone. Its data is 0, the other's 2, 50 steps",
+        wrong="Batch norm's running mean is that of the first process only. "
+        "Its data is 0, the data of the other process is 2; 50 steps",
         right="1, to 0.15",
         is_right=lambda mean: abs(mean - 1.0) <= 0.15,
         told=lambda mean: f"{mean:.3f}",
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": BATCH, "virtual_ranks": 4},
-        note="Ours takes the virtual ranks' batches one after the other, so the later ones count a little more. "
+        note="Unisono folds in the virtual ranks one after the other, so the later ones count a little more. "
         "Elsewhere, on GPUs: SyncBatchNorm.",
     )
 }

@@ -175,18 +175,19 @@ def ddp(place: Place) -> int:
 
 CASES = {
     "dropout": Case(
-        wrong="All processes are seeded alike, and so is their dropout. Different masks on two processes",
+        wrong="All processes have the same seed, so they draw the same dropout masks. Different masks on two processes",
         right="2",
         is_right=lambda masks: masks == 2,
         told=str,
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": 2, "virtual_ranks": 2},
-        note="Accelerate: set_seed(seed, device_specific=True). By hand: torch.manual_seed(seed + rank), once the "
-        "model is made.",
+        note="Accelerate: set_seed(seed, device_specific=True). By hand: torch.manual_seed(seed + rank), after "
+        "the model is built.",
     ),
     "dropout-resumed": Case(
-        wrong="A resume rolls other dice. Of two steps after a resume, those with the masks of a run that went through",
+        wrong="A resume draws other dropout masks. "
+        "Of two steps after a resume, those with the masks of an uninterrupted run",
         right="2",
         is_right=lambda steps: steps == 2,
         told=str,

@@ -123,7 +123,8 @@ def is_right(found: dict[str, float]) -> bool:
 
 CASES = {
     "evaluation": Case(
-        wrong="Evaluation counts rows twice, to give each process equally many: 101 rows, the numbers 0 to 100",
+        wrong="Evaluation counts some rows twice, so that each process has the same number: "
+        "101 rows, the numbers 0 to 100",
         right="101 rows, mean 50.00",
         is_right=is_right,
         told=told,
@@ -154,6 +155,6 @@ CASES = {
         ours=lambda run, place: ours(Stream, run),
         settings={"steps": 1, "batch": 32},
         sizes=(2, 3, 4),
-        note="Lightning and by hand: the data set itself must deal its rows by rank.",
+        note="Lightning and by hand: the data set itself must choose its rows by rank.",
     ),
 }

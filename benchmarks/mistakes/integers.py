@@ -57,7 +57,8 @@ def trainer(place: Place) -> float:
 
 CASES = {
     "integers": Case(
-        wrong="The weights of an epoch's mean are rounded down. The mean of 0 to 12, 5 numbers here and 8 there",
+        wrong="The weights of an epoch's mean are rounded down. "
+        "The mean of 0 to 12, 5 numbers on one process and 8 on the other",
         right="6",
         is_right=lambda mean: abs(mean - 6.0) < 1e-9,
         told=lambda mean: f"{mean:g}",

@@ -131,6 +131,6 @@ CASES = {
         settings={"epochs": 2, "batch": BATCH},
         launches=2,
         note="Lightning warns of it, and asks for a loader that keeps its own state. With Fabric, and by "
-        "hand, it is the script's.",
+        "hand, this is left to the script.",
     )
 }

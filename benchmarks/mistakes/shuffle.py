@@ -86,7 +86,8 @@ def ddp(place: Place) -> int:
 
 CASES = {
     "shuffle": Case(
-        wrong="Every epoch has the same order, because nobody called set_epoch. Different orders in 3 epochs",
+        wrong="Every epoch has the same order, because the script does not call set_epoch. "
+        "Different orders in 3 epochs",
         right="3",
         is_right=lambda orders: orders == EPOCHS,
         told=str,

@@ -105,7 +105,7 @@ def test_a_notebook(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(line.startswith("step 3/3  loss ") for line in live)
     assert resumed.outputs[-1]["data"]["text/plain"] == "5"
     assert said_by(failed).splitlines()[-1] == "1 AssertionError True"
-    assert said_by(refused) == "unisono.launch(main, Settings(steps=100), ranks=2) (docs/notebooks.md)\n"
+    assert said_by(refused) == "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)\n"
 
 
 @pytest.mark.slow

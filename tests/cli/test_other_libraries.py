@@ -14,7 +14,7 @@ from unisono.cli.request.other_libraries import foreign
 
 def before(page: str) -> str:
     """The script that a page of docs converts."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "start" / page).read_text(encoding="utf-8")
     found = re.search(r"^## Before\n\n```python\n(.*?)^```", text, re.M | re.S)
     assert found is not None
     return found[1]
@@ -26,7 +26,7 @@ def test_each_page_is_found_by_its_own_script(tmp_path: Path, page: str) -> None
     script.write_text(before(page))
     found = foreign(script)
     assert found is not None
-    assert found[1] == f"docs/{page}"
+    assert found[1] == f"docs/start/{page}"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_script_for_ddp_ends_with_the_page_that_converts_it(command: Command) 
     told = ended.err.splitlines()[-3:]
     assert told[0] == "unisono run ddp.py --ranks 2"
     assert told[1].startswith("  ddp.py uses torch's DistributedDataParallel, and ended without calling unisono.main")
-    assert told[2].startswith("  Next: docs/from-ddp.md converts such a script")
+    assert told[2].startswith("  Next: docs/start/from-ddp.md converts such a script")
 
 
 @pytest.mark.parametrize(("ranks", "status"), [("1", 0), ("2", 2)])
@@ -68,7 +68,7 @@ def test_so_does_one_that_trains_alone_where_no_launcher_says_otherwise(
     (command.folder / "half.py").write_text("from torch.utils.data import DistributedSampler\nprint('trained')")
     ended = command.run("run", "half.py", "--ranks", ranks)
     assert (ended.status, ended.out) == (status, "trained\n")
-    assert "docs/from-ddp.md" in ended.last
+    assert "docs/start/from-ddp.md" in ended.last
 
 
 @pytest.mark.slow
@@ -78,11 +78,11 @@ def test_under_torchrun_it_trains_and_says_so_once(command: Command) -> None:
     ended = command.end(command.start_python(*start, sys.executable, "-P", "-m", "unisono.cli.main", "run", "ddp.py"))
     assert ended.status == 0, ended.err
     assert "epoch 4: loss" in ended.out
-    assert ended.err.count("docs/from-ddp.md") == 1
+    assert ended.err.count("docs/start/from-ddp.md") == 1
 
 
 def test_a_script_of_ours_that_joins_by_hand_is_answered_with_what_to_remove(command: Command) -> None:
     command.script("import torch.distributed as dist\ndist.init_process_group('gloo')\nunisono.main(lambda run: None)")
     ended = command.run("run", "script.py", "--ranks", "2", "--set", "steps=1")
     assert ended.status == 1
-    assert ended.last == "  Next: remove init_process_group and destroy_process_group (docs/from-ddp.md)."
+    assert ended.last == "  Next: remove init_process_group and destroy_process_group (docs/start/from-ddp.md)."

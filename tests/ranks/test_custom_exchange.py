@@ -1,4 +1,4 @@
-"""What docs/exchanges.md shows on real processes: an exchange and an optimizer of one's own."""
+"""The exchange and the optimizer that docs/guide/exchanges/custom.md shows, on real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.house.test_papers import PAPERS, blocks_of
+from tests.house.test_documentation import DOCS, blocks_of
 from tests.ranks.loops import SETTINGS, Numbers, attempt, linear, loss_of, sgd, train
 from tests.ranks.training import MLP, Points, settings
 from unisono import Exchange
@@ -20,12 +20,12 @@ from unisono.config import CompressSettings, ParallelSettings, Settings
 from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
-(PAPER,) = [paper for paper in PAPERS if paper.name == "exchanges.md"]
+PAGE = DOCS / "guide" / "exchanges" / "custom.md"
 
 
 def shown(name: str) -> Any:
-    """A class as the paper has it."""
-    (block,) = [block for block in blocks_of(PAPER) if f"class {name}" in block.code]
+    """Return a class as the page defines it."""
+    (block,) = [block for block in blocks_of(PAGE) if f"class {name}" in block.code]
     assert len(block.code.splitlines()) < 40
     names: dict[str, Any] = {}
     exec(compile(block.code, block.name, "exec"), names)

@@ -1,4 +1,4 @@
-"""The contract of the loop (docs/loop.md): every breach ends in the same words on every process, and nobody hangs."""
+"""The contract of the loop (docs/guide/loop.md): a breach is the same error on every process."""
 
 from __future__ import annotations
 

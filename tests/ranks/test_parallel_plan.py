@@ -1,4 +1,4 @@
-"""A placement of one's own: the one that docs/placements.md shows, on real processes."""
+"""The parallel layout that docs/guide/parallel/tensor.md shows, on real processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.house.test_papers import PAPERS, blocks_of
+from tests.house.test_documentation import DOCS, blocks_of
 from tests.ranks.loops import attempt
 from tests.ranks.training import settings
 from unisono import ParallelPlan
@@ -21,21 +21,21 @@ from unisono.distributed.process_group import to_local
 from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
-(PAPER,) = [paper for paper in PAPERS if paper.name == "placements.md"]
-(BLOCK,) = [block for block in blocks_of(PAPER) if "class RowsApart" in block.code]
+PAGE = DOCS / "guide" / "parallel" / "tensor.md"
+(BLOCK,) = [block for block in blocks_of(PAGE) if "class DividedEmbeddings" in block.code]
 
 
-def rows_apart() -> ParallelPlan:
-    """As the paper has it."""
+def divided_embeddings() -> ParallelPlan:
+    """Return the layout as the page defines it."""
     names: dict[str, Any] = {}
     exec(compile(BLOCK.code, BLOCK.name, "exec"), names)
-    placement: ParallelPlan = names["RowsApart"]()
+    placement: ParallelPlan = names["DividedEmbeddings"]()
     return placement
 
 
 def test_it_is_short_and_keeps_the_protocol() -> None:
     assert len(BLOCK.code.splitlines()) < 40
-    assert isinstance(rows_apart(), ParallelPlan)
+    assert isinstance(divided_embeddings(), ParallelPlan)
 
 
 class Words(torch.utils.data.Dataset):
@@ -67,7 +67,7 @@ def score(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch
     return F.cross_entropy(output, y, reduction="sum"), len(y)
 
 
-def words(run: Run[Any], plan: Callable[[], Any] = rows_apart) -> Any:
+def words(run: Run[Any], plan: Callable[[], Any] = divided_embeddings) -> Any:
     model = run.place(Net, plan=plan())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -103,7 +103,7 @@ def test_it_is_the_model_of_one_process(tmp_path: Path, alone: Any, size: int, t
         rows = -(-11 // tensor)
         assert here[3] == min(rows, 11 - rank % tensor * rows)
         assert here[4][0] == "exact"
-        assert "looked up where it lies" in here[4][1]
+        assert "looked up on the process that holds it" in here[4][1]
 
 
 def half(run: Run[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""An average of the weights that is placed like the model, as docs/loop.md has it for models in shards."""
+"""An average of the weights that is placed like the model, as docs/guide/buffers.md has it for models in shards."""
 
 from __future__ import annotations
 

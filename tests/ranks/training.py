@@ -66,7 +66,7 @@ class Sometimes(Points):
 
 
 class Weighted(torch.utils.data.Dataset):
-    """Drawn by weights, with replacement, as docs/loop.md shows it."""
+    """Drawn by weights, with replacement, as docs/guide/data.md shows it."""
 
     def __init__(self, length: int) -> None:
         self.data, self.ends = Points(length), torch.arange(1, length + 1, dtype=torch.float64).cumsum(0)

@@ -299,8 +299,8 @@ def test_a_plain_tar_is_not_read_through(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_pages_own_shards(tmp_path: Path) -> None:
-    """docs/loop.md shows how shards of one's own are made."""
-    page = (ROOT / "docs" / "loop.md").read_text(encoding="utf-8")
+    """docs/guide/streams.md shows how shards of one's own are made."""
+    page = (ROOT / "docs" / "guide" / "streams.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(import sqlite3.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)

@@ -1,7 +1,8 @@
 """The exchanges: one entry for each value of the setting `exchange`.
 
-Add an exchange in three steps: write its class (docs/exchanges.md has the protocol), add its name to `ExchangeName`,
-and add an entry to `EXCHANGES`. Validation, the training loop, and the commands that repeat a run read this table.
+Add an exchange in three steps: write its class (docs/guide/exchanges/custom.md has the protocol), add its name to
+`ExchangeName`, and add an entry to `EXCHANGES`. Validation, the training loop, and the commands that repeat a run read
+this table.
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ def length_of(data: Any, what: str) -> int:
             f"{what} is of class {type(data).__name__}.",
             f"{lack}, and the order of a run is made of sample numbers.",
             "pass a map-style data set (torch.utils.data.Dataset with __len__ and __getitem__), or a unisono.Stream, "
-            "which has shards (docs/loop.md).",
+            "which has shards (docs/guide/streams.md).",
         )
     length = len(data)
     if length == 0:

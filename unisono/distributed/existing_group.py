@@ -23,7 +23,7 @@ from unisono.errors import LoopError, WorldError
 TAKEN = "group://"
 """The store of a World whose processes have a group already."""
 
-REMOVE = "remove init_process_group and destroy_process_group: unisono.main joins the processes (docs/from-ddp.md)."
+REMOVE = "remove init_process_group and destroy_process_group: unisono.main does both (docs/start/from-ddp.md)."
 
 
 _runs = 0

@@ -40,7 +40,7 @@ PROMISES = ("exact", "exact in practice", "tolerance", "sites are part of the ma
 class Exchange(Protocol):
     """What the step asks of an exchange. `promise` and `reason` go into result.json. Whoever inherits from it writes
     what it does, and leaves out where it does nothing: then autograd adds up micro-batches in p.grad, and the rest is
-    `finish`. (docs/exchanges.md has one of a script's own.)"""
+    `finish`. (docs/guide/exchanges/custom.md has one of a script's own.)"""
 
     promise: str
     reason: str

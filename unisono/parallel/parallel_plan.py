@@ -1,4 +1,4 @@
-"""A placement of one's own: any object with these three names. docs/placements.md has one."""
+"""A placement of one's own: any object with these three names. docs/guide/parallel/tensor.md has one."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Run(Generic[S]):
                 itself (rollouts, synthetic data).
             shuffle: False: every epoch walks the data in its own order.
             collate_fn: a list of samples -> a batch; by default torch's default_collate.
-            exchange: one of the script's own (docs/exchanges.md): (params, virtual_ranks, group) -> unisono.Exchange.
+            exchange: one of the script's own (docs/guide/exchanges/custom.md): (params, virtual_ranks, group) -> unisono.Exchange.
 
         Raises:
             DataError: the data set is empty.
@@ -226,7 +226,7 @@ class Run(Generic[S]):
 
     @property
     def collectives(self) -> Collectives:
-        """Collectives with tensors of the script's own (docs/exchanges.md), outside of rounds."""
+        """Collectives with tensors of the script's own (docs/guide/exchanges/custom.md), outside of rounds."""
         return Collectives(self.context.group, ask=self._check_collective)
 
     def _check_collective(self) -> None:

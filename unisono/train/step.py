@@ -1,4 +1,4 @@
-"""One optimizer step, as the loop sees it. This file is the contract of the loop; docs/loop.md explains it."""
+"""One optimizer step, as the loop sees it. This file is the contract of the loop; docs/guide/loop.md explains it."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ class Step:
                 what,
                 f"With parallel.pipeline={pipeline.line.group.size} its micro-batches are on their way through "
                 "the stages at the same time, so there are no rounds one after the other.",
-                "step.run(model, loss_fn), with loss_fn(output, *batch) -> (sum, weight): docs/placements.md.",
+                "step.run(model, loss_fn), with loss_fn(output, *batch) -> (sum, weight): docs/guide/loop.md.",
             )
 
     def _not_finite(self, found: str) -> LoopError:

@@ -12,12 +12,12 @@ from unisono.errors import Problem, SettingsError
 from unisono.launcher.supervisor import RunOutcome
 
 PAGES = {
-    "accelerate": ("Accelerate", "docs/from-accelerate.md"),
-    "lightning": ("Lightning", "docs/from-fabric.md"),
-    "lightning_fabric": ("Fabric", "docs/from-fabric.md"),
-    "pytorch_lightning": ("Lightning", "docs/from-fabric.md"),
-    "deepspeed": ("DeepSpeed", "docs/from-ddp.md"),
-    "horovod": ("Horovod", "docs/from-ddp.md"),
+    "accelerate": ("Accelerate", "docs/start/from-accelerate.md"),
+    "lightning": ("Lightning", "docs/start/from-fabric.md"),
+    "lightning_fabric": ("Fabric", "docs/start/from-fabric.md"),
+    "pytorch_lightning": ("Lightning", "docs/start/from-fabric.md"),
+    "deepspeed": ("DeepSpeed", "docs/start/from-ddp.md"),
+    "horovod": ("Horovod", "docs/start/from-ddp.md"),
 }
 """Libraries by the name that a script imports, and the page for it."""
 
@@ -52,7 +52,7 @@ def foreign(script: Path) -> tuple[str, str] | None:
     words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     words |= {node.id for node in nodes if isinstance(node, ast.Name)}
     words |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return next(((f"torch's {known}", "docs/from-ddp.md") for known in TORCHS if known in words), None)
+    return next(((f"torch's {known}", "docs/start/from-ddp.md") for known in TORCHS if known in words), None)
 
 
 def _uses_unisono(folder: Path, module: str) -> bool:
@@ -80,7 +80,7 @@ def hint(script: Path, line: CommandLine, outcome: RunOutcome) -> Problem | None
     if record is None or NOT_SET not in record.message:
         return None
     true = f"{script.name} calls init_process_group. unisono.main joins the processes of a run, with any launcher."
-    return Problem(str(line), true, "remove init_process_group and destroy_process_group (docs/from-ddp.md).")
+    return Problem(str(line), true, "remove init_process_group and destroy_process_group (docs/start/from-ddp.md).")
 
 
 def never_joined(script: Path, ranks: int, line: CommandLine) -> SettingsError:

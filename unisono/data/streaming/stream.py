@@ -95,7 +95,7 @@ class Stream(Dataset[Any]):
             raise DataError(
                 f"A stream was to be made of {type(shards).__name__}.",
                 f"It lacks {' and '.join(lacks)}: a stream is made of shards, which can each be read anew.",
-                "Stream.tar, Stream.json_lines or Stream.hugging_face; or three methods of your own: docs/loop.md.",
+                "Stream.tar, Stream.json_lines or Stream.hugging_face; or your own class: docs/guide/streams.md.",
             )
         if not shards.names:
             raise DataError("A stream was to be made.", "It has no shards.", "check the path or pattern of its files.")

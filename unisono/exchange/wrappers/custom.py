@@ -1,4 +1,4 @@
-"""An exchange of a script's own: `run.steps(data, exchange=Mine)`. docs/exchanges.md has one, and its test runs it."""
+"""Exchanges that a script defines: `run.steps(data, exchange=Mine)`. docs/guide/exchanges/custom.md has an example."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CustomExchange:
                 f"run.steps was given {self.name} as its exchange, which built a {type(exchange).__name__}.",
                 f"It lacks {' and '.join(lacks)}.",
                 "class Mine(unisono.Exchange), with promise = 'exact', reason = 'why', self.params = params and "
-                "def finish(self, weight): docs/exchanges.md.",
+                "def finish(self, weight): docs/guide/exchanges/custom.md.",
             )
         if exchange.promise not in PROMISES:
             raise LoopError(

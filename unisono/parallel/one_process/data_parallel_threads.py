@@ -3,8 +3,8 @@
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html. In every forward pass the model is copied to
 all devices anew, a micro-batch is cut into a piece for each, and the outputs come together on the first one, where the
 loss is computed, and where the gradient of all copies is added up. Parameters exist once: p.grad, optimizers and
-checkpoints know nothing of it. What bits come out depends on the number of devices; docs/placements.md tells what else
-there is to say against it.
+checkpoints know nothing of it. What bits come out depends on the number of devices; docs/guide/parallel/memory.md has
+its other disadvantages.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def explain_dtensor_errors(parallel: ParallelSettings) -> Iterator[None]:
             "A placed model was copied (copy.deepcopy; AveragedModel does that).",
             "Each process has a part of it (parallel.shard), and torch does not copy parts.",
             "place the copy as well: average = run.place(build), average.load_state_dict(model.state_dict()), as "
-            "docs/loop.md shows it under Buffers; or --set parallel.shard=1.",
+            "docs/guide/buffers.md shows it; or --set parallel.shard=1.",
         ).with_traceback(error.__traceback__) from None
     except RuntimeError as error:
         if not is_mixed_dtensor_error(error):
