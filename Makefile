@@ -49,6 +49,7 @@ types: setup  ## mypy
 
 docs: setup  ## build the site of docs/ into build/site; a broken link is an error
 	$(BIN)/python -m tools.reference_tables build/reference
+	$(BIN)/python -m tools.module_tables build/reference/packages
 	$(BIN)/zensical build --clean --strict
 
 slow: setup  ## the slow tests

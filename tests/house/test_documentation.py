@@ -201,6 +201,17 @@ def test_pages_that_the_library_names_exist() -> None:
         assert not anchor or anchor in anchors_of(ROOT / target), f"{path}: {target}#{anchor}"
 
 
+def test_files_that_the_pages_name_exist() -> None:
+    """Pages name files of the project in backticks; a file that moves must move there, too."""
+    named = {
+        (page, name)
+        for page in PAGES
+        for name in re.findall(r"`((?:unisono|tests|benchmarks|tools)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert [(str(page), name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 # -- the site
 
 
