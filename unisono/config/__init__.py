@@ -87,7 +87,7 @@ __all__ = [
 
 
 ENVIRONMENT = ("torch", "numpy", "device", "processor", "instruction_set", "threads")
-"""What is no setting but bits depend on it (measured; see LOG.md); `threads` is both."""
+"""What is no setting but bits depend on it (docs/design/decisions/alignment.md); `threads` is both."""
 
 UNASKED = ("default", "script")  # sources of values that nobody asked for on this run
 

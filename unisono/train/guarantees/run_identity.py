@@ -42,7 +42,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def processor() -> str:
     """The kind of processor and its caches. The libraries of linear algebra choose and cut their kernels by them: with
-    the same instruction set, two generations of one maker's processors gave other bits (measured; see LOG.md)."""
+    the same instruction set, two generations of one maker's processors gave other bits
+    (docs/design/decisions/alignment.md)."""
     try:
         lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()]
     except OSError:
