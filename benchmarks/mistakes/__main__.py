@@ -34,7 +34,8 @@ script, so there is nothing to measure.
 
 """
 
-FOOT = """ How to get each one right elsewhere, and what was measured with other settings:
+FOOT = """
+How to get each one right elsewhere, and what was measured with other settings:
 
 {notes}
 
