@@ -228,3 +228,9 @@ def test_the_site_has_every_page_once() -> None:
     settings = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))
     pages = list(pages_in(settings["project"]["nav"]))
     assert sorted(pages) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_every_package_has_a_page() -> None:
+    packages = {path.parent.name for path in (ROOT / "unisono").glob("*/__init__.py")}
+    pages = {page.stem for page in (DOCS / "design" / "packages").glob("*.md")}
+    assert pages == packages | {"index", "top-level"}

@@ -192,7 +192,7 @@ class Run(Generic[S]):
                 itself (rollouts, synthetic data).
             shuffle: False: every epoch walks the data in its own order.
             collate_fn: a list of samples -> a batch; by default torch's default_collate.
-            exchange: one of the script's own (docs/guide/exchanges/custom.md): (params, virtual_ranks, group) -> unisono.Exchange.
+            exchange: your own (docs/guide/exchanges/custom.md): (params, virtual_ranks, group) -> unisono.Exchange.
 
         Raises:
             DataError: the data set is empty.

@@ -73,7 +73,7 @@ class StepState:
         """Whether it has begun, without its update."""
         return self.stage not in ("new", "updated")
 
-    def error(self, what: str, facts: str, hint: str = "see docs/loop.md for the contract of the loop.") -> LoopError:
+    def error(self, what: str, facts: str, hint: str = "see docs/guide/loop.md, the loop's contract.") -> LoopError:
         """Return the error for a loop that breaks the contract in this step."""
         return LoopError(f"Step {self.number} {what}.", facts, hint)
 
