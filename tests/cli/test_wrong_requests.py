@@ -14,7 +14,9 @@ import pytest
 import unisono
 from tests.cli.asking import SCRIPT, Ask
 from unisono.cli.main import main
-from unisono.cli.request.run_options import RunRequest, table_of
+from unisono.cli.request.run_options import RunRequest
+from unisono.cli.request.settings_help import settings_table
+from unisono.cli.request.static_settings import settings_of
 from unisono.errors import Problem
 
 
@@ -100,8 +102,8 @@ from unisono.errors import Problem
         ),
         (
             "run train.py --set lrr=1",
-            "--set lrr=1",
-            "There is no setting lrr; the nearest is lr.",
+            "There is no setting lrr.",
+            "The nearest name is lr.",
             "unisono run train.py --set lr=1 --json",
         ),
         (
@@ -144,8 +146,8 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
     )
     assert [problem.asked for problem in problems] == [
         "--ranks 0",
-        "--set lr=x",
-        "--set wdith=3",
+        "Invalid value: lr = x",
+        "There is no setting wdith.",
         "--accept-change seed",
         "--run-dir out",
     ]
@@ -157,7 +159,7 @@ def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_
     asked = [
         "unisono run trian.py",
         "--ranks 0",
-        "--settings none.toml",
+        "Cannot read the settings file none.toml.",
         "batch = 0 is out of range.",
         "--run-dir file",
     ]
@@ -196,7 +198,7 @@ def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
 def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    cls = unisono.config.settings_of(path)
+    cls = settings_of(path)
     assert cls is not None
     with pytest.raises(SystemExit) as left:
         RunRequest.parse(["--help"], cls, "train.py")
@@ -220,20 +222,17 @@ def test_the_help_of_run_shows_the_settings_of_its_target(
     assert main(["run", "image", "--help"]) == 0
     assert "a folder of your own: four idx files" in " ".join(capsys.readouterr().out.split())
     assert main(["run", "--help"]) == 0
-    assert "Settings, their defaults" not in capsys.readouterr().out
+    assert "Settings with their defaults" not in capsys.readouterr().out
 
 
 def test_of_a_setting_like_no_other_the_scripts_own_are_told(ask: Ask, tmp_path: Path) -> None:
     (problem,) = ask("run", "train.py", "--set", "zzzzzz=1")
-    assert re.fullmatch(
-        r"There is no setting zzzzzz\. There are steps, lr, and \d\d of every run: unisono run train\.py --help",
-        problem.true,
-    )
+    assert problem.asked == "There is no setting zzzzzz."
+    true = r"There are steps, lr, and \d\d of every run: unisono run train\.py --help"
+    assert re.fullmatch(true, problem.true)
     (tmp_path / "plain.py").write_text("import unisono\nunisono.main(print)\n")
     (problem,) = ask("check", "plain.py", "--set=zzzzzz=1", "--set=steps=2")
-    assert re.fullmatch(
-        r"There is no setting zzzzzz\. There are \d\d of every run: unisono run plain\.py --help", problem.true
-    )
+    assert re.fullmatch(r"There are \d\d of every run: unisono run plain\.py --help", problem.true)
 
 
 def test_the_scripts_own_settings_come_first_and_choices_are_shown(tmp_path: Path) -> None:
@@ -244,9 +243,9 @@ def test_the_scripts_own_settings_come_first_and_choices_are_shown(tmp_path: Pat
     )
     path = tmp_path / "train.py"
     path.write_text(text)
-    cls = unisono.config.settings_of(path)
+    cls = settings_of(path)
     assert cls is not None
-    lines = table_of(cls).splitlines()[1:]
+    lines = settings_table(cls).splitlines()[1:]
     names = [line.split()[0] for line in lines if line[2] != " "]
     assert names[:4] == ["steps", "lr", "norm", "head"]
     assert "of what (batch, group)" in lines[names.index("norm") + 1]
@@ -257,7 +256,11 @@ def test_the_scripts_own_settings_come_first_and_choices_are_shown(tmp_path: Pat
 
 def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:
     problems = ask("run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1")
-    assert [problem.asked for problem in problems] == ["--set batch=big", "--set stepz=4", "--set zzzzzz=1"]
+    assert [problem.asked for problem in problems] == [
+        "Invalid value: batch = big",
+        "There is no setting stepz.",
+        "There is no setting zzzzzz.",
+    ]
     line = "unisono run train.py --set batch=32 --set lr=2 --set steps=4 --json"
     assert [problem.do for problem in problems] == [line, line, f"{line} (without it)"]
 

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono
+from unisono.cli.request.static_settings import settings_of
 from unisono.cli.request.target import recipes
-from unisono.config import CommandLine, flatten, load, provenance_lines, read, result_settings, settings_of
+from unisono.config import CommandLine, flatten, load, provenance_lines, read, result_settings
 from unisono.config.validate import check
 from unisono.errors import Problem, SettingsError
 
@@ -42,7 +43,7 @@ class Settings(unisono.Settings):
     shape: tuple[int, int] = (2, 3)
     tags: list[str] = field(default_factory=list)
     colour: Colour = Colour.red
-    note: str = field(default="", metadata={"mathematics": False, "meaning": "for people"})
+    note: str = field(default="", metadata={"mathematics": False, "help": "for people"})
 
 
 def problems_of(*args: Any, **kwargs: Any) -> list[Problem]:
@@ -94,26 +95,52 @@ def test_typed_text_becomes_the_fields_type(request_: str, name: str, value: obj
 
 
 @pytest.mark.parametrize(
-    ("request_", "true", "do"),
+    ("request_", "error", "true", "do"),
     [
-        ("steps=many", "steps takes a whole number or none.", "--set steps=1"),
-        ("steps=1.5", "steps takes a whole number or none.", "--set steps=1"),
-        ("lr=fast", "lr takes a number.", "--set lr=0.0003"),
-        ("shuffle=maybe", "shuffle takes true or false.", "--set shuffle=true"),
-        ("model.activation=gel", "model.activation takes one of relu, gelu.", "--set model.activation=gelu"),
-        ("colour=blu", "colour takes one of red, blue.", "--set colour=blue"),
-        ("shape=[1]", "shape takes a list of 2: [a whole number, a whole number].", "--set 'shape=[2, 3]'"),
-        ("precision=bf8", "precision takes one of fp32, bf16, fp16.", "--set precision=fp32"),
-        ("wdith=3", "There is no setting wdith; the nearest is model.width.", "--set model.width=3"),
-        ("width=3", "There is no setting width; the nearest is model.width.", "--set model.width=3"),
-        ("modle.width=3", "There is no setting modle.width; the nearest is model.width.", "--set model.width=3"),
-        ("model=3", "model is a section: it has model.width, model.activation.", "--set model.width=VALUE"),
-        ("seed", "--set takes key=value.", "--set seed=0"),
+        ("steps=many", "Invalid value: steps = many", "steps takes a whole number or none.", "--set steps=1"),
+        ("steps=1.5", "Invalid value: steps = 1.5", "steps takes a whole number or none.", "--set steps=1"),
+        ("lr=fast", "Invalid value: lr = fast", "lr takes a number.", "--set lr=0.0003"),
+        ("shuffle=maybe", "Invalid value: shuffle = maybe", "shuffle takes true or false.", "--set shuffle=true"),
+        (
+            "model.activation=gel",
+            "Invalid value: model.activation = gel",
+            "model.activation takes one of relu, gelu.",
+            "--set model.activation=gelu",
+        ),
+        ("colour=blu", "Invalid value: colour = blu", "colour takes one of red, blue.", "--set colour=blue"),
+        (
+            "shape=[1]",
+            "Invalid value: shape = [1]",
+            "shape takes a list of 2: [a whole number, a whole number].",
+            "--set 'shape=[2, 3]'",
+        ),
+        (
+            "precision=bf8",
+            "Invalid value: precision = bf8",
+            "precision takes one of fp32, bf16, fp16.",
+            "--set precision=fp32",
+        ),
+        ("wdith=3", "There is no setting wdith.", "The nearest name is model.width.", "--set model.width=3"),
+        ("width=3", "There is no setting width.", "The nearest name is model.width.", "--set model.width=3"),
+        (
+            "modle.width=3",
+            "There is no setting modle.width.",
+            "The nearest name is model.width.",
+            "--set model.width=3",
+        ),
+        (
+            "model=3",
+            "model is a section, not a setting.",
+            "It has the settings model.width, model.activation.",
+            "--set model.width=VALUE",
+        ),
+        ("seed", "--set seed has no value.", "--set takes key=value.", "--set seed=0"),
     ],
 )
-def test_a_wrong_set_says_what_is_true_and_what_to_type(request_: str, true: str, do: str) -> None:
-    asked = f"--set {request_}"
-    assert problems_of(Settings, sets=[request_]) == [Problem(asked, true, do)]
+def test_a_wrong_set_is_answered_with_the_error_the_facts_and_a_fix(
+    request_: str, error: str, true: str, do: str
+) -> None:
+    assert problems_of(Settings, sets=[request_]) == [Problem(error, true, do)]
 
 
 def test_an_unknown_name_without_a_neighbour_lists_all_names() -> None:
@@ -126,7 +153,10 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     file.write_text('lr = "3e-4"\nlearning_rate = 1\nmodel = 3\nsteps = true\n')
     problems = problems_of(Settings, file=file, sets=["a", "steps=x"])
     assert len(problems) == 6
-    assert Problem(f'lr = "3e-4" in {file}', "lr takes a number.", f"Write in {file}: lr = 0.0003") in problems
+    assert (
+        Problem(f'Invalid value: lr = "3e-4" in {file}', "lr takes a number.", f"Write in {file}: lr = 0.0003")
+        in problems
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +169,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | st
     elif content == "folder":
         file.mkdir()
     (problem,) = problems_of(Settings, file=file)
-    assert problem.asked == f"--settings {file}"
+    assert problem.asked == f"Cannot read the settings file {file}."
 
 
 def test_a_setting_without_a_default_must_be_given() -> None:
@@ -148,7 +178,7 @@ def test_a_setting_without_a_default_must_be_given() -> None:
         corpus: str
 
     globals()["Needs"] = Needs
-    assert problems_of(Needs) == [Problem("corpus has no default", "It takes text.", "--set corpus=text")]
+    assert problems_of(Needs) == [Problem("corpus has no default.", "It takes text.", "--set corpus=text")]
     assert load(Needs, sets=["corpus=x"]).settings.corpus == "x"
 
 
@@ -159,7 +189,7 @@ def test_a_default_of_another_type_than_its_annotation_is_refused() -> None:
         hook: object = print
 
     problems = problems_of(Wrong)
-    assert [p.asked.split()[0] for p in problems] == ["depth", "hook"]
+    assert [p.asked.split()[5] for p in problems] == ["depth", "hook"]
 
 
 def test_a_class_that_forgot_to_be_a_dataclass_is_told() -> None:
@@ -185,10 +215,9 @@ def test_a_field_without_a_type_is_told_and_not_lost() -> None:
         model: Wide = Wide()
 
     globals()["Wide"] = Wide
-    true = "precision = 'bf16' has no type in it, so it is no field, and precision stays fp32."
-    assert problems_of(Bare) == [
-        Problem("The settings of class Bare", true, "Write precision: str = 'bf16' there."),
-    ]
+    error = "precision = 'bf16' in class Bare has no type annotation."
+    true = "Without one it is no field, and precision stays fp32."
+    assert problems_of(Bare) == [Problem(error, true, "Write precision: str = 'bf16' there.")]
     (problem,) = problems_of(Inside)
     assert problem.do == "Write width: int = 16 there."
 
@@ -201,11 +230,15 @@ def test_another_type_lets_no_setting_of_every_run_be_what_it_cannot_be() -> Non
         exchange: str = "alreduce"  # type: ignore[assignment]
 
     assert [(p.asked, p.true, p.do) for p in problems_of(Loose, sets=["precision=banana"])] == [
-        ("--set precision=banana", "precision takes one of fp32, bf16, fp16.", "--set precision=bf16"),
-        ("batch = 16.0 in the script", "It takes a whole number.", "Change the default of batch in the script."),
+        ("Invalid value: precision = banana", "precision takes one of fp32, bf16, fp16.", "--set precision=bf16"),
         (
-            "exchange = alreduce in the script",
-            "It takes one of tree, wide, allreduce, ring, ddp, server, local_sgd.",
+            "Invalid default in the script: batch = 16.0",
+            "batch takes a whole number.",
+            "Change the default of batch in the script.",
+        ),
+        (
+            "Invalid default in the script: exchange = alreduce",
+            "exchange takes one of tree, wide, allreduce, ring, ddp, server, local_sgd.",
             "Change the default of exchange in the script.",
         ),
     ]
@@ -432,7 +465,8 @@ def test_settings_load_without_torch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     code = (
-        "import sys, pathlib, unisono; from unisono.config import load, settings_of;"
+        "import sys, pathlib, unisono; from unisono.config import load;"
+        "from unisono.cli.request.static_settings import settings_of;"
         "load(settings_of(pathlib.Path(sys.argv[1])), sets=['steps=1']); unisono.Settings;"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )

@@ -9,9 +9,8 @@ import pytest
 
 from unisono.config import CommandLine, Settings, flatten
 from unisono.config.conflicts import CONFLICTS, Condition, Conflict, conflicts_among
+from unisono.config.entries import library_settings
 from unisono.config.exchanges import DIVIDING_AXES, EXCHANGES, ExchangeName
-from unisono.config.limits import LIMITS
-from unisono.config.schema import SETTING_INFO
 from unisono.config.value_types import choices_of
 from unisono.exchange.choose import exchange_class
 
@@ -29,7 +28,7 @@ def examples(condition: Condition) -> list[Any]:
 @pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: f"{row.first.name}-{row.second.name}")
 def test_each_change_that_is_proposed_ends_the_conflict(row: Conflict) -> None:
     conditions = [each for each in (row.first, row.second, row.only) if each is not None]
-    assert {each.name for each in conditions} <= set(SETTING_INFO)
+    assert {each.name for each in conditions} <= set(library_settings())
     found = 0
     for values in itertools.product(*(examples(each)[:3] for each in conditions)):
         settings = {**DEFAULTS, **{each.name: value for each, value in zip(conditions, values, strict=True)}}
@@ -72,6 +71,9 @@ def test_exchanges_have_classes_that_promise_and_settings_that_exist() -> None:
 
 
 def test_limits_are_of_numbers_and_allow_the_defaults() -> None:
-    for name, limits in LIMITS.items():
+    for name, (_, info) in library_settings().items():
+        limits = info.limits
+        if limits is None:
+            continue
         assert not choices_of(type(DEFAULTS[name]))
         assert DEFAULTS[name] is None or DEFAULTS[name] in limits

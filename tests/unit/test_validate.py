@@ -72,7 +72,7 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
             "Each virtual rank needs a sample, so batch = 64 allows at most 64 virtual ranks.",
             "--set virtual_ranks=64, or: --set batch=65",
         ),
-        ({"steps": "3"}, "It is not a whole number or none.", "--set steps=1"),
+        ({"steps": "3"}, "steps takes a whole number or none.", "--set steps=1"),
     ],
 )
 def test_check_says_what_is_true_and_what_to_type(changes: dict[str, Any], true: str, do: str) -> None:
@@ -150,8 +150,8 @@ def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path
     ran = tmp_path / "settings.toml"
     ran.write_text("a = = 1")
     assert [p.asked for p in problems_of(Settings, earlier=ran, sets=["lr=x"])] == [
-        f"Resume with what {ran} says.",
-        "--set lr=x",
+        "Cannot resume without the run's settings.",
+        "Invalid value: lr = x",
     ]
     ran.write_text('batch = "many"  # --set\n')
     (problem,) = problems_of(Settings, earlier=ran)
@@ -165,8 +165,8 @@ def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
     gathered = gather(Settings, sets=["lrr=1", "clip=x", "seed=-1", "steps=1"], line=line)
     problems = examine(gathered, 9).problems
     assert [p.asked for p in problems] == [
-        "--set lrr=1",
-        "--set clip=x",
+        "There is no setting lrr.",
+        "Invalid value: clip = x",
         "seed = -1 is out of range.",
         "9 processes are more than virtual_ranks.",
     ]

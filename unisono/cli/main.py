@@ -25,10 +25,12 @@ from unisono.cli.commands.fingerprint import fingerprint
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
-from unisono.cli.request.run_options import RunRequest, split, table_of
+from unisono.cli.request.run_options import RunRequest, split
+from unisono.cli.request.settings_help import settings_table
+from unisono.cli.request.static_settings import settings_of
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
-from unisono.config import Settings, settings_of
+from unisono.config import Settings
 from unisono.errors import SettingsError, UnisonoError
 from unisono.monitor import console
 
@@ -135,7 +137,7 @@ def _settings_of_target(words: Sequence[str]) -> str:
     if words[:1] != ["run"] or not {"--help", "-h"} & set(words):
         return ""
     cls = _class_of_target(words)
-    return f"\n{table_of(cls)}\n" if cls is not None else ""
+    return f"\n{settings_table(cls)}\n" if cls is not None else ""
 
 
 def _class_of_target(words: Sequence[str]) -> type | None:

@@ -1,150 +1,362 @@
-"""What every run has: its settings, what each means, and whether another value is another computation."""
+"""The settings that every run has: for each one its type, default, help text, limits, and whether results depend on it.
+
+Each field is declared with `setting(default, help, ...)`. The command's help, the settings reference in the docs and
+the validation of values read these declarations, so that nothing about a setting is written twice.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from math import inf, isfinite
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from unisono.config.exchanges import ExchangeName
+
+T = TypeVar("T")
+
+INFO = "setting_info"
+"""The key of a `SettingInfo` in the metadata of a dataclass field."""
+
+
+class Range(NamedTuple):
+    """The values that a numeric setting may have.
+
+    Args:
+        least: the smallest allowed value.
+        most: the largest allowed value.
+        above: a bound that is not itself allowed.
+        below: a bound that is not itself allowed.
+        instead: values to propose when one is out of range, the best first; by default the violated bound.
+    """
+
+    least: float = -inf
+    most: float = inf
+    above: float = -inf
+    below: float = inf
+    instead: tuple[str, ...] = ()
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.least <= value <= self.most and self.above < value < self.below
+
+    def words(self) -> str:
+        """Return the range for a table, as in ", at least 1"."""
+        bounds = [("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below)]
+        return "".join(f", {words} {bound}" for words, bound in bounds if isfinite(bound))
+
+    def violated(self, value: float) -> tuple[str, str]:
+        """Return the requirement that a value violates ("at least 1"), and the nearest allowed bound ("1")."""
+        bounds = [
+            (self.least, not value >= self.least, "at least"),
+            (self.most, not value <= self.most, "at most"),
+            (self.above, not value > self.above, "above"),
+            (self.below, not value < self.below, "below"),
+        ]
+        finite = [(bound, words) for bound, wrong, words in bounds if wrong and isfinite(bound)]
+        bound, words = finite[0] if finite else (0, "")
+        return (f"{words} {bound}" if finite else "finite"), str(bound)
+
+
+class SettingInfo(NamedTuple):
+    """The description of a setting.
+
+    Args:
+        help: one line for `--help` and for the settings reference.
+        mathematics: whether results depend on the setting, so that a resume refuses another value.
+        limits: the allowed values of a numeric setting. None is always allowed where the type allows it.
+    """
+
+    help: str
+    mathematics: bool
+    limits: Range | None = None
+
+
+def setting(default: T, help: str, *, mathematics: bool, limits: Range | None = None) -> T:  # noqa: A002
+    """Declare a field of a settings class, with its default and its description."""
+    metadata = {INFO: SettingInfo(help, mathematics, limits)}
+    if isinstance(default, list):
+        items: Any = field(default_factory=lambda: type(default)(default), metadata=metadata)
+        return items
+    declared: Any = field(default=default, metadata=metadata)
+    return declared
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """When the state of a run is saved, and how much of it is kept."""
+    """When checkpoints are saved, where, and how many are kept."""
 
-    every: int = 0
-    keep: int = 2
-    keep_every: int = 0
-    async_save: bool = True
-    dir: str | None = None
+    every: int = setting(
+        0, "steps between checkpoints; 0: only at a stop and at the end", mathematics=False, limits=Range(0)
+    )
+    keep: int = setting(2, "number of recent checkpoints to keep", mathematics=False, limits=Range(1))
+    keep_every: int = setting(
+        0,
+        "also keep checkpoints of steps that are multiples of this; 0: none",
+        mathematics=False,
+        limits=Range(0),
+    )
+    async_save: bool = setting(True, "write in the background; training waits only for the copy", mathematics=False)
+    dir: str | None = setting(
+        None, "a folder or URL (s3://bucket/{run}) for checkpoints; none: the run directory", mathematics=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """How a process gets its data."""
+    """Loader worker processes, and what they do with damaged samples."""
 
-    workers: int = 0
-    prefetch: int = 2
-    on_error: Literal["stop", "skip"] = "stop"
+    workers: int = setting(0, "loader worker processes per training process", mathematics=False, limits=Range(0))
+    prefetch: int = setting(2, "micro-batches that each worker loads ahead", mathematics=False, limits=Range(1))
+    on_error: Literal["stop", "skip"] = setting(
+        "stop", "what to do with a damaged sample of a stream", mathematics=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
-    """How a model lies over devices: the sizes of the axes of one mesh, and how it uses them."""
+    """The sizes of the mesh's axes, and how the model uses them."""
 
-    replicate: int = -1
-    shard: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-    reshard: Literal["layer", "step"] = "layer"
-    replicate_shards: bool = False
-    layer_classes: list[str] = field(default_factory=list)
-    offload: bool = False
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
-    model_parallel_devices: int = 1
-    data_parallel_devices: int = 1
-    devices: list[str] = field(default_factory=list)
-    activation_checkpoint: Literal["none", "full", "selective"] = "none"
-    compile: bool = False
+    replicate: int = setting(
+        -1, "number of model replicas (data parallel); -1: all remaining processes", mathematics=False
+    )
+    shard: int = setting(
+        1, "number of processes that one replica's parameters are sharded over (FSDP)", mathematics=False
+    )
+    tensor: int = setting(1, "tensor parallel degree", mathematics=False)
+    pipeline: int = setting(1, "number of processes that divide the layers (pipeline parallel)", mathematics=False)
+    context: int = setting(1, "number of processes that each sequence is divided over", mathematics=False)
+    sequence_parallel: bool = setting(
+        False, "divide sequences between blocks over the tensor parallel processes", mathematics=False
+    )
+    loss_parallel: bool = setting(
+        False, "keep logits divided by classes over the tensor parallel processes", mathematics=False
+    )
+    reshard: Literal["layer", "step"] = setting(
+        "layer",
+        "layer: gather and free shards layer by layer; step: gather all shards once a step",
+        mathematics=False,
+    )
+    replicate_shards: bool = setting(
+        False, "keep a copy of each shard and its optimizer state on the next process", mathematics=False
+    )
+    layer_classes: list[str] = setting(
+        [], "class names of the layers to shard one by one; []: found automatically", mathematics=False
+    )
+    offload: bool = setting(False, "keep shards in CPU memory between uses", mathematics=False)
+    param_dtype: Literal["fp32", "bf16"] = setting(
+        "fp32", "data type that layers compute with and shards are gathered in", mathematics=True
+    )
+    model_parallel_devices: int = setting(
+        1,
+        "number of devices of one process that the layers of one model are divided over",
+        mathematics=False,
+        limits=Range(1),
+    )
+    data_parallel_devices: int = setting(
+        1,
+        "number of devices of one process that compute parts of each micro-batch in threads",
+        mathematics=True,
+        limits=Range(1),
+    )
+    devices: list[str] = setting(
+        [],
+        "devices for model_parallel_devices or data_parallel_devices, by torch's names; []: the first ones",
+        mathematics=False,
+    )
+    activation_checkpoint: Literal["none", "full", "selective"] = setting(
+        "none", "which activations to recompute in backward instead of storing them", mathematics=False
+    )
+    compile: bool = setting(False, "compile each layer with torch.compile", mathematics=True)
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
-    split_points: list[str] = field(default_factory=list)
-    stages_per_rank: int = 2
+    ] = setting("1F1B", "pipeline schedule, by torch's names", mathematics=False)
+    split_points: list[str] = setting(
+        [],
+        "names of the modules that start the second and later pipeline stages; []: balanced automatically",
+        mathematics=False,
+    )
+    stages_per_rank: int = setting(
+        2, "pipeline stages per process, under schedules that interleave them", mathematics=False, limits=Range(1)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DdpSettings:
     """Arguments of torch's DistributedDataParallel, under exchange=ddp."""
 
-    static_graph: bool = False
-    bucket_mb: float = 25.0
+    static_graph: bool = setting(
+        False,
+        "static_graph of DistributedDataParallel: the same parameters are used in every step",
+        mathematics=False,
+    )
+    bucket_mb: float = setting(25.0, "bucket size of gradients, in megabytes", mathematics=False, limits=Range(0.001))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressSettings:
-    """In which form gradients travel."""
+    """How gradients are compressed before they are sent."""
 
-    kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = "none"
-    start_step: int = 0
-    groups: int | None = None
-    rank: int = 4
-    ratio: float = 0.01
+    kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = setting(
+        "none", "how gradients are compressed before they are sent", mathematics=True
+    )
+    start_step: int = setting(0, "first step whose gradients are compressed", mathematics=True, limits=Range(0))
+    groups: int | None = setting(
+        None,
+        "number of partial sums that are compressed; none: one per virtual rank",
+        mathematics=True,
+        limits=Range(2),
+    )
+    rank: int = setting(4, "rank of PowerSGD's approximation", mathematics=True, limits=Range(1))
+    ratio: float = setting(
+        0.01,
+        "fraction of the gradient's elements that topk sends",
+        mathematics=True,
+        limits=Range(above=0, most=1, instead=("0.01",)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Parameter servers, under exchange=server."""
 
-    count: int = 1
-    staleness: int | None = 0
+    count: int = setting(1, "number of parameter servers; they are the first ranks", mathematics=False, limits=Range(1))
+    staleness: int | None = setting(
+        0,
+        "largest number of updates by which a gradient may be late; 0: synchronous; none: no limit",
+        mathematics=True,
+        limits=Range(0),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGDSettings:
-    """Sites that train by themselves from one meeting to the next, under exchange=local."""
+    """Sites that train independently between synchronizations, under exchange=local_sgd."""
 
-    sites: int = 2
-    sync_every: int = 50
-    warmup_steps: int = 0
-    outer_optimizer: Literal["average", "nesterov"] = "nesterov"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    bits: Literal[32, 8, 4] = 32
-    num_fragments: int = 1
-    sync_delay: int = 0
+    sites: int = setting(
+        2,
+        "number of groups of processes that train independently between synchronizations",
+        mathematics=True,
+        limits=Range(2),
+    )
+    sync_every: int = setting(50, "local steps between two synchronizations", mathematics=True, limits=Range(1))
+    warmup_steps: int = setting(
+        0, "number of first steps in which all sites train synchronously", mathematics=True, limits=Range(0)
+    )
+    outer_optimizer: Literal["average", "nesterov"] = setting(
+        "nesterov", "how the mean change of the sites is applied", mathematics=True
+    )
+    outer_lr: float = setting(
+        0.7,
+        "learning rate of the outer optimizer nesterov",
+        mathematics=True,
+        limits=Range(above=0, below=inf, instead=("0.7",)),
+    )
+    outer_momentum: float = setting(
+        0.9,
+        "momentum of the outer optimizer nesterov",
+        mathematics=True,
+        limits=Range(0, below=1, instead=("0.9",)),
+    )
+    bits: Literal[32, 8, 4] = setting(32, "bits per number that sites send to each other", mathematics=True)
+    num_fragments: int = setting(
+        1, "parts of the model that are synchronized one after the other", mathematics=True, limits=Range(1)
+    )
+    sync_delay: int = setting(0, "local steps that overlap with a synchronization", mathematics=True, limits=Range(0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """How virtual ranks find their processes. It never changes the result."""
+    """How virtual ranks are assigned to processes. It never changes the result."""
 
-    by_speed: bool = True
-    work_stealing: bool = False
+    by_speed: bool = setting(True, "assign more virtual ranks to faster processes", mathematics=False)
+    work_stealing: bool = setting(
+        False, "let idle processes take virtual ranks that have not started elsewhere", mathematics=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceSettings:
-    """When processes compare what all of them hold, and what is done when it is not the same."""
+    """When processes compare their weights and gradients, and what happens if they differ."""
 
-    every: int = 1000
-    repair: bool = False
+    every: int = setting(
+        1000,
+        "steps between comparisons of weights and gradients among processes; 0: never",
+        mathematics=False,
+        limits=Range(0),
+    )
+    repair: bool = setting(
+        False, "overwrite weights that differ from those of the majority; false: stop the run", mathematics=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromiseSettings:
-    """When a run checks its own promise, and what happens when it does not hold."""
+    """When a run checks its promise, and what happens if it does not hold."""
 
-    check: bool = True
-    min_interval: float = 120.0
-    on_violation: Literal["auto", "stop", "warn"] = "auto"
+    check: bool = setting(
+        True, "check that results are bit-identical, at steps 0, 1, 2, 4, 8 and later", mathematics=False
+    )
+    min_interval: float = setting(120.0, "seconds between two checks after step 8", mathematics=False, limits=Range(0))
+    on_violation: Literal["auto", "stop", "warn"] = setting(
+        "auto",
+        "stop the run, or warn and lower the promise; auto: stop before step 10, warn later",
+        mathematics=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogSettings:
-    """When a run counts as stuck, and what is done then."""
+    """When a run counts as hanging, and what happens then."""
 
-    timeout: float = 600.0
-    action: Literal["end", "kill", "wait"] = "end"
+    timeout: float = setting(
+        600.0,
+        "seconds without progress after which a hang is reported; 0: never",
+        mathematics=False,
+        limits=Range(0),
+    )
+    action: Literal["end", "kill", "wait"] = setting(
+        "end", "end the run, kill the process that causes the hang, or only report it", mathematics=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every run has. A script's own class inherits from this one."""
+    """The settings that every run has. A script's own class inherits from this one."""
 
-    steps: int | None = None
-    epochs: int | None = None
-    batch: int = 32
-    micro_batch: int | None = None
-    virtual_ranks: int = 8
-    seed: int = 0
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    clip: float | None = None
-    exchange: ExchangeName = "tree"
-    threads: int = 1
+    steps: int | None = setting(
+        None, "number of optimizer steps; set this or epochs", mathematics=False, limits=Range(1)
+    )
+    epochs: int | None = setting(
+        None, "number of passes over the training data; set this or steps", mathematics=False, limits=Range(1)
+    )
+    batch: int = setting(
+        32, "global batch size: samples per step, over all processes", mathematics=True, limits=Range(1)
+    )
+    micro_batch: int | None = setting(
+        None,
+        "largest number of samples per forward pass; none: the whole share of a virtual rank",
+        mathematics=True,
+        limits=Range(1),
+    )
+    virtual_ranks: int = setting(
+        8,
+        "parts that each batch is divided into; at most this many processes can share a batch",
+        mathematics=True,
+        limits=Range(1),
+    )
+    seed: int = setting(
+        0, "seed of all random numbers", mathematics=True, limits=Range(0, 2**64 - 1)
+    )  # RNG keys have 64 bits
+    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "data type of forward and backward", mathematics=True)
+    clip: float | None = setting(
+        None,
+        "largest norm of the gradient; none: no clipping",
+        mathematics=True,
+        limits=Range(above=0, instead=("1.0", "none")),
+    )
+    exchange: ExchangeName = setting(
+        "tree", "how gradients are averaged; tree: the same bits on any number of processes", mathematics=True
+    )
+    threads: int = setting(1, "torch.set_num_threads in each process", mathematics=True, limits=Range(1))
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
@@ -154,125 +366,15 @@ class Settings:
     local_sgd: LocalSGDSettings = field(default_factory=LocalSGDSettings)
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
-    audit_every: int = 0
+    audit_every: int = setting(
+        0,
+        "steps between audits, which compute one virtual rank on two processes; 0: never",
+        mathematics=False,
+        limits=Range(0),
+    )
     promise: PromiseSettings = field(default_factory=PromiseSettings)
     watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
 
-
-class SettingInfo(NamedTuple):
-    """What a setting means, and whether another value is another computation (so that a resume refuses it)."""
-
-    meaning: str
-    mathematics: bool
-
-
-# A table and not the fields' metadata, because a script that gives a field another default replaces the whole field.
-SETTING_INFO = {
-    "steps": SettingInfo("number of optimizer steps; set this or epochs", False),
-    "epochs": SettingInfo("number of passes over the training data; set this or steps", False),
-    "batch": SettingInfo("global batch size: samples per step, over all processes", True),
-    "micro_batch": SettingInfo(
-        "largest number of samples per forward pass; none: the whole share of a virtual rank", True
-    ),
-    "virtual_ranks": SettingInfo(
-        "parts that each batch is divided into; at most this many processes can share a batch", True
-    ),
-    "seed": SettingInfo("seed of all random numbers", True),
-    "precision": SettingInfo("data type of forward and backward", True),
-    "clip": SettingInfo("largest norm of the gradient; none: no clipping", True),
-    "exchange": SettingInfo("how gradients are averaged; tree: the same bits on any number of processes", True),
-    "threads": SettingInfo("torch.set_num_threads in each process", True),
-    "checkpoint.every": SettingInfo("steps between checkpoints; 0: only at a stop and at the end", False),
-    "checkpoint.keep": SettingInfo("number of recent checkpoints to keep", False),
-    "checkpoint.keep_every": SettingInfo("also keep checkpoints of steps that are multiples of this; 0: none", False),
-    "checkpoint.async_save": SettingInfo("write in the background; training waits only for the copy", False),
-    "checkpoint.dir": SettingInfo(
-        "a folder or URL (s3://bucket/{run}) for checkpoints; none: the run directory", False
-    ),
-    "loader.workers": SettingInfo("loader worker processes per training process", False),
-    "loader.prefetch": SettingInfo("micro-batches that each worker loads ahead", False),
-    "loader.on_error": SettingInfo("what to do with a damaged sample of a stream", True),
-    "parallel.replicate": SettingInfo("number of model replicas (data parallel); -1: all remaining processes", False),
-    "parallel.shard": SettingInfo("number of processes that one replica's parameters are sharded over (FSDP)", False),
-    "parallel.tensor": SettingInfo("tensor parallel degree", False),
-    "parallel.pipeline": SettingInfo("number of processes that divide the layers (pipeline parallel)", False),
-    "parallel.context": SettingInfo("number of processes that each sequence is divided over", False),
-    "parallel.sequence_parallel": SettingInfo(
-        "divide sequences between blocks over the tensor parallel processes", False
-    ),
-    "parallel.loss_parallel": SettingInfo("keep logits divided by classes over the tensor parallel processes", False),
-    "parallel.reshard": SettingInfo(
-        "layer: gather and free shards layer by layer; step: gather all shards once a step", False
-    ),
-    "parallel.replicate_shards": SettingInfo(
-        "keep a copy of each shard and its optimizer state on the next process", False
-    ),
-    "parallel.layer_classes": SettingInfo(
-        "class names of the layers to shard one by one; none: found automatically", False
-    ),
-    "parallel.offload": SettingInfo("keep shards in CPU memory between uses", False),
-    "parallel.param_dtype": SettingInfo("data type that layers compute with and shards are gathered in", True),
-    "parallel.model_parallel_devices": SettingInfo(
-        "number of devices of one process that the layers of one model are divided over", False
-    ),
-    "parallel.data_parallel_devices": SettingInfo(
-        "number of devices of one process that compute parts of each micro-batch in threads", True
-    ),
-    "parallel.devices": SettingInfo(
-        "the devices of these two settings, as torch names them; none: the first ones", False
-    ),
-    "parallel.activation_checkpoint": SettingInfo(
-        "which activations to recompute in backward instead of storing them", False
-    ),
-    "parallel.compile": SettingInfo("compile each layer with torch.compile", True),
-    "parallel.schedule": SettingInfo("pipeline schedule, by torch's names", False),
-    "parallel.split_points": SettingInfo(
-        "names of the modules that start the second and later pipeline stages; none: balanced", False
-    ),
-    "parallel.stages_per_rank": SettingInfo("pipeline stages per process, under schedules that interleave them", False),
-    "ddp.static_graph": SettingInfo(
-        "static_graph of DistributedDataParallel: the same parameters are used in every step", False
-    ),
-    "ddp.bucket_mb": SettingInfo("bucket size of gradients, in megabytes", False),
-    "compress.kind": SettingInfo("how gradients are compressed before they are sent", True),
-    "compress.start_step": SettingInfo("first step whose gradients are compressed", True),
-    "compress.groups": SettingInfo("number of partial sums that are compressed; none: one per virtual rank", True),
-    "compress.rank": SettingInfo("rank of PowerSGD's approximation", True),
-    "compress.ratio": SettingInfo("fraction of the gradient's elements that topk sends", True),
-    "server.count": SettingInfo("number of parameter servers; the first ranks", False),
-    "server.staleness": SettingInfo(
-        "largest number of updates a gradient may be late; 0: synchronous; none: no limit", True
-    ),
-    "local_sgd.sites": SettingInfo("number of groups that train independently between synchronizations", True),
-    "local_sgd.sync_every": SettingInfo("local steps between two synchronizations", True),
-    "local_sgd.warmup_steps": SettingInfo("first steps, in which all sites train synchronously", True),
-    "local_sgd.outer_optimizer": SettingInfo("how the mean change of the sites is applied", True),
-    "local_sgd.outer_lr": SettingInfo("learning rate of the outer optimizer nesterov", True),
-    "local_sgd.outer_momentum": SettingInfo("momentum of the outer optimizer nesterov", True),
-    "local_sgd.bits": SettingInfo("bits per number that sites send to each other", True),
-    "local_sgd.num_fragments": SettingInfo("parts of the model that are synchronized one after the other", True),
-    "local_sgd.sync_delay": SettingInfo("local steps that overlap with a synchronization", True),
-    "balance.by_speed": SettingInfo("assign more virtual ranks to faster processes", False),
-    "balance.work_stealing": SettingInfo(
-        "let idle processes take virtual ranks that have not started elsewhere", False
-    ),
-    "divergence.every": SettingInfo(
-        "steps between comparisons of weights and gradients among processes; 0: never", False
-    ),
-    "divergence.repair": SettingInfo(
-        "overwrite weights that differ from those of the majority; false: stop the run", False
-    ),
-    "audit_every": SettingInfo(
-        "steps between audits, which compute one virtual rank on two processes; 0: never", False
-    ),
-    "promise.check": SettingInfo("check that results are bit-identical, at steps 0, 1, 2, 4, 8 and later", False),
-    "promise.min_interval": SettingInfo("seconds between two checks after step 8", False),
-    "promise.on_violation": SettingInfo(
-        "stop the run, or warn and lower the promise; auto: stop before step 10", False
-    ),
-    "watchdog.timeout": SettingInfo("seconds without progress after which a hang is reported; 0: never", False),
-    "watchdog.action": SettingInfo("end the run, kill the process that causes the hang, or only report it", False),
-}
 
 SECTIONS = (
     Settings,
@@ -288,3 +390,4 @@ SECTIONS = (
     PromiseSettings,
     WatchdogSettings,
 )
+"""The classes of settings that the library itself defines."""

@@ -20,6 +20,7 @@ from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.restarts import RankRange, run_with_restarts
 from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, problems_of_run_dir
 from unisono.cli.request.run_options import WHERE, RunRequest
+from unisono.cli.request.static_settings import calls_main, settings_of
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import problems_of_main, script_of
 from unisono.config import (
@@ -30,9 +31,7 @@ from unisono.config import (
     gather,
     read,
     result_settings,
-    settings_of,
 )
-from unisono.config.static_settings import calls_main
 from unisono.config.validate import examine, needs_dry_run
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError, UnisonoError
@@ -246,7 +245,7 @@ def _check_settings(
         file=request.settings_file,
         sets=request.sets,
         earlier=earlier,
-        strangers=cls is None,
+        allow_unknown=cls is None,
         line=line,
     )
     loaded, problems = examine(gathered, ranks, only_given=cls is None)

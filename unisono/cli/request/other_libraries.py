@@ -6,8 +6,8 @@ import ast
 import shlex
 from pathlib import Path
 
+from unisono.cli.request.static_settings import parsed
 from unisono.config import CommandLine
-from unisono.config.static_settings import parsed
 from unisono.errors import Problem, SettingsError
 from unisono.launcher.supervisor import RunOutcome
 

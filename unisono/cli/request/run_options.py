@@ -7,18 +7,16 @@ and `python text.py --set steps=20 --resume` reads the same ones.
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
+from unisono.cli.request.settings_help import settings_table
 from unisono.cli.request.suggestions import parsed
-from unisono.config import CommandLine, entries_of, kind, nearest_name, shown
-from unisono.config.static_settings import comments_of
-from unisono.config.value_types import choices_of
+from unisono.config import CommandLine, nearest_name
 from unisono.errors import Problem
 
 WHAT = Group("What is computed", sort_key=1)
@@ -136,7 +134,7 @@ class RunRequest:
             name=" ".join(command),
             help=_first_line_of(settings),
             help_format="plaintext",
-            help_epilogue=table_of(settings),
+            help_epilogue=settings_table(settings),
             help_flags=["--help", "-h"],
             version_flags=[],
             default_parameter=Parameter(negative=()),
@@ -167,29 +165,3 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
-
-
-def table_of(settings: type) -> str:
-    """The settings with their defaults and meanings, a line each, the script's own first."""
-    said = comments_of(settings)
-    entries = sorted(entries_of(settings), key=lambda entry: entry.source != "script")
-    rows = [
-        (entry.name, shown(entry.default), _with_choices(entry.hint, entry.meaning or said.get(entry.name, "")))
-        for entry in entries
-    ]
-    name_width = max(len(name) for name, _, _ in rows)
-    value_width = min(10, max(len(value) for _, value, _ in rows))
-    before = f"{'':{name_width + value_width + 4}}"
-    lines = []
-    for name, value, meaning in rows:
-        first, *more = textwrap.wrap(meaning, max(79 - len(before), 20)) or [""]
-        lines += [f"  {name:{name_width}} {value:{value_width}} {first}", *(before + words for words in more)]
-    return "\n".join(["Settings, their defaults and meanings; change one with --set name=value:", *lines])
-
-
-def _with_choices(hint: Any, meaning: str) -> str:
-    """The meaning, and what there is to choose from, if it does not say that itself."""
-    choices = [shown(choice) for choice in choices_of(hint)]
-    if not meaning or all(choice in meaning for choice in choices):
-        return meaning or kind(hint)
-    return f"{meaning} ({', '.join(choices)})"

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import unisono.recipes
+from unisono.cli.request.static_settings import unfit_main
 from unisono.config import CommandLine
-from unisono.config.static_settings import unfit_main
 from unisono.errors import Problem, SettingsError
 
 
