@@ -70,8 +70,8 @@ class SettingInfo(NamedTuple):
     limits: Range | None = None
 
 
-def setting(default: T, help: str, *, mathematics: bool, limits: Range | None = None) -> T:  # noqa: A002
-    """Declare a field of a settings class, with its default and its description."""
+def setting(default: T, help: str, limits: Range | None = None, *, mathematics: bool = False) -> T:  # noqa: A002
+    """Declare a field of a settings class that no result depends on."""
     metadata = {INFO: SettingInfo(help, mathematics, limits)}
     if isinstance(default, list):
         items: Any = field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -80,103 +80,71 @@ def setting(default: T, help: str, *, mathematics: bool, limits: Range | None = 
     return declared
 
 
+def result_setting(default: T, help: str, limits: Range | None = None) -> T:  # noqa: A002
+    """Declare a field of a settings class that results depend on."""
+    return setting(default, help, limits, mathematics=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
     """When checkpoints are saved, where, and how many are kept."""
 
-    every: int = setting(
-        0, "steps between checkpoints; 0: only at a stop and at the end", mathematics=False, limits=Range(0)
-    )
-    keep: int = setting(2, "number of recent checkpoints to keep", mathematics=False, limits=Range(1))
-    keep_every: int = setting(
-        0,
-        "also keep checkpoints of steps that are multiples of this; 0: none",
-        mathematics=False,
-        limits=Range(0),
-    )
-    async_save: bool = setting(True, "write in the background; training waits only for the copy", mathematics=False)
-    dir: str | None = setting(
-        None, "a folder or URL (s3://bucket/{run}) for checkpoints; none: the run directory", mathematics=False
-    )
+    every: int = setting(0, "steps between checkpoints; 0: only at a stop and at the end", Range(0))
+    keep: int = setting(2, "number of recent checkpoints to keep", Range(1))
+    keep_every: int = setting(0, "also keep checkpoints of steps that are multiples of this; 0: none", Range(0))
+    async_save: bool = setting(True, "write in the background; training waits only for the copy")
+    dir: str | None = setting(None, "a folder or URL (s3://bucket/{run}) for checkpoints; none: the run directory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
     """Loader worker processes, and what they do with damaged samples."""
 
-    workers: int = setting(0, "loader worker processes per training process", mathematics=False, limits=Range(0))
-    prefetch: int = setting(2, "micro-batches that each worker loads ahead", mathematics=False, limits=Range(1))
-    on_error: Literal["stop", "skip"] = setting(
-        "stop", "what to do with a damaged sample of a stream", mathematics=True
-    )
+    workers: int = setting(0, "loader worker processes per training process", Range(0))
+    prefetch: int = setting(2, "micro-batches that each worker loads ahead", Range(1))
+    on_error: Literal["stop", "skip"] = result_setting("stop", "what to do with a damaged sample of a stream")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
     """The sizes of the mesh's axes, and how the model uses them."""
 
-    replicate: int = setting(
-        -1, "number of model replicas (data parallel); -1: all remaining processes", mathematics=False
-    )
-    shard: int = setting(
-        1, "number of processes that one replica's parameters are sharded over (FSDP)", mathematics=False
-    )
-    tensor: int = setting(1, "tensor parallel degree", mathematics=False)
-    pipeline: int = setting(1, "number of processes that divide the layers (pipeline parallel)", mathematics=False)
-    context: int = setting(1, "number of processes that each sequence is divided over", mathematics=False)
-    sequence_parallel: bool = setting(
-        False, "divide sequences between blocks over the tensor parallel processes", mathematics=False
-    )
-    loss_parallel: bool = setting(
-        False, "keep logits divided by classes over the tensor parallel processes", mathematics=False
-    )
+    replicate: int = setting(-1, "number of model replicas (data parallel); -1: all remaining processes")
+    shard: int = setting(1, "number of processes that one replica's parameters are sharded over (FSDP)")
+    tensor: int = setting(1, "tensor parallel degree")
+    pipeline: int = setting(1, "number of processes that divide the layers (pipeline parallel)")
+    context: int = setting(1, "number of processes that each sequence is divided over")
+    sequence_parallel: bool = setting(False, "divide sequences between blocks over the tensor parallel processes")
+    loss_parallel: bool = setting(False, "keep logits divided by classes over the tensor parallel processes")
     reshard: Literal["layer", "step"] = setting(
-        "layer",
-        "layer: gather and free shards layer by layer; step: gather all shards once a step",
-        mathematics=False,
+        "layer", "layer: gather and free shards layer by layer; step: gather all shards once a step"
     )
-    replicate_shards: bool = setting(
-        False, "keep a copy of each shard and its optimizer state on the next process", mathematics=False
-    )
-    layer_classes: list[str] = setting(
-        [], "class names of the layers to shard one by one; []: found automatically", mathematics=False
-    )
-    offload: bool = setting(False, "keep shards in CPU memory between uses", mathematics=False)
-    param_dtype: Literal["fp32", "bf16"] = setting(
-        "fp32", "data type that layers compute with and shards are gathered in", mathematics=True
+    replicate_shards: bool = setting(False, "keep a copy of each shard and its optimizer state on the next process")
+    layer_classes: list[str] = setting([], "class names of the layers to shard one by one; []: found automatically")
+    offload: bool = setting(False, "keep shards in CPU memory between uses")
+    param_dtype: Literal["fp32", "bf16"] = result_setting(
+        "fp32", "data type that layers compute with and shards are gathered in"
     )
     model_parallel_devices: int = setting(
-        1,
-        "number of devices of one process that the layers of one model are divided over",
-        mathematics=False,
-        limits=Range(1),
+        1, "number of devices of one process that the layers of one model are divided over", Range(1)
     )
-    data_parallel_devices: int = setting(
-        1,
-        "number of devices of one process that compute parts of each micro-batch in threads",
-        mathematics=True,
-        limits=Range(1),
+    data_parallel_devices: int = result_setting(
+        1, "number of devices of one process that compute parts of each micro-batch in threads", Range(1)
     )
     devices: list[str] = setting(
-        [],
-        "devices for model_parallel_devices or data_parallel_devices, by torch's names; []: the first ones",
-        mathematics=False,
+        [], "devices for model_parallel_devices or data_parallel_devices, by torch's names; []: the first ones"
     )
     activation_checkpoint: Literal["none", "full", "selective"] = setting(
-        "none", "which activations to recompute in backward instead of storing them", mathematics=False
+        "none", "which activations to recompute in backward instead of storing them"
     )
-    compile: bool = setting(False, "compile each layer with torch.compile", mathematics=True)
+    compile: bool = result_setting(False, "compile each layer with torch.compile")
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = setting("1F1B", "pipeline schedule, by torch's names", mathematics=False)
+    ] = setting("1F1B", "pipeline schedule, by torch's names")
     split_points: list[str] = setting(
-        [],
-        "names of the modules that start the second and later pipeline stages; []: balanced automatically",
-        mathematics=False,
+        [], "names of the modules that start the second and later pipeline stages; []: balanced automatically"
     )
-    stages_per_rank: int = setting(
-        2, "pipeline stages per process, under schedules that interleave them", mathematics=False, limits=Range(1)
-    )
+    stages_per_rank: int = setting(2, "pipeline stages per process, under schedules that interleave them", Range(1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,33 +152,25 @@ class DdpSettings:
     """Arguments of torch's DistributedDataParallel, under exchange=ddp."""
 
     static_graph: bool = setting(
-        False,
-        "static_graph of DistributedDataParallel: the same parameters are used in every step",
-        mathematics=False,
+        False, "static_graph of DistributedDataParallel: the same parameters are used in every step"
     )
-    bucket_mb: float = setting(25.0, "bucket size of gradients, in megabytes", mathematics=False, limits=Range(0.001))
+    bucket_mb: float = setting(25.0, "bucket size of gradients, in megabytes", Range(0.001))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressSettings:
     """How gradients are compressed before they are sent."""
 
-    kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = setting(
-        "none", "how gradients are compressed before they are sent", mathematics=True
+    kind: Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"] = result_setting(
+        "none", "how gradients are compressed before they are sent"
     )
-    start_step: int = setting(0, "first step whose gradients are compressed", mathematics=True, limits=Range(0))
-    groups: int | None = setting(
-        None,
-        "number of partial sums that are compressed; none: one per virtual rank",
-        mathematics=True,
-        limits=Range(2),
+    start_step: int = result_setting(0, "first step whose gradients are compressed", Range(0))
+    groups: int | None = result_setting(
+        None, "number of partial sums that are compressed; none: one per virtual rank", Range(2)
     )
-    rank: int = setting(4, "rank of PowerSGD's approximation", mathematics=True, limits=Range(1))
-    ratio: float = setting(
-        0.01,
-        "fraction of the gradient's elements that topk sends",
-        mathematics=True,
-        limits=Range(above=0, most=1, instead=("0.01",)),
+    rank: int = result_setting(4, "rank of PowerSGD's approximation", Range(1))
+    ratio: float = result_setting(
+        0.01, "fraction of the gradient's elements that topk sends", Range(above=0, most=1, instead=("0.01",))
     )
 
 
@@ -218,12 +178,9 @@ class CompressSettings:
 class ServerSettings:
     """Parameter servers, under exchange=server."""
 
-    count: int = setting(1, "number of parameter servers; they are the first ranks", mathematics=False, limits=Range(1))
-    staleness: int | None = setting(
-        0,
-        "largest number of updates by which a gradient may be late; 0: synchronous; none: no limit",
-        mathematics=True,
-        limits=Range(0),
+    count: int = setting(1, "number of parameter servers; they are the first ranks", Range(1))
+    staleness: int | None = result_setting(
+        0, "largest number of updates by which a gradient may be late; 0: synchronous; none: no limit", Range(0)
     )
 
 
@@ -231,75 +188,49 @@ class ServerSettings:
 class LocalSGDSettings:
     """Sites that train independently between synchronizations, under exchange=local_sgd."""
 
-    sites: int = setting(
-        2,
-        "number of groups of processes that train independently between synchronizations",
-        mathematics=True,
-        limits=Range(2),
+    sites: int = result_setting(
+        2, "number of groups of processes that train independently between synchronizations", Range(2)
     )
-    sync_every: int = setting(50, "local steps between two synchronizations", mathematics=True, limits=Range(1))
-    warmup_steps: int = setting(
-        0, "number of first steps in which all sites train synchronously", mathematics=True, limits=Range(0)
+    sync_every: int = result_setting(50, "local steps between two synchronizations", Range(1))
+    warmup_steps: int = result_setting(0, "number of first steps in which all sites train synchronously", Range(0))
+    outer_optimizer: Literal["average", "nesterov"] = result_setting(
+        "nesterov", "how the mean change of the sites is applied"
     )
-    outer_optimizer: Literal["average", "nesterov"] = setting(
-        "nesterov", "how the mean change of the sites is applied", mathematics=True
+    outer_lr: float = result_setting(
+        0.7, "learning rate of the outer optimizer nesterov", Range(above=0, below=inf, instead=("0.7",))
     )
-    outer_lr: float = setting(
-        0.7,
-        "learning rate of the outer optimizer nesterov",
-        mathematics=True,
-        limits=Range(above=0, below=inf, instead=("0.7",)),
+    outer_momentum: float = result_setting(
+        0.9, "momentum of the outer optimizer nesterov", Range(0, below=1, instead=("0.9",))
     )
-    outer_momentum: float = setting(
-        0.9,
-        "momentum of the outer optimizer nesterov",
-        mathematics=True,
-        limits=Range(0, below=1, instead=("0.9",)),
-    )
-    bits: Literal[32, 8, 4] = setting(32, "bits per number that sites send to each other", mathematics=True)
-    num_fragments: int = setting(
-        1, "parts of the model that are synchronized one after the other", mathematics=True, limits=Range(1)
-    )
-    sync_delay: int = setting(0, "local steps that overlap with a synchronization", mathematics=True, limits=Range(0))
+    bits: Literal[32, 8, 4] = result_setting(32, "bits per number that sites send to each other")
+    num_fragments: int = result_setting(1, "parts of the model that are synchronized one after the other", Range(1))
+    sync_delay: int = result_setting(0, "local steps that overlap with a synchronization", Range(0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
     """How virtual ranks are assigned to processes. It never changes the result."""
 
-    by_speed: bool = setting(True, "assign more virtual ranks to faster processes", mathematics=False)
-    work_stealing: bool = setting(
-        False, "let idle processes take virtual ranks that have not started elsewhere", mathematics=False
-    )
+    by_speed: bool = setting(True, "assign more virtual ranks to faster processes")
+    work_stealing: bool = setting(False, "let idle processes take virtual ranks that have not started elsewhere")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceSettings:
     """When processes compare their weights and gradients, and what happens if they differ."""
 
-    every: int = setting(
-        1000,
-        "steps between comparisons of weights and gradients among processes; 0: never",
-        mathematics=False,
-        limits=Range(0),
-    )
-    repair: bool = setting(
-        False, "overwrite weights that differ from those of the majority; false: stop the run", mathematics=False
-    )
+    every: int = setting(1000, "steps between comparisons of weights and gradients among processes; 0: never", Range(0))
+    repair: bool = setting(False, "overwrite weights that differ from those of the majority; false: stop the run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromiseSettings:
     """When a run checks its promise, and what happens if it does not hold."""
 
-    check: bool = setting(
-        True, "check that results are bit-identical, at steps 0, 1, 2, 4, 8 and later", mathematics=False
-    )
-    min_interval: float = setting(120.0, "seconds between two checks after step 8", mathematics=False, limits=Range(0))
+    check: bool = setting(True, "check that results are bit-identical, at steps 0, 1, 2, 4, 8 and later")
+    min_interval: float = setting(120.0, "seconds between two checks after step 8", Range(0))
     on_violation: Literal["auto", "stop", "warn"] = setting(
-        "auto",
-        "stop the run, or warn and lower the promise; auto: stop before step 10, warn later",
-        mathematics=False,
+        "auto", "stop the run, or warn and lower the promise; auto: stop before step 10, warn later"
     )
 
 
@@ -307,14 +238,9 @@ class PromiseSettings:
 class WatchdogSettings:
     """When a run counts as hanging, and what happens then."""
 
-    timeout: float = setting(
-        600.0,
-        "seconds without progress after which a hang is reported; 0: never",
-        mathematics=False,
-        limits=Range(0),
-    )
+    timeout: float = setting(600.0, "seconds without progress after which a hang is reported; 0: never", Range(0))
     action: Literal["end", "kill", "wait"] = setting(
-        "end", "end the run, kill the process that causes the hang, or only report it", mathematics=False
+        "end", "end the run, kill the process that causes the hang, or only report it"
     )
 
 
@@ -322,41 +248,24 @@ class WatchdogSettings:
 class Settings:
     """The settings that every run has. A script's own class inherits from this one."""
 
-    steps: int | None = setting(
-        None, "number of optimizer steps; set this or epochs", mathematics=False, limits=Range(1)
+    steps: int | None = setting(None, "number of optimizer steps; set this or epochs", Range(1))
+    epochs: int | None = setting(None, "number of passes over the training data; set this or steps", Range(1))
+    batch: int = result_setting(32, "global batch size: samples per step, over all processes", Range(1))
+    micro_batch: int | None = result_setting(
+        None, "largest number of samples per forward pass; none: the whole share of a virtual rank", Range(1)
     )
-    epochs: int | None = setting(
-        None, "number of passes over the training data; set this or steps", mathematics=False, limits=Range(1)
+    virtual_ranks: int = result_setting(
+        8, "parts that each batch is divided into; at most this many processes can share a batch", Range(1)
     )
-    batch: int = setting(
-        32, "global batch size: samples per step, over all processes", mathematics=True, limits=Range(1)
+    seed: int = result_setting(0, "seed of all random numbers", Range(0, 2**64 - 1))  # RNG keys have 64 bits
+    precision: Literal["fp32", "bf16", "fp16"] = result_setting("fp32", "data type of forward and backward")
+    clip: float | None = result_setting(
+        None, "largest norm of the gradient; none: no clipping", Range(above=0, instead=("1.0", "none"))
     )
-    micro_batch: int | None = setting(
-        None,
-        "largest number of samples per forward pass; none: the whole share of a virtual rank",
-        mathematics=True,
-        limits=Range(1),
+    exchange: ExchangeName = result_setting(
+        "tree", "how gradients are averaged; tree: the same bits on any number of processes"
     )
-    virtual_ranks: int = setting(
-        8,
-        "parts that each batch is divided into; at most this many processes can share a batch",
-        mathematics=True,
-        limits=Range(1),
-    )
-    seed: int = setting(
-        0, "seed of all random numbers", mathematics=True, limits=Range(0, 2**64 - 1)
-    )  # RNG keys have 64 bits
-    precision: Literal["fp32", "bf16", "fp16"] = setting("fp32", "data type of forward and backward", mathematics=True)
-    clip: float | None = setting(
-        None,
-        "largest norm of the gradient; none: no clipping",
-        mathematics=True,
-        limits=Range(above=0, instead=("1.0", "none")),
-    )
-    exchange: ExchangeName = setting(
-        "tree", "how gradients are averaged; tree: the same bits on any number of processes", mathematics=True
-    )
-    threads: int = setting(1, "torch.set_num_threads in each process", mathematics=True, limits=Range(1))
+    threads: int = result_setting(1, "torch.set_num_threads in each process", Range(1))
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
@@ -367,10 +276,7 @@ class Settings:
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
     audit_every: int = setting(
-        0,
-        "steps between audits, which compute one virtual rank on two processes; 0: never",
-        mathematics=False,
-        limits=Range(0),
+        0, "steps between audits, which compute one virtual rank on two processes; 0: never", Range(0)
     )
     promise: PromiseSettings = field(default_factory=PromiseSettings)
     watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
