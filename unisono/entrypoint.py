@@ -128,6 +128,8 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
     with chdir(world.folder):  # the script may be elsewhere by now
         loaded = asked.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
+    if world.dry and request.describe is not None:
+        return  # only the settings are to be checked
     if world.dry:
         from unisono.train.diagnostics.dry_run import dry_run
 
@@ -256,19 +258,20 @@ class StartRequest:
     def settings(self, cls: type[S], train: Callable[[Run[S]], None]) -> LoadedSettings[S]:
         """The settings. Raises SettingsError with everything that is wrong with the request, or with `train`."""
         request, stem = self.request, self.script.stem
+        line = CommandLine(tuple(shlex.split(request.typed))) if request.typed else self.line()
         gathered = gather(
             cls,
             file=request.settings_file,
             sets=request.sets,
             earlier=request.earlier(request.run_dir or newest_run(stem)),
-            line=self.line(),
+            line=line,
         )
         loaded, problems = examine(gathered, self.world.size)
         if loaded is not None and not problems:
-            problems += problems_here(loaded.settings, self.world.size, self.line())
+            problems += problems_here(loaded.settings, self.world.size, line)
         if self.world.launcher == "python":  # others have several processes, and one of them will look
-            problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=self.line())
-        problems += request.problems_of_accepted((), self.line()) + request.problems_of_faults(self.line())
+            problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=line)
+        problems += request.problems_of_accepted((), line) + request.problems_of_faults(line)
         problems += problems_of_train(self.script, train)
         if problems or loaded is None:
             raise SettingsError.of(problems)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import last_json
+from tests.cli.command import dry_run, last_json, start_quietly
 from unisono.cli.main import main
 from unisono.errors import Problem
+from unisono.launcher import local_launch
 
 SCRIPT = """
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ Ask = Callable[..., list[Problem]]
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """The problems of a wrong request, made in an empty folder with train.py; afterwards nothing else is there."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local_launch, "dry_run", dry_run)
+    monkeypatch.setattr(local_launch, "run", start_quietly)
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def ask(*words: str) -> list[Problem]:

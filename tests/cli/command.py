@@ -20,14 +20,16 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unisono import environment
 from unisono.environment import World
+from unisono.launcher.failure_record import FailureRecord
 from unisono.launcher.supervisor import RunOutcome
+from unisono.launcher.worker_process import WorkerFailure
 from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +58,44 @@ def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_
     """launch.local.run, without waiting for torch to be loaded each time. An error of the script is the test's."""
     run_ranks(_run_script, ranks, str(script), list(arguments))
     return RunOutcome(exit_status=0)
+
+
+def start_quietly(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_: Any) -> RunOutcome:
+    """Do what local_launch.run does, in forked processes, for a script whose request is wrong."""
+    logs.mkdir(exist_ok=True)
+    failed = next(filter(None, run_ranks(_refused_by, ranks, str(script), list(arguments), "", ranks)), None)
+    outcome = _outcome(failed)
+    if outcome.failure is not None:
+        print(outcome.failure, file=sys.stderr)
+    return outcome
+
+
+def dry_run(script: Path, arguments: Sequence[str], *, ranks: int, **_: Any) -> RunOutcome:
+    """Do what local_launch.dry_run does, in a forked process."""
+    with tempfile.TemporaryDirectory() as folder:
+        (failed,) = run_ranks(_refused_by, 1, str(script), list(arguments), folder, ranks)
+    return _outcome(failed)
+
+
+def _outcome(failed: FailureRecord | None) -> RunOutcome:
+    if failed is None:
+        return RunOutcome(exit_status=0)
+    failure = WorkerFailure(0, 1, failed.time, failed, 0, failed.exit_status, Path("rank-0.log"))
+    return RunOutcome(failed.exit_status, failure)
+
+
+def _refused_by(world: World, script: str, arguments: Sequence[str], dry: str, ranks: int) -> FailureRecord | None:
+    """Run the script as far as it goes, and return the record of its failure."""
+    rank = ranks - 1 if dry else world.rank
+    world = replace(world, rank=rank, local_rank=rank, size=ranks, local_size=ranks, dry=dry)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        try:
+            _run_script(world, script, arguments)
+        except SystemExit as end:
+            return FailureRecord.of(end) if end.code else None
+        except BaseException as error:
+            return FailureRecord.of(error)
+    return None
 
 
 def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:

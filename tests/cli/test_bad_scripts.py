@@ -106,13 +106,12 @@ def test_a_main_that_takes_no_run_is_told_before_anything_starts(ask: Ask, tmp_p
         ("main(run, lr=1, *, more=2)", "pass"),
         ("main(*all)", "pass"),
         ("main()", "main = print"),
-        ("main()", "def go(main):\n    unisono.main(main)"),
     ],
 )
 def test_a_main_that_takes_one_or_may_is_not_refused(ask: Ask, tmp_path: Path, more: str, function: str) -> None:
     text = PLAIN.replace("if __name__", f"def {more}:\n    pass\n\n{function}\n\nif __name__")
     (tmp_path / "mine.py").write_text(text.replace("main(print", "main(main"))
-    assert [problem.asked for problem in ask("run", "mine.py", "--ranks", "0")] == ["--ranks 0"]
+    assert [problem.asked for problem in ask("run", "mine.py", "--ranks", "0")] == ["--ranks 0 is out of range."]
 
 
 @pytest.mark.parametrize(

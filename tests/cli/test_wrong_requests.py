@@ -7,17 +7,21 @@ import re
 import runpy
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import unisono
 from tests.cli.asking import SCRIPT, Ask
+from tests.cli.command import dry_run
+from unisono.cli import reference
 from unisono.cli.main import main
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.settings_help import settings_table
-from unisono.cli.request.static_settings import settings_of
 from unisono.errors import Problem
+from unisono.launcher import local_launch
 
 
 @pytest.mark.parametrize(
@@ -44,7 +48,7 @@ from unisono.errors import Problem
         ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py --json"),
         (
             "run train.py --ranks 0",
-            "--ranks 0",
+            "--ranks 0 is out of range.",
             "A run needs at least one process.",
             "unisono run train.py --ranks 1 --json",
         ),
@@ -145,7 +149,7 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
         "run", "train.py", "--ranks=0", "--run-dir=out", "--set=lr=x", "--set=wdith=3", "--accept-change=seed"
     )
     assert [problem.asked for problem in problems] == [
-        "--ranks 0",
+        "--ranks 0 is out of range.",
         "Invalid value: lr = x",
         "There is no setting wdith.",
         "--accept-change seed",
@@ -158,7 +162,7 @@ def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_
     problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
     asked = [
         "unisono run trian.py",
-        "--ranks 0",
+        "--ranks 0 is out of range.",
         "Cannot read the settings file none.toml.",
         "batch = 0 is out of range.",
         "--run-dir file",
@@ -195,24 +199,31 @@ def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
     assert RunRequest.parse([], unisono.Settings, "train.py") == RunRequest()
 
 
-def test_a_scripts_help_shows_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    cls = settings_of(path)
-    assert cls is not None
+@dataclass(frozen=True, kw_only=True)
+class Small(unisono.Settings):
+    """A small script."""
+
+    steps: int | None = 10
+    lr: float = 3e-4
+    norm: Literal["batch", "group"] = "group"  # of convolutions
+    head: Literal["one", "two"] = "one"  # one of them, or two
+
+
+def test_the_help_of_a_script_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        RunRequest.parse(["--help"], cls, "train.py")
+        RunRequest.parse(["--help"], Small, "train.py")
     assert left.value.code == 0
-    told = capsys.readouterr().out
-    assert "A small script." in told
-    assert "--set KEY=VALUE" in told
-    assert re.search(r"  lr +0\.0003 +a number\n", told)
+    screen = capsys.readouterr().out
+    assert "A small script." in screen
+    assert "--set KEY=VALUE" in screen
+    assert re.search(r"  lr +0\.0003 +a number\n", screen)
 
 
 def test_the_help_of_run_shows_the_settings_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local_launch, "dry_run", dry_run)
     (tmp_path / "train.py").write_text(SCRIPT.replace("lr: float = 3e-4", "lr: float = 3e-4  # the highest"))
     for words in (["train.py", "--help"], ["--ranks", "2", "train.py", "-h"]):
         assert main(["run", *words]) == 0
@@ -235,23 +246,24 @@ def test_of_a_setting_like_no_other_the_scripts_own_are_told(ask: Ask, tmp_path:
     assert re.fullmatch(r"There are \d\d of every run: unisono run plain\.py --help", problem.true)
 
 
-def test_the_scripts_own_settings_come_first_and_choices_are_shown(tmp_path: Path) -> None:
-    text = SCRIPT.replace("from dataclasses", "from typing import Literal\nfrom dataclasses").replace(
-        "    lr: float = 3e-4",
-        '    lr: float = 3e-4\n    norm: Literal["batch", "group"] = "group"  # of what\n'
-        '    head: Literal["one", "two"] = "one"  # one of them, or two',
-    )
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    cls = settings_of(path)
-    assert cls is not None
-    lines = settings_table(cls).splitlines()[1:]
+def test_a_scripts_own_settings_come_first_with_their_choices() -> None:
+    lines = settings_table(Small).splitlines()[1:]
     names = [line.split()[0] for line in lines if line[2] != " "]
     assert names[:4] == ["steps", "lr", "norm", "head"]
-    assert "of what (batch, group)" in lines[names.index("norm") + 1]
+    text = " ".join(" ".join(lines).split())
+    assert "of convolutions (batch, group)" in text
     assert lines[names.index("head") + 1].endswith("one of them, or two")
-    assert "fp32, bf16, fp16" in " ".join(" ".join(lines).split())
+    assert "fp32, bf16, fp16" in text
     assert all(len(line) < 80 for line in lines)
+
+
+@pytest.mark.parametrize(("page", "words"), [("settings", "| `batch` |"), ("commands", "## unisono run")])
+def test_the_reference_pages_are_markdown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], page: str, words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["reference", page])
+    assert reference.main() == 0
+    assert words in capsys.readouterr().out
 
 
 def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:

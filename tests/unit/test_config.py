@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono
-from unisono.cli.request.static_settings import settings_of
-from unisono.cli.request.target import recipes
 from unisono.config import CommandLine, flatten, load, provenance_lines, read, result_settings
 from unisono.config.validate import check
 from unisono.errors import Problem, SettingsError
@@ -316,161 +312,6 @@ def test_explain_gives_each_value_a_line_with_its_source() -> None:
     assert ["model.width", "=", "32", "#", "--set"] in lines
     assert ["batch", "=", "64", "#", "script"] in lines
     assert ["clip", "=", '"none"', "#", "default"] in lines
-
-
-SCRIPT = '''
-"""A script."""
-from dataclasses import dataclass, field
-from enum import Enum
-from pathlib import Path
-
-import torch, unisono
-from torch import nn
-from unisono import Run, main as start
-
-WIDTH = 8
-HEADS = torch.get_num_threads()
-raise_if_executed = 1 / 0
-
-class Kind(Enum):
-    small = 1
-
-class GPT(nn.Module):
-    pass
-
-@dataclass
-class Batch:
-    tokens: torch.Tensor
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    width: int = WIDTH * 8
-
-    def build(self) -> nn.Module:
-        return GPT()
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(unisono.Settings):
-    """What one can change."""
-    lr: float = 3e-4
-    kind: Kind = Kind.small
-    data: Path = Path(__file__).parent / "data"
-    model: Model = Model()
-    other: Model = field(default_factory=lambda: Model(width=3))
-
-def main(run: Run) -> None: ...
-
-if __name__ == "__main__":
-    start(main, Settings)
-'''
-
-
-def test_a_scripts_settings_are_found_without_running_it(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    cls = settings_of(script)
-    assert cls is not None
-    values = flatten(load(cls, sets=["steps=1"]).settings)
-    assert values["model.width"] == 64
-    assert values["other.width"] == 3
-    assert values["data"] == tmp_path / "data"
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("WIDTH * 8", "HEADS * 8"),  # a constant that only running the script can tell
-        ("WIDTH = 8", "WIDTH = 8\nif True:\n    WIDTH = 16"),
-        ("start(main, Settings)", "start(main, choose())"),
-        ("start(main, Settings)", "pass"),
-        ("@dataclass(frozen=True, kw_only=True)\nclass Settings", "@mine\nclass Settings"),
-        ("class Settings(unisono.Settings)", "class Settings(mine.Settings)"),
-        ("lr: float", "lr: torch.dtype"),
-        ("class Kind", "class Kind ("),
-    ],
-)
-def test_a_script_that_is_not_understood_gives_none_and_never_a_wrong_value(tmp_path: Path, old: str, new: str) -> None:
-    script = tmp_path / "train.py"
-    assert old in SCRIPT
-    script.write_text(SCRIPT.replace(old, new))
-    assert settings_of(script) is None
-
-
-@pytest.mark.parametrize(
-    ("call", "width"),
-    [("start(main)", None), ("start(train=main, settings=Settings)", 64), ("start(main, settings=Settings)", 64)],
-)
-def test_every_way_to_call_main_is_understood(tmp_path: Path, call: str, width: int | None) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("start(main, Settings)", call))
-    cls = settings_of(script)
-    assert cls is not None
-    assert flatten(load(cls).settings).get("model.width") == width
-
-
-CHECK = """
-    def __post_init__(self):
-        if self.model.width not in (7, 14):
-            raise %s
-        for axis in ("tensor", "context"):
-            if getattr(self.parallel, axis) > 1:
-                raise unisono.SettingsError(f"{axis} was asked for.", "It cannot be.", "leave it out.")
-"""
-
-
-@pytest.mark.parametrize(
-    ("width", "raised", "words"),
-    [
-        ("8", 'ValueError("no multiple of 7")', "ValueError: no multiple of 7"),
-        ("8", 'unisono.SettingsError("It was asked for 8.", "That is no multiple of 7.", "7")', "asked for 8.*Next: 7"),
-        ("7", 'ValueError("no multiple of 7")', "context was asked for.*leave it out"),
-        ("8", "only_there(self.lr)", ""),  # what is not known here is said by the script's own processes
-        ("8", 'open("here", "w")', ""),
-        ("8", 'ValueError(print("here"))', ""),
-    ],
-)
-def test_a_script_may_refuse_its_settings_before_it_runs(tmp_path: Path, width: str, raised: str, words: str) -> None:
-    script = tmp_path / "train.py"
-    body = "    other: Model = field(default_factory=lambda: Model(width=3))\n"
-    assert body in SCRIPT
-    script.write_text(SCRIPT.replace(body, body + CHECK % raised))
-    cls = settings_of(script)
-    assert cls is not None
-    sets = ["steps=1", f"model.width={width}", "parallel.context=2"]
-    if not words:
-        assert flatten(load(cls, sets=sets).settings)["model.width"] == 8
-        assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
-        return
-    with pytest.raises(SettingsError, match=f"(?s){words}"):
-        load(cls, sets=sets)
-
-
-@pytest.mark.parametrize("recipe", recipes())
-def test_the_settings_of_recipes_are_found(recipe: str) -> None:
-    """So that a wrong one is told before any process starts, and `unisono run RECIPE --help` lists them."""
-    cls = settings_of(recipes()[recipe])
-    assert cls is not None
-    assert "lr" in flatten(load(cls).settings)
-
-
-def test_late_annotations_are_understood(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("from __future__ import annotations\n" + SCRIPT.partition('script."""\n')[2])
-    cls = settings_of(script)
-    assert cls is not None
-    assert flatten(load(cls).settings)["model.width"] == 64
-
-
-def test_settings_load_without_torch(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    code = (
-        "import sys, pathlib, unisono; from unisono.config import load;"
-        "from unisono.cli.request.static_settings import settings_of;"
-        "load(settings_of(pathlib.Path(sys.argv[1])), sets=['steps=1']); unisono.Settings;"
-        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(script)], check=True)
 
 
 def test_who_asks_for_steps_takes_back_the_scripts_epochs() -> None:

@@ -25,12 +25,11 @@ from unisono.cli.commands.fingerprint import fingerprint
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
+from unisono.cli.request.request_checks import ScriptReport, inspect_script
 from unisono.cli.request.run_options import RunRequest, split
-from unisono.cli.request.settings_help import settings_table
-from unisono.cli.request.static_settings import settings_of
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
-from unisono.config import Settings
+from unisono.config import Settings, entries_of
 from unisono.errors import SettingsError, UnisonoError
 from unisono.monitor import console
 
@@ -134,17 +133,24 @@ def build_app(words: Sequence[str] = ()) -> App:
 
 
 def _settings_of_target(words: Sequence[str]) -> str:
+    """Return the table of settings below the help of `unisono run TARGET`; "" without a target."""
     if words[:1] != ["run"] or not {"--help", "-h"} & set(words):
         return ""
-    cls = _class_of_target(words)
-    return f"\n{settings_table(cls)}\n" if cls is not None else ""
+    report = _report_on_target(words)
+    return f"\n{report.table}\n" if report is not None else ""
 
 
-def _class_of_target(words: Sequence[str]) -> type | None:
-    """The settings of the recipe or the script that these words name; None: they name none, or it is not understood."""
+def _report_on_target(words: Sequence[str]) -> ScriptReport | None:
+    """Return the settings of the recipe or script among these words, if there is one."""
     known = recipes()
     paths = [known.get(word, Path(word)) for word in words[1:]]
-    return next((settings_of(path) for path in paths if path.is_file()), None)
+    return next((inspect_script(path) for path in paths if path.is_file()), None)
+
+
+def _names_for_target(words: Sequence[str]) -> Sequence[str]:
+    """Return the settings that can be given on a command line with these words."""
+    report = _report_on_target(words)
+    return report.names if report is not None else [entry.name for entry in entries_of(Settings)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _obey(words: Sequence[str]) -> int:
     """Do what these words say."""
     flags, own = split(words)
-    command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _class_of_target(flags) or Settings)
+    command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
     if command in (run, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:

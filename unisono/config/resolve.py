@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from unisono.config.command_line import CommandLine
@@ -77,16 +78,21 @@ def gather(
     file: Path | None = None,
     sets: Sequence[str] = (),
     earlier: Path | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     allow_unknown: bool = False,
     line: CommandLine = CommandLine(),  # noqa: B008  (frozen)
 ) -> SettingsSources[T]:
     """Do the same as `load`, but keep problems, so that the caller can look for more before it reports them.
 
     Args:
+        defaults: values that override the defaults of the class, because a script's own class has them.
         allow_unknown: ignore names that the class does not have, because the script's own class may have them.
     """
     _refuse_lost_fields(cls)
-    gathered = SettingsSources(cls, {entry.name: entry for entry in entries_of(cls)}, line)
+    entries = {entry.name: entry for entry in entries_of(cls)}
+    for name, value in defaults.items():
+        entries[name] = entries[name]._replace(default=value, source="script")
+    gathered = SettingsSources(cls, entries, line)
     if earlier is not None:
         gathered.take_earlier(earlier)
     if file is not None:

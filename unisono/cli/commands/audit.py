@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from unisono.cli.commands.run_command import checked
 from unisono.cli.compare.rerun import Rerun, earlier, is_run
 from unisono.cli.compare.trial_runner import reason_of, refuse_unfit
+from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import CommandLine, plural

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from unisono.cli.commands.run_command import checked
 from unisono.cli.compare.trace_diff import (
     AGAIN,
     KINDS,
@@ -22,6 +21,7 @@ from unisono.cli.compare.trace_diff import (
     read,
 )
 from unisono.cli.compare.trial_runner import Trial, TrialRunner, reason_of, refuse_unfit
+from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import plural

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from unisono.cli.commands.run_command import checked
 from unisono.cli.compare.layout_spec import ALONE, LayoutLine, LayoutSpec, fitting, placement_of
 from unisono.cli.compare.trial_runner import Trial, TrialRunner, reason_of, refuse_unfit
+from unisono.cli.request.request_checks import ScriptReport, check_settings, checked, inspect_script
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import CommandLine, plural, size, toml
@@ -66,8 +66,11 @@ def prove(
         true = "It is a part of a gradient's norm, from 0 (the same numbers) to 1."
         raise SettingsError(f"--tolerance {tolerance:g}", true, str(line.flag("--tolerance", f"{TOLERANCE:g}")))
     placements = [placement_of(text, line) for text in parallel] or list(fitting())
-    script, threads, *_ = checked(target, 1, replace(request, sets=(*request.sets, *ALONE.sets)), line)
-    misfits = {str(p): wrong for p in placements if (wrong := misfit(target, p, request, line))}
+    script, threads, *_, report = checked(target, 1, replace(request, sets=(*request.sets, *ALONE.sets)), line)
+    misfits = {}
+    for placement in placements:
+        if wrong := misfit(script, placement, request, line, report, inspect=bool(parallel)):
+            misfits[str(placement)] = wrong
     if parallel and misfits:
         raise SettingsError.of([problem for wrong in misfits.values() for problem in wrong])
     with tempfile.TemporaryDirectory(prefix="unisono-prove-") as folder:
@@ -84,14 +87,27 @@ def prove(
         return proof.run(placements, misfits)
 
 
-def misfit(target: str, placement: LayoutSpec, request: RunRequest, line: CommandLine) -> list[Problem]:
-    """What is wrong with this placement, as far as is known before a process starts."""
-    try:
-        sets = (*request.sets, *placement.sets)
-        checked(target, placement.processes, replace(request, sets=sets), LayoutLine(line.words, placement))
-    except SettingsError as error:
-        return list(error.problems)
-    return []
+def misfit(
+    script: Path,
+    placement: LayoutSpec,
+    request: RunRequest,
+    line: CommandLine,
+    report: ScriptReport | None,
+    *,
+    inspect: bool,
+) -> list[Problem]:
+    """Return what is wrong with a placement, as far as settings show it.
+
+    Args:
+        inspect: let the script check its own settings, too; otherwise its trial does.
+    """
+    request = replace(request, sets=(*request.sets, *placement.sets))
+    typed = LayoutLine(line.words, placement)
+    _, problems = check_settings(script, placement.processes, request, typed, report=report)
+    if inspect and not problems:
+        found = inspect_script(script, request, placement.processes, typed)
+        problems = list(found.problems) if found is not None else []
+    return problems
 
 
 @dataclass

@@ -19,8 +19,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from unisono.cli.commands.run_command import checked
 from unisono.cli.compare.trial_runner import reason_of, refuse_unfit
+from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_dir import APART
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine

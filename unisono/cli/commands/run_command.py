@@ -8,33 +8,26 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
 from unisono.cli.request.autoresume import resumed_request
-from unisono.cli.request.device_checks import problems_here, problems_where_mixed
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
+from unisono.cli.request.request_checks import checked
 from unisono.cli.request.restarts import RankRange, run_with_restarts
-from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, problems_of_run_dir
+from unisono.cli.request.run_dir import choose_run_dir, discard_run_dir, lock_run_dir, newest_run
 from unisono.cli.request.run_options import WHERE, RunRequest
-from unisono.cli.request.static_settings import calls_main, settings_of
 from unisono.cli.request.suggestions import WHOLE
-from unisono.cli.request.target import problems_of_main, script_of
+from unisono.cli.request.target import script_of
 from unisono.config import (
-    ENVIRONMENT,
     CommandLine,
-    Settings,
-    SettingsSources,
-    gather,
-    read,
-    result_settings,
 )
-from unisono.config.validate import examine, needs_dry_run
 from unisono.environment import World
-from unisono.errors import Problem, SettingsError, UnisonoError
+from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
 
@@ -77,20 +70,23 @@ def run(
     line = request.line("unisono", "run", target, *flags)
     asked = numbers(ranks, cpu_ranks, line)
     count = asked.usual
-    script, threads, unsure, serves = checked(target, count, request, line, cpu_ranks)
+    script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     asked = asked._replace(on_cpu=(0, cpu_ranks) if serves else (count - cpu_ranks, count))
     if unsure and not no_dry_run and not _fits(script, threads, asked, request, line):
         print(f"Stopped before its start: nothing to save.\n  Next: {line}", file=sys.stderr)
         if request.json:
             print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
         return 0
+    is_new = request.run_dir is None or not request.run_dir.exists()
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
     with lock_run_dir(run_dir, line):
         before = _mark(run_dir)
-        outcome = run_with_restarts(script, request, run_dir, asked, threads=threads)
+        outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, asked, threads=threads)
         joined = _mark(run_dir) != before
-    if not joined and not outcome.stopped:
+    if not joined and outcome.exit_status == 2 and is_new and not request.resume:
+        discard_run_dir(run_dir)  # the script's own settings were wrong: nothing was computed
+    elif not joined and not outcome.stopped:
         _say_why_alone(script, count, line, outcome)
     if outcome.stopped and (outcome.early or outcome.exit_status):  # else the run itself has said how to go on
         print("\n" * outcome.in_line, end="", flush=True)
@@ -142,7 +138,7 @@ def _fits(script: Path, threads: int, ranks: RankRange, request: RunRequest, lin
     Raises SettingsError if it cannot. What else goes wrong there, the run will come to as well, and tell.
     """
     earlier = (request.run_dir or newest_run(script.stem)) if request.resume else None
-    arguments = request.arguments(earlier or Path(script.stem))
+    arguments = replace(request, typed=str(line)).arguments(earlier or Path(script.stem))
     outcome = local_launch.dry_run(script, arguments, ranks=ranks.usual, threads=threads, on_cpu=ranks.on_cpu)
     failure = outcome.failure
     if failure is not None and failure.record is not None and failure.exit_status == 2 and failure.record.problems:
@@ -193,71 +189,6 @@ def _how_to_go_on(run_dir: Path, line: CommandLine, *, killed: bool) -> str:
     newest = saved[0][1].name
     what = f"Killed before all was saved; {newest} is." if killed else f"Stopped outside its loop; {newest} is saved."
     return f"{what}\n  Next: {line.flag('--run-dir', str(run_dir)).flag('--resume')}"
-
-
-class CheckedRequest(NamedTuple):
-    """A request in which nothing is wrong, as far as that is known without running the script.
-
-    threads  of each process
-    unsure   can only the script's own model tell whether all is well?
-    serves   are the first processes servers?
-    """
-
-    script: Path
-    threads: int
-    unsure: bool
-    serves: bool
-
-
-def checked(target: str, ranks: int, request: RunRequest, line: CommandLine, cpu_ranks: int = 0) -> CheckedRequest:
-    """What was asked for. Raises SettingsError with everything that is wrong."""
-    problems: list[Problem] = []
-    if ranks < 1:
-        do = str(line.flag("--ranks", "1"))
-        problems.append(Problem(f"--ranks {ranks}", "A run needs at least one process.", do))
-    script, found = Path(target), True
-    try:
-        script = script_of(target, line)
-    except SettingsError as error:  # what else is wrong can be told all the same
-        problems[:0], found = error.problems, False
-    problems += problems_of_main(script) if found else []
-    settings, more = _check_settings(script, max(ranks, 1), request, line, mixed=0 < cpu_ranks < ranks)
-    problems += more
-    if found or request.run_dir is not None:  # runs/ has none of a script that is not there
-        problems += problems_of_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
-    if problems:
-        raise SettingsError.of(problems)
-    if settings is None:
-        return CheckedRequest(script, 1, unsure=False, serves=False)
-    unsure = needs_dry_run(settings) and calls_main(script)
-    return CheckedRequest(script, settings.threads, unsure, serves=settings.exchange == "server")
-
-
-def _check_settings(
-    script: Path, ranks: int, request: RunRequest, line: CommandLine, *, mixed: bool
-) -> tuple[Settings | None, list[Problem]]:
-    """The settings, and what is wrong with them, as far as they are known."""
-    cls = settings_of(script)
-    earlier = request.earlier(request.run_dir or newest_run(script.stem))
-    # Of a script that is not understood only what is given here is known, and only the names that every run has.
-    gathered: SettingsSources[Any] = gather(
-        cls or Settings,
-        file=request.settings_file,
-        sets=request.sets,
-        earlier=earlier,
-        allow_unknown=cls is None,
-        line=line,
-    )
-    loaded, problems = examine(gathered, ranks, only_given=cls is None)
-    if loaded is not None and not problems:
-        problems += problems_here(loaded.settings, ranks, line)
-        problems += problems_where_mixed(loaded.settings, line) if mixed else []
-    known: set[str] = set()  # whatever it is, the script's own process knows better
-    if cls is not None and loaded is not None:
-        known = {*result_settings(loaded.settings), *ENVIRONMENT, "length"}
-        known |= set(read(earlier)[0]) if earlier is not None and not problems else set()
-    problems += request.problems_of_accepted(known, line) + request.problems_of_faults(line)
-    return loaded.settings if loaded is not None else None, problems
 
 
 def _told(outcome: RunOutcome, run_dir: Path, started: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import ast
 import shlex
 from pathlib import Path
 
-from unisono.cli.request.static_settings import parsed
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 from unisono.launcher.supervisor import RunOutcome
@@ -37,8 +36,9 @@ NOT_SET = "environment variable RANK expected, but not set"
 def foreign(script: Path) -> tuple[str, str] | None:
     """The library that this script is written for, and the page that converts it; None: it imports unisono, it is not
     understood, or it is for none of those known here. The script is read and not run."""
-    tree = parsed(script)
-    if tree is None:
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
+    except (OSError, ValueError, SyntaxError):  # its own process reports that
         return None
     nodes = list(ast.walk(tree))
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

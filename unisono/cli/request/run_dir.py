@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shlex
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -248,6 +249,13 @@ def _new_folder(stem: str) -> Path:
             number += 1
         else:
             return path
+
+
+def discard_run_dir(path: Path) -> None:
+    """Remove a run directory in which nothing was computed, and `runs` if it is empty then."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # it has other runs
+        RUNS.rmdir()
 
 
 def write(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ and `python text.py --set steps=20 --resume` reads the same ones.
 
 from __future__ import annotations
 
+import json as json_
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
-from unisono.cli.request.settings_help import settings_table
+from unisono.cli.request.settings_help import description_of, settings_table
 from unisono.cli.request.suggestions import parsed
-from unisono.config import CommandLine, nearest_name
+from unisono.config import CommandLine, entries_of, nearest_name
 from unisono.errors import Problem
 
 WHAT = Group("What is computed", sort_key=1)
@@ -55,6 +56,8 @@ class RunRequest:
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
     trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]WORDS, for check, prove, replay and audit
     faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # in words: testing/fault_spec.py
+    describe: Annotated[Path | None, Parameter(show=False)] = None  # the file for a report on the script's settings
+    typed: Annotated[str, Parameter(show=False)] = ""  # the command as the user typed it, for messages
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
 
     def arguments(self, run_dir: Path | None) -> list[str]:
@@ -67,6 +70,8 @@ class RunRequest:
         flags += ["--json"] if self.json else []
         flags += [f"--trace={self.trace}"] if self.trace else []
         flags += [f"--fault={each}" for each in self.faults]
+        flags += [f"--describe={self.describe}"] if self.describe is not None else []
+        flags += [f"--typed={self.typed}"] if self.typed else []
         flags += [f"--run-dir={run_dir}"] if run_dir is not None else []
         return [*flags, *(["--", *self.own] if self.own else [])]
 
@@ -141,10 +146,12 @@ class RunRequest:
         )
 
         app.default(_itself)
-        function, bound = parsed(app, command, flags, lambda: settings)
+        function, bound = parsed(app, command, flags, lambda: [entry.name for entry in entries_of(settings)])
         result = function(*bound.args, **bound.kwargs)
         if not isinstance(result, cls):
             raise SystemExit(0)  # the help was printed
+        if result.describe is not None:
+            result.describe.write_text(json_.dumps(description_of(settings)), encoding="utf-8")
         return replace(result, own=tuple(own))
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from unisono.config import SettingEntry, Settings, entries_of, kind, shown
+from unisono.config import SettingEntry, Settings, entries_of, kind, plain, shown
+from unisono.config.entries import library_settings
 from unisono.config.value_types import choices_of
 
 WIDTH = 79
@@ -39,6 +40,18 @@ def _with_choices(hint: Any, text: str) -> str:
     if not text or all(choice in text for choice in choices):
         return text or kind(hint)
     return f"{text} ({', '.join(choices)})"
+
+
+def description_of(settings: type) -> dict[str, Any]:
+    """Return names, table and defaults of a script's settings as JSON can hold them (request_checks.ScriptReport)."""
+    entries = list(entries_of(settings))
+    ours = library_settings()
+    defaults = {e.name: plain(e.default) for e in entries if e.name in ours and e.source == "script"}
+    return {
+        "names": [entry.name for entry in entries],
+        "table": settings_table(settings),
+        "defaults": {name: "none" if value is None else value for name, value in defaults.items()},
+    }
 
 
 def markdown() -> str:

@@ -26,19 +26,19 @@ from cyclopts import (
 
 from unisono.cli.request import launcher_flags
 from unisono.cli.request.target import recipes
-from unisono.config import CommandLine, entries_of, nearest_name
+from unisono.config import CommandLine, nearest_name
 from unisono.errors import Problem, SettingsError
 
 
 def parsed(
-    app: App, command: Sequence[str], flags: Sequence[str], settings: Callable[[], type]
+    app: App, command: Sequence[str], flags: Sequence[str], names: Callable[[], Sequence[str]]
 ) -> tuple[Callable[..., Any], BoundArguments]:
     """The function that these flags after this command ask for, and its arguments. Raises SettingsError where they are
     not understood, or where a path is empty.
 
-    `settings` gives the class whose fields may have been meant, as by --batch 64 instead of --set batch=64.
+    `names` gives the settings that may have been meant, as by --batch 64 instead of --set batch=64.
     """
-    typed = Suggestions(app, tuple(command), tuple(flags), settings)
+    typed = Suggestions(app, tuple(command), tuple(flags), names)
     try:
         function, bound, _ = app.parse_args(list(flags), exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -85,13 +85,13 @@ class Suggestions:
     """app       what would be understood
     command   what was typed first: unisono, or python and a script
     flags     what came after it
-    settings  gives the class whose fields may have been meant
+    names     gives the settings that may have been meant
     """
 
     app: App
     command: tuple[str, ...]
     flags: tuple[str, ...]
-    settings: Callable[[], type]
+    names: Callable[[], Sequence[str]]
 
     def about(self, error: CycloptsError) -> SettingsError:
         """What was asked, what is true, what to type."""
@@ -154,7 +154,7 @@ class Suggestions:
     @cached_property
     def _names(self) -> list[str]:
         """The settings that can be given here."""
-        return [entry.name for entry in entries_of(self.settings())] if "--set" in self._known else []
+        return list(self.names()) if "--set" in self._known else []
 
     @property
     def _of_a_script(self) -> bool:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import unisono.recipes
-from unisono.cli.request.static_settings import unfit_main
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
@@ -45,13 +44,8 @@ def script_of(target: str, line: CommandLine) -> Path:
     raise SettingsError(asked, true, do)
 
 
-def problems_of_main(script: Path) -> list[Problem]:
-    """Can the function that the script hands to `unisono.main` be called with a run, as far as its text tells?"""
-    return _not_for_a_run(script, unfit_main(script))
-
-
 def problems_of_train(script: Path, train: object) -> list[Problem]:
-    """The same of what it has handed over."""
+    """Return a problem if the function that the script passed to `unisono.main` does not take a run."""
     if not callable(train):
         return _not_for_a_run(script, repr(train))
     with suppress(ValueError):  # some functions of C do not say what they take
