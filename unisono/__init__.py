@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from unisono import environment as environment  # at once: it notes the working directory before a script changes it
+from unisono import environment as environment  # now: it records the working directory before a script changes it
 
 __version__ = "0.1.0"
 

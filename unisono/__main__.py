@@ -1,4 +1,4 @@
-"""`python -m unisono` is the command `unisono`: for where the command's folder is not on the path."""
+"""`python -m unisono` is the command `unisono`, for environments whose bin folder is not on the path."""
 
 from __future__ import annotations
 

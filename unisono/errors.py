@@ -1,9 +1,9 @@
-"""What Unisono says when it cannot go on.
+"""Exceptions of the library.
 
-Every message has three parts: what was asked, what is true (with numbers), and what to type next. The constructor
-takes the three parts apart, so that none can be forgotten:
+Every message has three parts: the error, the facts (with numbers), and what to do or type next. The constructor takes
+them separately, so that none is forgotten:
 
-    raise DataError("The training set was asked for its first sample.", "It has length 0.", "Check the path you pass.")
+    raise DataError("The training set is empty.", "Its length is 0.", "check the path that you pass.")
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, in three sentences: what was asked, what is true, what to do next."""
+    """One problem: the error in one sentence, the facts, and what to do next."""
 
     asked: str
     true: str
@@ -24,7 +24,12 @@ class Problem(NamedTuple):
 
 
 class UnisonoError(Exception):
-    """The root of all our errors. `exit_status` is what the process returns when nobody catches it."""
+    """The base class of all exceptions of the library.
+
+    Attributes:
+        exit_status: the exit status of a process that does not catch the exception.
+        problems: the problems that it reports.
+    """
 
     exit_status = 1
 
@@ -34,7 +39,7 @@ class UnisonoError(Exception):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> UnisonoError:
-        """One error that tells several problems at once (at least one)."""
+        """Return one exception for several problems, at least one."""
         error = cls(*problems[0])
         error.problems = tuple(problems)
         return error
@@ -44,49 +49,54 @@ class UnisonoError(Exception):
 
 
 class SettingsError(UnisonoError):
-    """The request was wrong: a setting, a flag, or several of them together. Nothing was started."""
+    """A setting or a flag is wrong, or several of them do not fit together. Nothing was computed."""
 
     exit_status = 2
 
 
 class WorldError(UnisonoError):
-    """The processes of this run do not fit together, or cannot reach each other."""
+    """The processes of the run do not match, or cannot reach each other."""
 
 
 class UnreachableHostError(WorldError):
-    """A host's name does not resolve, so the processes of this run cannot meet. Its message needs no traceback."""
+    """A host name cannot be resolved, so processes cannot connect. It is reported without a traceback."""
 
 
 class DataError(UnisonoError):
-    """The data cannot be read, or is not what the loop needs."""
+    """The data cannot be read, or does not fit the loop."""
 
 
 class LoopError(UnisonoError):
-    """The contract of the training loop was broken (docs/guide/loop.md lists its lines)."""
+    """The script violates the contract of the training loop (docs/guide/loop.md)."""
 
 
 class CheckpointError(UnisonoError):
-    """A checkpoint cannot be written, read, or is not the state of this run."""
+    """A checkpoint cannot be written or read, or belongs to another run."""
 
 
 class PeerLostError(WorldError):
-    """Another process of this run died, or its host is gone."""
+    """Another process of the run died, or its host cannot be reached."""
 
 
 class DivergenceError(UnisonoError):
-    """Processes that must hold the same, or have computed the same, do not: a fault of a machine, or of the loop."""
+    """Processes have different weights or gradients that must be equal, because of faulty hardware or of the loop."""
 
 
 class PromiseBrokenError(UnisonoError):
-    """A computation that was made twice has other bits the second time, so the promise of equal bits does not hold."""
+    """A repeated computation gives other bits, so the promise of equal bits does not hold."""
 
 
 class StuckError(WorldError):
-    """Nothing in the run has gone on for longer than the settings allow."""
+    """The run made no progress for longer than watchdog.timeout."""
 
 
 class RankFailedError(UnisonoError):
-    """A run that `unisono.launch` started has failed: `rank` with an exception of the type `kind` ("": it died)."""
+    """A run that `unisono.launch` started failed.
+
+    Attributes:
+        rank: the rank that failed first.
+        kind: the type of its exception; "" if the process died.
+    """
 
     def __init__(self, asked: str, true: str = "", do: str = "", rank: int = 0, kind: str = "") -> None:
         super().__init__(asked, true, do)
@@ -94,7 +104,7 @@ class RankFailedError(UnisonoError):
 
 
 class RunStopped(BaseException):
-    """A signal asked the run to stop; its state is saved. Not an error, so `except Exception` lets it pass."""
+    """A signal stopped the run, and its state is saved. It is no Exception, so `except Exception` does not catch it."""
 
 
 CONNECTION_SIGNS = (
@@ -109,9 +119,9 @@ CONNECTION_SIGNS = (
     "Wait timeout",
     "emote process",
 )
-"""Words of gloo, of NCCL and of a store in the errors that they raise when a peer is lost."""
+"""Parts of the messages of gloo, NCCL and stores when a peer is lost."""
 
 
 def is_connection_error(message: str) -> bool:
-    """Return whether this message may tell that a peer is lost. Only together with a death does it prove anything."""
+    """Return whether a message may mean that a peer is lost. It is evidence only if a process has died."""
     return any(sign in message for sign in CONNECTION_SIGNS)

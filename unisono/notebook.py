@@ -1,11 +1,11 @@
-"""`unisono.launch(main, Settings(...), ranks=2)`: a run from a notebook's cell, the interpreter's prompt or a script.
+"""`unisono.launch(main, Settings(...), ranks=2)`: start a run from a notebook cell, the interpreter or a script.
 
     this process ── RUN/launch/main.pickle (cloudpickle) ──> RUN/launch/main.py in each rank: unisono.main(...)
          └────────── one updating line <── rank 0's output
 
-It never forks, so it does not matter what this process has loaded or which threads it has. Functions and classes of the
-cells are sent by value, with their source for tracebacks. RUN/launch/main.py is a script as any other: `unisono run`
-resumes it, and `unisono replay RUN` finds it.
+It never forks, so modules and threads of this process do not matter. Functions and classes of notebook cells are sent
+by value, with their source for tracebacks. RUN/launch/main.py is an ordinary script: `unisono run` resumes it, and
+`unisono replay RUN` finds it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from unisono.errors import RankFailedError, SettingsError, UnisonoError
 from unisono.launcher.worker_process import WorkerFailure
 
 SCRIPT = '''\
-"""What unisono.launch has run here. To resume: unisono run THIS_FILE --run-dir RUN --resume"""
+"""The script of unisono.launch. To resume: unisono run THIS_FILE --run-dir RUN --resume"""
 
 import unisono
 from unisono.notebook import received
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     unisono.main(main, Settings)
 '''
 COLUMNS = 100
-"""Of the updating line in a notebook."""
+"""The width of the progress line in a notebook."""
 
 
 def launch(
@@ -65,42 +65,49 @@ def launch(
     run_dir: str | os.PathLike[str] | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Train `main(run)` in `ranks` processes of this host and return what result.json says of the run.
+    """Train `main(run)` in `ranks` processes on this host, and return the content of result.json.
 
-    main      the function that a script hands to unisono.main; it may be of a notebook's cell
-    settings  an instance of a settings class, or the class for its defaults
-    ranks     how many processes, or "MIN:MAX" (see `unisono run --help`)
-    run_dir   the folder for everything the run leaves; None: runs/NAME-TIME, and with `resume` the newest of these
-    resume    go on from the newest complete checkpoint
+    Args:
+        main: the function that a script passes to unisono.main. It may be defined in a notebook cell.
+        settings: an instance of a settings class, or the class for its defaults.
+        ranks: the number of processes, or "MIN:MAX" (see `unisono run --help`).
+        run_dir: the run directory; None for runs/NAME-TIME, or with `resume` for the newest of these.
+        resume: continue from the newest complete checkpoint.
 
-    Raises SettingsError for a wrong request, before any process starts, and RankFailedError, with the traceback of the
-    rank that failed first, if the run fails. After Ctrl-C, or an interrupt of the kernel, the run saves its state, and
-    KeyboardInterrupt is raised.
+    Raises:
+        SettingsError: for a wrong request, before any process starts.
+        RankFailedError: if the run fails, with the traceback of the rank that failed first.
+        KeyboardInterrupt: after Ctrl-C or an interrupt of the kernel. The run saves its state first.
     """
     line = LaunchCall(name=getattr(main, "__name__", "main"), ranks=ranks, run_dir=run_dir, resume=resume)
     if (world := World.current()).size > 1 or environment.assigned():
-        true = f"This process is rank {world.rank} of {world.size} already."
-        raise SettingsError(str(line), true, "unisono.main(main, Settings) in a script that a launcher starts")
+        facts = f"This process is rank {world.rank} of {world.size}."
+        raise SettingsError(
+            "unisono.launch was called in a process of a run.",
+            facts,
+            "unisono.main(main, Settings) in a script that a launcher starts",
+        )
     if not issubclass(settings if isinstance(settings, type) else type(settings), Settings):
         do = str(replace(line, sets=("steps=100",)))
-        raise SettingsError(str(line), f"settings is {settings!r}, and neither a Settings nor a class of them.", do)
-    asked, stem = numbers(str(ranks), 0, line), _stem()
+        facts = f"It is {settings!r}, and not a unisono.Settings."
+        raise SettingsError("Invalid argument settings of unisono.launch.", facts, do)
+    sizes, stem = numbers(str(ranks), 0, line), _stem()
     cls = settings if isinstance(settings, type) else type(settings)
     path = Path(run_dir) if run_dir is not None else None
     request = RunRequest(sets=_sets(settings), run_dir=path, resume=resume, json=True)
     problems = problems_of_train(Path(stem), main)
     earlier = request.earlier(path or newest_run(stem))
-    loaded, more = examine(gather(cls, file=None, sets=request.sets, earlier=earlier, line=line), asked.usual)
+    loaded, more = examine(gather(cls, file=None, sets=request.sets, earlier=earlier, line=line), sizes.usual)
     if problems + more or loaded is None:
         raise SettingsError.of(problems + more)
-    sent = _by_value(main, cls, line)
+    sent = _by_value(main, cls)
     folder = choose_run_dir(stem, path, resume=resume, line=line)
     started = time.time()
     with lock_run_dir(folder, line):
         script = _write(folder / "launch", sent)
         with _shown() as (screen, columns):
             show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False}
-            outcome = run_with_restarts(script, request, folder, asked, threads=loaded.settings.threads, **show)
+            outcome = run_with_restarts(script, request, folder, sizes, threads=loaded.settings.threads, **show)
     if outcome.stopped:
         print(_how_to_resume(folder, line), file=sys.stderr, flush=True)
         raise KeyboardInterrupt
@@ -108,13 +115,14 @@ def launch(
         raise _error_of(outcome.failure, line)
     result = folder / "result.json"
     if not result.exists() or (result.stat().st_mtime < started and not resume):
-        raise SettingsError(str(line), "It ended without a result.", f"look into {folder / 'log' / 'rank-0.log'}")
+        log = folder / "log" / "rank-0.log"
+        raise SettingsError("The run ended without a result.", "There is no result.json.", f"read {log}")
     content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return content
 
 
 def received(script: str) -> tuple[Any, Any]:
-    """In a rank: the function and the settings class that `launch` has sent, beside this script."""
+    """Return the function and the settings class that `launch` stored next to this script. Called in each rank."""
     sent = pickle.loads(Path(script).with_name("main.pickle").read_bytes())
     sys.path += [path for path in sent["path"] if path not in sys.path]
     for name, lines in sent["lines"].items():
@@ -125,7 +133,7 @@ def received(script: str) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class LaunchCall(CommandLine):
-    """A call of `launch`, for messages to say it again with something else in it."""
+    """A call of `launch`, and changed versions of it that messages propose."""
 
     name: str = "main"
     ranks: int | str = 1
@@ -162,13 +170,13 @@ class LaunchCall(CommandLine):
 
 
 def _stem() -> str:
-    """What a run directory is called after: the script, if there is one."""
+    """Return the name for run directories: that of the script, if there is one."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file).stem if file else "notebook"
 
 
 def _sets(settings: Settings | type[Settings]) -> tuple[str, ...]:
-    """What an instance says otherwise than its class, as --set takes it."""
+    """Return the values of an instance that differ from the defaults of its class, as --set takes them."""
     if isinstance(settings, type):
         return ()
     pairs = zip(entries_of(type(settings)), entries_of(type(settings), settings), strict=True)
@@ -176,11 +184,11 @@ def _sets(settings: Settings | type[Settings]) -> tuple[str, ...]:
 
 
 SINGLE = {id(mark): name for name, mark in vars(dataclasses).items() if type(mark).__module__ == "dataclasses"}
-"""Names of what dataclasses compares by identity, as MISSING."""
+"""Names of objects that dataclasses compares by identity, such as MISSING."""
 
 
 class Pickler(cloudpickle.Pickler):
-    """cloudpickle's, with the marks of dataclasses as what they are: it would make others of the same kind."""
+    """A pickler that keeps the identity of these objects; cloudpickle would copy them."""
 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in SINGLE:
@@ -188,21 +196,25 @@ class Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _by_value(main: Any, cls: type, line: CommandLine) -> bytes:
-    """`main` and its settings class, with everything of this module (`__main__`) that they use."""
+def _by_value(main: Any, cls: type) -> bytes:
+    """Pickle `main` and its settings class, with everything of `__main__` that they use."""
     lines = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and not Path(name).exists()}
     path = [str(Path(place).absolute()) for place in sys.path if not place.endswith(".zip")]
     try:
         both = io.BytesIO()
         Pickler(both).dump((main, cls))
-    except Exception as error:  # whatever __reduce__ raises
-        true = f"What it uses of this notebook or script cannot be sent: {type(error).__name__}: {error}"
-        raise SettingsError(str(line), true, "open files, locks and the like inside the function instead.") from error
+    except Exception as error:  # __reduce__ may raise anything
+        facts = f"{type(error).__name__}: {error}"
+        raise SettingsError(
+            "Cannot send the function to the processes of the run.",
+            facts,
+            "open files, locks and the like inside the function instead.",
+        ) from error
     return cloudpickle.dumps({"path": path, "lines": lines, "main": both.getvalue()})
 
 
 def _write(folder: Path, sent: bytes) -> Path:
-    """The script of the run's processes, and what it reads."""
+    """Write the script of the run's processes, and the file that it reads."""
     folder.mkdir(exist_ok=True)
     (folder / "main.pickle").write_bytes(sent)
     write(folder / "main.py", SCRIPT)
@@ -211,8 +223,10 @@ def _write(folder: Path, sent: bytes) -> Path:
 
 @contextmanager
 def _shown() -> Iterator[tuple[int, int]]:
-    """A file descriptor for rank 0's output, and the width of its updating line (0: a terminal's own). What is written
-    there comes to sys.stdout, be that a terminal or a notebook's cell."""
+    """Yield a file descriptor for rank 0's output, and the width of the progress line; 0 for that of the terminal.
+
+    The output goes to sys.stdout, which may be a terminal or a notebook cell.
+    """
     try:
         plain = sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.stdout.fileno() == 1
     except (AttributeError, OSError, ValueError):
@@ -235,7 +249,7 @@ CODES = re.compile("\x1b\\[[0-9;]*[A-Za-z]")
 
 
 def _forward(reader: int, screen: TextIO) -> None:
-    """Write to `screen` what comes, with lines that end in a carriage return over each other."""
+    """Copy output to `screen`. A line that ends in a carriage return is overwritten by the next one."""
     width = 0
     with open(reader, encoding="utf-8", errors="replace", newline="") as stream:
         piece = ""
@@ -259,18 +273,18 @@ def _how_to_resume(run_dir: Path, line: LaunchCall) -> str:
     again = replace(line, run_dir=run_dir, resume=True)
     saved = manifest.checkpoints(run_dir)
     if not saved and manifest.storage_history(run_dir)[0] is None:
-        return f"Stopped before its first step: nothing to save.\n  Next: {line}"
+        return f"Stopped before the first step: nothing to save.\n  Next: {line}"
     return f"Stopped; {saved[0][1].name if saved else 'its state'} is saved.\n  Next: {again}"
 
 
 def _error_of(failure: WorkerFailure, line: CommandLine) -> UnisonoError:
-    """The run's failure as an exception."""
+    """Return the failure of a run as an exception."""
     record = failure.record
     if record is not None and record.exit_status == 2 and record.problems:
         return SettingsError.of(record.problems)
     kind = record.kind if record is not None else ""
-    asked = f"{line}: rank {failure.rank} of {failure.size} failed" + (f" with {kind}." if kind else ".")
-    said = (record.traceback or record.message).rstrip("\n") if record is not None else str(failure)
+    error = f"Rank {failure.rank} of {failure.size} failed" + (f" with {kind}." if kind else ".")
+    text = (record.traceback or record.message).rstrip("\n") if record is not None else str(failure)
     return RankFailedError(
-        asked, said.replace("\n", "\n  "), f"its log is {shlex.quote(str(failure.log))}", failure.rank, kind
+        error, text.replace("\n", "\n  "), f"its log is {shlex.quote(str(failure.log))}", failure.rank, kind
     )

@@ -1,4 +1,4 @@
-"""Command lines that are not understood: the whole line that was probably meant is proposed, and nothing is started."""
+"""A command line that cannot be parsed is answered with the one that was probably meant, and nothing is started."""
 
 from __future__ import annotations
 
@@ -21,60 +21,75 @@ CHECK = "unisono check train.py --json"
 
 
 @pytest.mark.parametrize(
-    ("words", "true", "do"),
+    ("words", "error", "facts", "do"),
     [
         (
             "run train.py --batch 64 --ranks 2",
-            "There is no flag --batch, but a setting batch, and settings are given with --set.",
+            "There is no flag --batch.",
+            "batch is a setting; settings are given with --set.",
             "unisono run train.py --set batch=64 --ranks 2 --json",
         ),
         (
             "run train.py --micro-batch=4",
-            "There is no flag --micro-batch, but a setting micro_batch, and settings are given with --set.",
+            "There is no flag --micro-batch.",
+            "micro_batch is a setting; settings are given with --set.",
             "unisono run train.py --set micro_batch=4 --json",
         ),
         (
             "run train.py --rank 2",
-            "There is no flag --rank; the nearest is --ranks.",
+            "There is no flag --rank.",
+            "The nearest flag is --ranks.",
             "unisono run train.py --ranks 2 --json",
         ),
         (
             "run train.py --parallel shard=2 --ranks 2",
-            "Settings are given with --set; --parallel is a flag of unisono prove.",
+            "There is no flag --parallel.",
+            "--parallel is a flag of unisono prove; settings are given with --set.",
             "unisono run train.py --set parallel.shard=2 --ranks 2 --json",
         ),
         (
             "prove train.py --ranks 2 --steps 3",
-            "Other verbs have a flag --ranks; unisono prove has none.",
+            "There is no flag --ranks.",
+            "Other verbs have it; unisono prove does not.",
             "unisono prove train.py --steps 3 --json (without it)",
         ),
         (
             "run train.py --steps 20",
-            "There is no flag --steps, but a setting steps, and settings are given with --set.",
+            "There is no flag --steps.",
+            "steps is a setting; settings are given with --set.",
             "unisono run train.py --set steps=20 --json",
         ),
         (
             "run --lr 0.1 train.py",
-            "There is no flag --lr, but a setting lr, and settings are given with --set.",
+            "There is no flag --lr.",
+            "lr is a setting; settings are given with --set.",
             "unisono run --set lr=0.1 train.py --json",
         ),
         (
             "run train.py batch=64 lr=2 --ranks 2",
-            "Settings are given with --set, so `batch=64 lr=2` means nothing.",
+            "Unexpected argument: batch=64 lr=2",
+            "Settings are given with --set.",
             "unisono run train.py --ranks 2 --json --set batch=64 --set lr=2",
         ),
         (
             "check train.py batch=64",
-            "Settings are given with --set, so `batch=64` means nothing.",
+            "Unexpected argument: batch=64",
+            "Settings are given with --set.",
             "unisono check train.py --json --set batch=64",
         ),
         (
             "run train.py mine=64 --ranks 2",
-            "`mine=64` is for the script, and comes after --.",
+            "Unexpected argument: mine=64",
+            "Arguments of the script itself come after --.",
             "unisono run train.py --ranks 2 --json -- mine=64",
         ),
         *(
-            (f"run train.py {typed}", "--set takes key=value, in one word.", f"unisono run train.py {meant} --json")
+            (
+                f"run train.py {typed}",
+                "--set lr has no value.",
+                "--set takes key=value, in one word.",
+                f"unisono run train.py {meant} --json",
+            )
             for typed, meant in (
                 ("--set lr 0.1", "--set lr=0.1"),
                 ("--set lr -0.1 --ranks 2", "--set lr=-0.1 --ranks 2"),
@@ -87,57 +102,81 @@ CHECK = "unisono check train.py --json"
         ),
         (
             "run --set lr 0.1 train.py",
+            "--set lr has no value.",
             "--set takes key=value, in one word.",
             "unisono run --set lr=0.1 train.py --json",
         ),
         (
             "run --set lr 0.1 --set batch 64",
+            "--set lr has no value.",
             "--set takes key=value, in one word.",
             "unisono run --set lr=0.1 --set batch=64 --json",
         ),
         (
             "run train.py --set lr 0.1 batch=64",
+            "--set lr has no value.",
             "--set takes key=value, in one word.",
             "unisono run train.py --set lr=0.1 --json --set batch=64",
         ),
         (
             "run train.py --set lr=0.1 more",
-            "`more` is for the script, and comes after --.",
+            "Unexpected argument: more",
+            "Arguments of the script itself come after --.",
             "unisono run train.py --set lr=0.1 --json -- more",
         ),
-        ("bench batch=64", "There is no place for `batch=64`.", "unisono bench --help"),
+        (
+            "bench batch=64",
+            "Unexpected argument: batch=64",
+            "unisono bench takes no such argument.",
+            "unisono bench --help",
+        ),
         (
             "bench --steps 3",
-            "Other verbs have a flag --steps; unisono bench has none.",
+            "There is no flag --steps.",
+            "Other verbs have it; unisono bench does not.",
             "unisono bench --json (without it)",
         ),
         (
             "run train.py --nproc_per_node=4 --resume",
-            "What --nproc_per_node is elsewhere is --ranks here.",
+            "There is no flag --nproc_per_node.",
+            "--ranks is the number of processes.",
             "unisono run train.py --ranks 4 --resume --json",
         ),
         (
             "run train.py --local_rank=0 --resume",
-            "--local_rank is what a launcher passes to each process that it starts.",
+            "There is no flag --local_rank.",
+            "Launchers pass it to each process that they start.",
             "unisono run train.py --ranks 2 --resume --json",
         ),
-        ("run train.py -np 4", "What -np is elsewhere is --ranks here.", "unisono run train.py --ranks 4 --json"),
-        ("run train.py --num_gpus 2", "What --num_gpus is elsewhere is --ranks here.", f"{RUN} --ranks 2 --json"),
+        (
+            "run train.py -np 4",
+            "There is no flag -np.",
+            "--ranks is the number of processes.",
+            "unisono run train.py --ranks 4 --json",
+        ),
+        (
+            "run train.py --num_gpus 2",
+            "There is no flag --num_gpus.",
+            "--ranks is the number of processes.",
+            f"{RUN} --ranks 2 --json",
+        ),
         (
             "run train.py --gpus 0,1",
-            "--gpus 0,1 names devices: here CUDA_VISIBLE_DEVICES does.",
+            "There is no flag --gpus.",
+            "Devices are selected with CUDA_VISIBLE_DEVICES.",
             f"env CUDA_VISIBLE_DEVICES=0,1 {RUN} --ranks 2 --json",
         ),
         (
             "run train.py --nnodes 1 --master_addr 127.0.0.1 --master_port 29501 --gpus 4",
-            "What --gpus is elsewhere is --ranks here.",
+            "There is no flag --gpus.",
+            "--ranks is the number of processes.",
             f"{RUN} --ranks 4 --json",
         ),
         *(
             (
                 f"run train.py {typed}",
-                f"unisono run starts processes on this host only; {flag} is for torchrun or srun, "
-                "which start processes on several.",
+                f"There is no flag {flag}.",
+                "unisono run starts processes on this host only; torchrun and srun start them on several hosts.",
                 f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {at} "
                 f"--no-python {RUN} {rest}--json on each host; under Slurm: "
                 f"srun -N {nodes} -n {nodes * each} {RUN} {rest}--json",
@@ -152,123 +191,177 @@ CHECK = "unisono check train.py --json"
                 ("--rdzv-endpoint=a:7 --rdzv-backend=c10d", "--rdzv-endpoint", 2, 2, "a:7", ""),
             )
         ),
-        ("check train.py --nnodes 2", "unisono check uses this host only, without --nnodes.", f"{CHECK} (without it)"),
+        (
+            "check train.py --nnodes 2",
+            "There is no flag --nnodes.",
+            "unisono check uses this host only.",
+            f"{CHECK} (without it)",
+        ),
         (
             "run train.py --backend nccl",
-            "--backend is not needed: the device decides (NCCL for NVIDIA's, gloo for the CPU).",
+            "There is no flag --backend.",
+            "The device decides the back end: NCCL for NVIDIA GPUs, gloo for the CPU.",
             f"{RUN} --json (without it)",
         ),
         (
             "run train.py --max-restarts 3",
-            "A process that dies is replaced; where it cannot be, the run begins again by itself.",
+            "There is no flag --max-restarts.",
+            "A process that dies is replaced, and if it cannot be, the run restarts by itself.",
             f"{RUN} --json (without it)",
         ),
         (
             "run train.py --standalone --ranks 2",
-            "--standalone is not needed: all processes are started on this host.",
+            "There is no flag --standalone.",
+            "All processes are started on this host.",
             f"{RUN} --ranks 2 --json (without it)",
         ),
         (
             "run train.py -x 3",
-            "There is no flag -x; what is for the script itself comes after --.",
+            "There is no flag -x.",
+            "Arguments of the script itself come after --.",
             "unisono run train.py --json -- -x 3",
         ),
         (
             "run train.py --ranks 2 --cpu-ranks 1.5",
-            "--cpu-ranks takes a whole number, which '1.5' is not.",
+            "Invalid value for --cpu-ranks: 1.5",
+            "--cpu-ranks takes a whole number.",
             "unisono run train.py --ranks 2 --cpu-ranks 1 --json",
         ),
         (
             "prove train.py --steps=2.5",
-            "--steps takes a whole number, which '2.5' is not.",
+            "Invalid value for --steps: 2.5",
+            "--steps takes a whole number.",
             "unisono prove train.py --steps 2 --json",
         ),
         (
             "prove train.py --tolerance small",
-            "--tolerance takes a number, which 'small' is not.",
+            "Invalid value for --tolerance: small",
+            "--tolerance takes a number.",
             "unisono prove train.py --tolerance 0.001 --json",
         ),
-        ("run train.py --ranks", "--ranks needs a value.", "unisono run train.py --ranks 2 --json"),
+        (
+            "run train.py --ranks",
+            "--ranks has no value.",
+            "It takes a value, such as 2.",
+            "unisono run train.py --ranks 2 --json",
+        ),
         (
             "run train.py --cpu_ranks=1.5",
-            "--cpu_ranks takes a whole number, which '1.5' is not.",
+            "Invalid value for --cpu_ranks: 1.5",
+            "--cpu_ranks takes a whole number.",
             "unisono run train.py --cpu_ranks 1 --json",
         ),
-        ("audit train.py -nx", "-n takes a whole number, which 'x' is not.", "unisono audit train.py -n 2 --json"),
+        (
+            "audit train.py -nx",
+            "Invalid value for -n: x",
+            "-n takes a whole number.",
+            "unisono audit train.py -n 2 --json",
+        ),
         (
             "prove --parallel shard=2 train.py --parallel",
-            "--parallel needs a value.",
+            "--parallel has no value.",
+            "It takes a value, such as shard=2.",
             "unisono prove --parallel shard=2 train.py --parallel shard=2 --json",
         ),
-        ("run train.py --resume=perhaps", "--resume takes no value.", "unisono run train.py --resume --json"),
+        (
+            "run train.py --resume=perhaps",
+            "Invalid value for --resume: perhaps",
+            "--resume takes no value.",
+            "unisono run train.py --resume --json",
+        ),
         (
             "run train.py --xyzzy",
-            "There is no flag --xyzzy; what is for the script itself comes after --.",
+            "There is no flag --xyzzy.",
+            "Arguments of the script itself come after --.",
             "unisono run train.py --json -- --xyzzy",
         ),
         (
             "run train.py --ranks two",
-            "--ranks takes a whole number, which 'two' is not.",
+            "Invalid value for --ranks: two",
+            "--ranks takes a whole number.",
             "unisono run train.py --ranks 2 --json",
         ),
-        ("run", "unisono run needs the name of a recipe, or the path of a script.", "unisono run text"),
+        (
+            "run",
+            "unisono run needs the name of a recipe, or the path of a script.",
+            "The command line has none.",
+            "unisono run text",
+        ),
         (
             "fingerprint",
-            "unisono fingerprint needs a run directory, or one checkpoint.",
+            "unisono fingerprint needs a run directory, or a checkpoint.",
+            "The command line has none.",
             "unisono fingerprint runs/NAME-TIME",
         ),
-        ("rnu train.py", "There is no verb rnu; the nearest is run.", "unisono run train.py --json"),
+        ("rnu train.py", "There is no verb rnu.", "The nearest verb is run.", "unisono run train.py --json"),
         (
             "train.py --ranks 2",
-            "train.py is a file, and unisono run trains it.",
+            "There is no verb train.py.",
+            "train.py is a script, and unisono run trains it.",
             "unisono run train.py --ranks 2 --json",
         ),
         (
             "launch train.py --ranks 2",
-            "What launch is elsewhere is run here.",
+            "There is no verb launch.",
+            "unisono run does that.",
             "unisono run train.py --ranks 2 --json",
         ),
-        ("train train.py", "What train is elsewhere is run here.", "unisono run train.py --json"),
-        ("start", "What start is elsewhere is run here.", "unisono run text --json"),
-        ("env", "What env is elsewhere is doctor here.", "unisono doctor --json"),
-        ("test mine", "What test is elsewhere is doctor here.", "unisono doctor --json"),
-        ("text --ranks 2", "text is a recipe, and unisono run trains it.", "unisono run text --ranks 2 --json"),
+        ("train train.py", "There is no verb train.", "unisono run does that.", "unisono run train.py --json"),
+        ("start", "There is no verb start.", "unisono run does that.", "unisono run text --json"),
+        ("env", "There is no verb env.", "unisono doctor does that.", "unisono doctor --json"),
+        ("test mine", "There is no verb test.", "unisono doctor does that.", "unisono doctor --json"),
+        (
+            "text --ranks 2",
+            "There is no verb text.",
+            "text is a recipe, and unisono run trains it.",
+            "unisono run text --ranks 2 --json",
+        ),
         (
             "xyzzy",
-            "There is no verb xyzzy. "
-            "There are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
+            "There is no verb xyzzy.",
+            "The verbs are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
             "unisono --help",
         ),
     ],
 )
-def test_a_line_is_answered_with_the_one_that_was_meant(ask: Ask, words: str, true: str, do: str) -> None:
-    assert ask(*shlex.split(words)) == [Problem(f"unisono {words} --json", true, do)]
+def test_a_command_that_cannot_be_parsed_is_answered_with_the_one_that_was_meant(
+    ask: Ask, words: str, error: str, facts: str, do: str
+) -> None:
+    assert ask(*shlex.split(words)) == [Problem(error, facts, do)]
 
 
 @pytest.mark.parametrize("name", ["port.py", "launch", "export.py"])
 def test_a_file_comes_before_the_nearest_verb(ask: Ask, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     do = f"unisono run {name} --ranks 2 --json"
-    true = f"{name} is a file, and unisono run trains it."
-    assert ask(name, "--ranks", "2") == [Problem(f"unisono {name} --ranks 2 --json", true, do)]
+    facts = f"{name} is a script, and unisono run trains it."
+    assert ask(name, "--ranks", "2") == [Problem(f"There is no verb {name}.", facts, do)]
 
 
-UNSET = "The path is empty; perhaps a variable of the shell is not set."
+UNSET = "Perhaps a variable of the shell is not set."
 
 
 @pytest.mark.parametrize(
     ("words", "asked", "do"),
     [
-        ("run train.py --run-dir ''", ["--run-dir ''"], "unisono run train.py --run-dir runs/mine --json"),
+        (
+            "run train.py --run-dir ''",
+            ["--run-dir has an empty path."],
+            "unisono run train.py --run-dir runs/mine --json",
+        ),
         (
             "run train.py --run_dir= --resume",
-            ["--run-dir ''"],
+            ["--run-dir has an empty path."],
             "unisono run train.py --run-dir runs/mine --resume --json",
         ),
-        ("check train.py --settings ''", ["--settings ''"], "unisono check train.py --json (without it)"),
+        (
+            "check train.py --settings ''",
+            ["--settings has an empty path."],
+            "unisono check train.py --json (without it)",
+        ),
         (
             "run train.py --settings '' --run-dir '' --ranks 2",
-            ["--settings ''", "--run-dir ''"],
+            ["--settings has an empty path.", "--run-dir has an empty path."],
             "unisono run train.py --run-dir runs/mine --ranks 2 --json",
         ),
     ],
@@ -281,7 +374,9 @@ def test_an_empty_path_is_not_the_folder_one_is_in(ask: Ask, words: str, asked: 
 def test_a_scripts_own_line_has_no_empty_path_either() -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(["--run-dir="], unisono.Settings, "train.py")
-    assert caught.value.problems == (Problem("--run-dir ''", UNSET, "python train.py --run-dir runs/mine"),)
+    assert caught.value.problems == (
+        Problem("--run-dir has an empty path.", UNSET, "python train.py --run-dir runs/mine"),
+    )
     assert RunRequest.parse(["--set", "data=", "--", "--run-dir", ""], unisono.Settings, "train.py").own == (
         "--run-dir",
         "",
@@ -321,7 +416,7 @@ def test_so_is_a_scripts_own_line(words: str, do: str) -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(shlex.split(words), unisono.Settings, "my train.py")
     (problem,) = caught.value.problems
-    assert (problem.asked, problem.do) == (f"python 'my train.py' {words}", do)
+    assert problem.do == do
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,7 +328,7 @@ def test_python_m_unisono_is_the_command(
     screen = capsys.readouterr()
     assert left.value.code == status
     assert screen.out == ("" if status else f"{unisono.__version__}\n")
-    assert screen.err.startswith("unisono nothing\n  There is no verb nothing." if status else "")
+    assert screen.err.startswith("There is no verb nothing.\n  The verbs are run," if status else "")
 
 
 def test_every_verbs_help_has_its_own_examples(capsys: pytest.CaptureFixture[str]) -> None:

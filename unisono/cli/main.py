@@ -1,6 +1,6 @@
-"""The command `unisono`: which verbs there are, and how a request that cannot be met is told.
+"""The command `unisono`: its verbs, its help, and how errors are reported.
 
-Exit status: 0 done, 1 it failed, 2 the request was wrong.
+Exit status: 0 success, 1 failure, 2 a wrong request.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,81 +35,84 @@ from unisono.monitor import console
 
 EXAMPLES = """\
 Examples:
-  unisono run text --ranks 2              train a language model, two processes
-  unisono run train.py --set steps=500    train your own script
-  unisono run train.py --resume           go on where its newest run stopped
-  unisono copy text train.py              get a recipe to change
-  unisono check train.py                  is it placement-proof?
-  unisono prove train.py                  do shards and the like compute the same?
-  unisono replay runs/mine --step 43      see one of its steps again, on one process
-  unisono audit runs/mine                 does this machine compute rightly?
-  unisono doctor                          is this machine ready?
-  unisono bench --ranks 4                 how fast do processes talk to each other?
+  unisono run text --ranks 2            train a language model on two processes
+  unisono run train.py --set steps=500  train your own script
+  unisono run train.py --resume         continue its newest run
+  unisono copy text train.py            copy a recipe, to change it
+  unisono check train.py                compare 1, 2 and 3 processes bit by bit
+  unisono prove train.py                compare shards and other placements
+  unisono replay runs/mine --step 43    repeat a step of a run on one process
+  unisono audit runs/mine               detect hardware that computes wrongly
+  unisono doctor                        check that this machine is ready
+  unisono bench --ranks 4               measure how fast processes communicate
 """
-RUN_EXAMPLES = """\
-Examples:
+
+RUN = """\
   unisono run text --ranks 2
   unisono run train.py --ranks 4 --set batch=64 --set model.width=128
   unisono run train.py --run-dir runs/mine --resume
-  unisono run train.py -- --an-argument-of-the-script
-  unisono run train.py --help             with the settings of the script
+  unisono run train.py -- --argument-of-the-script
+  unisono run train.py --help            with the settings of the script
 """
-
-COPY_EXAMPLES = """\
-Examples:
-  unisono copy text                       to text.py, in the folder you are in
+BENCH = """\
+  unisono bench --ranks 4                every collective and pair, on this host
+  unisono bench --only all_reduce --only ring --sizes 1MB,16MB
+  torchrun --nnodes 2 --nproc-per-node 4 ... --no-python unisono bench
+"""
+COPY = """\
+  unisono copy text                      to text.py in the working directory
   unisono copy text train.py
 """
-FINGERPRINT_EXAMPLES = """\
-Examples:
-  unisono fingerprint runs/mine           its newest complete checkpoint
-  unisono fingerprint runs/mine/checkpoints/step-00000040 --state
-"""
-CHECK_EXAMPLES = """\
-Examples:
-  unisono check train.py                  is it placement-proof?
+CHECK = """\
+  unisono check train.py
   unisono check text --steps 5 --set model.dropout=0.1
 """
-PROVE_EXAMPLES = """\
-Examples:
-  unisono prove train.py                  every placement that fits on 4 processes
-  unisono prove text --parallel shard=2 --parallel replicate=2,shard=2,reshard=step
+PROVE = """\
+  unisono prove train.py                 every placement that fits 4 processes
+  unisono prove text --parallel shard=2 --parallel replicate=2,shard=2
   unisono prove text --parallel shard=4 --steps 10 --set model.depth=2
 """
-REPLAY_EXAMPLES = """\
-Examples:
+AUDIT = """\
+  unisono audit train.py                 a script from its beginning
+  unisono audit runs/mine --steps 100    a run from its newest checkpoint
+"""
+REPLAY = """\
   unisono replay runs/mine --step 43
   unisono replay runs/mine --step 43 --virtual-rank 5 --debug
 """
-AUDIT_EXAMPLES = """\
-Examples:
-  unisono audit train.py                  a few steps of a script, on three processes
-  unisono audit runs/mine --steps 100     the model and the data of a run, from its newest checkpoint
-"""
-EXPORT_EXAMPLES = """\
-Examples:
-  unisono export runs/mine model.safetensors
-  unisono export runs/mine/checkpoints/step-00000040 average.safetensors --model average
-"""
-BENCH_EXAMPLES = """\
-Examples:
-  unisono bench --ranks 4                 every collective and pair, on this machine
-  unisono bench --only all_reduce --only ring --sizes 1MB,16MB
-  torchrun --nnodes 2 --nproc-per-node 4 ... --no-python unisono bench    between hosts
-"""
-DOCTOR_EXAMPLES = """\
-Examples:
+DOCTOR = """\
   unisono doctor
   unisono doctor --json
-  unisono doctor --rehearse train.py --ranks 4    what is survived, and how long does it take?
+  unisono doctor --rehearse train.py --ranks 4
+"""
+FINGERPRINT = """\
+  unisono fingerprint runs/mine          its newest complete checkpoint
+  unisono fingerprint runs/mine/checkpoints/step-00000040 --state
+"""
+EXPORT = """\
+  unisono export runs/mine model.safetensors
+  unisono export runs/mine average.safetensors --model average
 """
 
-TRAIN = Group("Train", sort_key=1)
-LOOK = Group("Look", sort_key=2)
+TRAIN, VERIFY, INSPECT = (Group(name, sort_key=i) for i, name in enumerate(("Train", "Verify", "Inspect")))
+
+VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
+    (run, TRAIN, RUN),
+    (copy, TRAIN, COPY),
+    (bench, TRAIN, BENCH),
+    (check, VERIFY, CHECK),
+    (prove, VERIFY, PROVE),
+    (audit, VERIFY, AUDIT),
+    (replay, VERIFY, REPLAY),
+    (doctor, INSPECT, DOCTOR),
+    (fingerprint, INSPECT, FINGERPRINT),
+    (export, INSPECT, EXPORT),
+)
+"""Each verb with its group in the help, and examples."""
 
 
 def build_app(words: Sequence[str] = ()) -> App:
-    """The verbs. The help of `run` tells the settings of the target that these words name."""
+    """Return the parser. If these words ask for the help of `run`, it lists the settings of their target."""
     app = App(
         name="unisono",
         help="Train on one process or a hundred and get the same model, to the last bit.",
@@ -118,17 +121,10 @@ def build_app(words: Sequence[str] = ()) -> App:
         version=unisono.__version__,
         default_parameter=Parameter(negative=()),
     )
-    app["--help"].group = app["--version"].group = LOOK
-    app.command(run, group=TRAIN, help_epilogue=RUN_EXAMPLES + _settings_of_target(words))
-    app.command(check, group=TRAIN, help_epilogue=CHECK_EXAMPLES)
-    app.command(prove, group=TRAIN, help_epilogue=PROVE_EXAMPLES)
-    app.command(audit, group=TRAIN, help_epilogue=AUDIT_EXAMPLES)
-    app.command(copy, group=TRAIN, help_epilogue=COPY_EXAMPLES)
-    app.command(replay, group=LOOK, help_epilogue=REPLAY_EXAMPLES)
-    app.command(fingerprint, group=LOOK, help_epilogue=FINGERPRINT_EXAMPLES)
-    app.command(export, group=LOOK, help_epilogue=EXPORT_EXAMPLES)
-    app.command(doctor, group=LOOK, help_epilogue=DOCTOR_EXAMPLES)
-    app.command(bench, group=LOOK, help_epilogue=BENCH_EXAMPLES)
+    app["--help"].group = app["--version"].group = INSPECT
+    for place, (verb, group, examples) in enumerate(VERBS):
+        settings = _settings_of_target(words) if verb is run else ""
+        app.command(verb, group=group, help_epilogue=f"Examples:\n{examples}{settings}", sort_key=place)
     return app
 
 
@@ -154,36 +150,34 @@ def _names_for_target(words: Sequence[str]) -> Sequence[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit status."""
+    """Run the command, and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     with console.broken_pipe_safe():
         try:
-            return _obey(words)
+            return _execute(words)
         except UnisonoError as error:
             print(error, file=sys.stderr)
             if "--json" in split(words)[0]:
-                print(json.dumps({"error": told(error)}))
+                print(json.dumps({"error": json_of(error)}))
             return error.exit_status
         except KeyboardInterrupt:
             return 1
 
 
-def _obey(words: Sequence[str]) -> int:
-    """Do what these words say."""
+def _execute(words: Sequence[str]) -> int:
+    """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
     if command in (run, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
-        asked, do = shlex.join(["unisono", *words]), shlex.join(["unisono", *flags])
-        raise SettingsError(
-            asked, "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script.", do
-        )
+        facts = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+        raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0
 
 
-def told(error: UnisonoError) -> dict[str, object]:
-    """An error for programs."""
+def json_of(error: UnisonoError) -> dict[str, object]:
+    """Return an error as JSON can hold it."""
     return {
         "exit_status": error.exit_status,
         "type": type(error).__name__,

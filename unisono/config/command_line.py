@@ -1,4 +1,4 @@
-"""A command line, to be said again with something else in it: what the messages propose to type, as a whole."""
+"""The typed command, and changed versions of it that messages propose."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ VALUED = (
     *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
 )
-"""Flags that a value follows, as a word of its own."""
+"""Flags whose value is the next word."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was typed, word by word; `str` quotes it for a shell. Every method gives a new one.
+    """The words of a command; `str` quotes them for a shell. Methods return a changed copy.
 
-    Without words nobody knows what was typed, and only what is new is said: --set lr=1.
+    Without words the command is not known, and only the changes are shown: --set lr=1.
     """
 
     words: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class CommandLine:
         return shlex.join(self.words)
 
     def setting(self, *pairs: str, instead_of: str = "") -> CommandLine:
-        """With these `--set key=value`, which replace those of the same keys, and the one called `instead_of`."""
+        """Return it with these `--set key=value`, which replace those of the same keys and the pair `instead_of`."""
         names = {pair.partition("=")[0].strip() for pair in pairs}
 
         def replaced(flag: str, value: str) -> bool:
@@ -35,16 +35,16 @@ class CommandLine:
         return self._swap(replaced, [word for pair in pairs for word in ("--set", pair)])
 
     def flag(self, name: str, value: str = "", instead_of: str = "") -> CommandLine:
-        """With this flag, once; or for one that repeats, in place of the one with the value `instead_of`."""
+        """Return it with this flag; a repeatable flag replaces only the one with the value `instead_of`."""
         new = [name, value] if value else [name]
         return self._swap(lambda flag, v: flag == name and instead_of in ("", v), new)
 
     def without(self, name: str, value: str = "") -> CommandLine:
-        """Without this flag, or only without the one that has this value."""
+        """Return it without this flag, or only without the one with this value."""
         return self._swap(lambda flag, v: flag == name and value in ("", v), [])
 
     def help(self) -> str:
-        """What to type to see all settings of the target; "" where that is not known."""
+        """Return the command that lists all settings of the target; "" if the target is not known."""
         if "python" in self.words[:-1]:
             place = self.words.index("python")
             return shlex.join([*self.words[place : place + 2], "--help"])
@@ -54,7 +54,7 @@ class CommandLine:
         return shlex.join(["unisono", "run", *target[:1], "--help"])
 
     def in_processes(self, count: int) -> CommandLine:
-        """As `unisono run` starts that many processes, or srun or mpirun, if that is what was typed."""
+        """Return it with this number of processes, for `unisono run`, srun or mpirun."""
         words = self.words or ("unisono", "run", "SCRIPT")
         if words[:2] in (("srun", "-n"), ("mpirun", "-n")):
             return CommandLine((*words[:2], str(count), *words[3:]))
@@ -63,7 +63,7 @@ class CommandLine:
         return CommandLine(words).flag("--ranks", str(count))
 
     def _swap(self, replaced: Callable[[str, str], bool], new: list[str]) -> CommandLine:
-        """Put `new` where the first replaced flag is, or last; what comes after -- belongs to the script."""
+        """Put `new` in place of the first replaced flag, or last. Words after -- belong to the script."""
         end = self.words.index("--") if "--" in self.words else len(self.words)
         front, place, i = list[str](), None, 0
         while i < end:

@@ -1,4 +1,4 @@
-"""One value: from what somebody typed or a TOML file says to its Python type, and back into words and TOML."""
+"""Convert single values from typed text and TOML to Python types, and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
 class ValueMismatch(Exception):
-    """A value is not of its type; the text says what the type is: "a whole number"."""
+    """A value does not have its type. The message describes the type: "a whole number"."""
 
 
 def typed(hint: Any, value: Any, text: bool = False) -> Any:
-    """`value` as a value of type `hint`; with `text` it is what somebody typed. Raises Misfit."""
+    """Return `value` as a value of type `hint`. With `text`, it was typed on a command line. Raises ValueMismatch."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return typed(inside[0], value, text)
@@ -58,7 +58,7 @@ def typed(hint: Any, value: Any, text: bool = False) -> Any:
 
 
 def _typed_list(hint: Any, value: Any, text: bool) -> Any:
-    """A list or tuple; typed text is TOML: [1, 2], or ["a", "b"]."""
+    """Return a list or tuple. Typed text is TOML: [1, 2], or ["a", "b"]."""
     if text:
         try:
             value = tomllib.loads(f"value = {value}")["value"]
@@ -75,7 +75,7 @@ def _typed_list(hint: Any, value: Any, text: bool) -> Any:
 
 
 def kind(hint: Any) -> str:
-    """A type in words: "a whole number", "one of tree, allreduce"."""
+    """Describe a type: "a whole number", "one of tree, allreduce"."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return kind(inside[0])
@@ -94,7 +94,7 @@ def kind(hint: Any) -> str:
 
 
 def choices_of(hint: Any) -> tuple[Any, ...]:
-    """What a Literal or an Enum may be; () for other types."""
+    """Return the choices of a Literal or an Enum; () for other types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -103,7 +103,7 @@ def choices_of(hint: Any) -> tuple[Any, ...]:
 
 
 def within(hint: Any, other: Any) -> bool:
-    """Is what is of the first type of the other one too?"""
+    """Return whether every value of type `hint` is also of type `other`."""
 
     def parts(hint: Any) -> tuple[Any, ...]:
         origin, inside = get_origin(hint), get_args(hint)
@@ -116,13 +116,13 @@ def within(hint: Any, other: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value as one types it after `--set key=`."""
+    """Format a value as it is typed after `--set key=`."""
     value = "none" if value is None else plain(value)
     return value if isinstance(value, str) else toml(value)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and TOML can hold it."""
+    """Convert a value to one that JSON and TOML can hold."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Path):
@@ -133,14 +133,16 @@ def plain(value: Any) -> Any:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Format a value as TOML."""
     value = plain(value)
     if value is None:
         return '"none"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL alone, TOML does not
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # JSON allows a plain DEL, TOML does not
     if isinstance(value, list):
         return "[" + ", ".join(toml(each) for each in value) + "]"
     return repr(value)

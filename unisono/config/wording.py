@@ -1,4 +1,4 @@
-"""Words for messages: the name that was probably meant, how many of a thing there are, and how many bytes."""
+"""Parts of messages: the nearest known name, plurals, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The known name that was probably meant: the same last part, or nearly the same letters."""
+    """Return the known name that was probably meant: with the same last part, or similar letters."""
     names = list(names)
     same_end = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = difflib.get_close_matches(name, names, 1, 0.6)
@@ -17,12 +17,12 @@ def nearest_name(name: str, names: Iterable[str]) -> str | None:
 
 
 def plural(count: int, one: str, many: str = "") -> str:
-    """1 step, 2 steps."""
+    """Return "1 step", "2 steps"."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def size(num_bytes: float) -> str:
-    """412 MB, 1.24 GB: three digits, decimal units."""
+    """Return "412 MB", "1.24 GB": three digits, decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"

@@ -1,18 +1,18 @@
-"""Real processes in the time of a unit test: run a function on N ranks and get each one's value, or the traceback.
+"""Tests with real processes: run a function on N ranks and get each rank's value, or its traceback.
 
-A fork server with torch loaded once makes a rank cost a fork instead of an import; ranks meet in a file store, so there
-is no port to collide on; a deadline ends a hang and prints every rank's stack.
+A fork server has torch loaded, so a rank costs a fork instead of an import. Ranks join through a file store, so no port
+can collide. A deadline ends a hang and prints the stacks of every rank.
 
-    def sums(world):                                    # module-level, so that the ranks can import it
-        with unisono.distributed.init.group(world) as group:
+    def sums(world):                                    # at module level, so that the ranks can import it
+        with unisono.distributed.init.join_process_group(world) as group:
             return group.sum_(torch.tensor([1.0])).item()
 
     assert run_ranks(sums, 3) == [3.0, 3.0, 3.0]
 
-A loop needs a run, and gets one without the command around it:
+A training loop gets its run from `build_run`:
 
     def loss(world, settings, folder):
-        with unisono.distributed.init.group(world) as group:
+        with unisono.distributed.init.join_process_group(world) as group:
             run = build_run(settings, world, group, folder)
             script.main(run)
             close_run(run)
@@ -93,15 +93,23 @@ _context.set_forkserver_preload(
             "unisono.parallel.pipeline_parallel.stage",
             "unisono.parallel.tensor_parallel.tensor_parallel",
         ),
-        "pytest",  # the module that `function` is in imports it: a tenth of a second, on every rank
+        "pytest",  # the test module imports it, which takes 0.1 s on every rank
     ]
 )
 
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: float = 120.0) -> list[Any]:
-    """[function(world, *args) of rank 0, ...]; `function` joins the group itself, if it wants one.
+    """Run function(world, *args) on each rank, and return the values in the order of ranks.
 
-    Raises AssertionError with a rank's own traceback when one fails or dies, and TimeoutError after `seconds`.
+    Args:
+        function: a function at module level. It joins the process group itself, if it needs one.
+        size: the number of ranks.
+        args: further arguments, which are pickled.
+        seconds: the deadline.
+
+    Raises:
+        AssertionError: with the traceback of a rank that failed or died.
+        TimeoutError: after `seconds`.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = []
@@ -134,16 +142,19 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, seconds: floa
 def build_run(
     settings: S, world: World, group: ProcessGroup, folder: Path, *, resume: bool = False, verified: bool = False
 ) -> Run[S]:
-    """Build the run that a script's main is given, with a progress line that is not shown.
+    """Build the run that is passed to a script's main function, without output. Call `close_run` at the end.
 
-    Call `close_run` in the end.
+    Args:
+        settings: the settings.
+        world: this process among those of the run.
+        group: the process group.
+        folder: the run directory.
+        resume: continue from the newest checkpoint there, if there is one. The settings are not compared with it.
+        verified: check the promise as `unisono run` does, under the setting `promise.check`. Otherwise no micro-batch
+            is computed twice, so that a test can count rounds, samples and random draws.
 
-    folder    the run directory: checkpoints and timeline go there
-    resume    from the newest checkpoint there, if there is one; the caller answers for it that the settings go with it
-    verified  the promise is checked as in `unisono run`, if the setting `promise.check` says so. False: each round is
-              one that counts, so a test may count rounds, samples and random draws
-
-    Raises SettingsError where `unisono run` would.
+    Raises:
+        SettingsError: if `unisono run` would refuse the settings.
     """
     from unisono.checkpoint.load import newest, open_checkpoint
     from unisono.checkpoint.storage import prepare_storage
@@ -242,7 +253,7 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
 
     faulthandler.dump_traceback_later(max(seconds - 1.0, 0.5), exit=False)
     if "fork" in mp.get_all_start_methods():
-        mp.set_start_method("fork", force=True)  # or each loader worker would wait for a fork server of its own
+        mp.set_start_method("fork", force=True)  # otherwise each loader worker starts a fork server
     torch.set_num_threads(1)
     try:
         pipe.send((function(world, *args), None))

@@ -1,7 +1,6 @@
-"""Faults in words, for a command line: `FailAt step=2 phase=backward rank=1`.
+"""Faults as text, for a command line: `FailAt step=2 phase=backward rank=1`.
 
-A fault that was planned so strikes once in a run, however often its process is started again: it leaves a mark in a
-folder before it strikes.
+Such a fault happens once in a run, however often its process is restarted: before it happens, it leaves a file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ KINDS: dict[str, type[Fault | SlowAt]] = {
 
 
 def fault_of(text: str) -> tuple[Fault | SlowAt, int | None]:
-    """The fault that these words name, and the rank that it is for (None: every process). Raises ValueError."""
+    """Parse a fault, and return it with its rank, None for every process. Raises ValueError."""
     name, *words = shlex.split(text)
     if name not in KINDS:
         raise ValueError(f"there is no fault {name}; there are {', '.join(KINDS)}")
@@ -44,15 +43,18 @@ def fault_of(text: str) -> tuple[Fault | SlowAt, int | None]:
 
 @contextmanager
 def planted(texts: Sequence[str], rank: int, folder: Path) -> Iterator[None]:
-    """A block in which these faults wait for their place, those for `rank` that have not struck in this run before.
+    """Activate the faults for a rank that have not happened in this run before.
 
-    folder  where they leave their marks; it is made
+    Args:
+        texts: the faults as text.
+        rank: the rank of this process.
+        folder: the folder for the files that they leave; it is created.
     """
     with ExitStack() as waiting:
         for number, text in enumerate(texts):
-            fault, meant = fault_of(text)
+            fault, target = fault_of(text)
             mark = folder / f"fault-{number}-of-rank-{rank}"
-            if meant not in (None, rank) or mark.exists():
+            if target not in (None, rank) or mark.exists():
                 continue
             if isinstance(fault, Fault):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +64,7 @@ def planted(texts: Sequence[str], rank: int, folder: Path) -> Iterator[None]:
 
 
 def _value(text: str) -> Any:
-    """3, 0.5, inf or a word."""
+    """Parse 3, 0.5, inf or a word."""
     for kind in (int, float):
         try:
             return kind(text)

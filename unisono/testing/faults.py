@@ -1,21 +1,21 @@
-"""Faults: what goes wrong in a real run, made to happen at one place of it.
+"""Fault injection: failures of real runs, at a given place of the run.
 
     with FailAt(2, "backward") if world.rank == 1 else nullcontext():
         script.main(run)
 
-Each is a block, and acts through `phases`: as soon as its process enters (or, `when="ends"`, leaves) that phase of that
-step, it strikes, once; a fault without a step strikes in every one. `virtual_rank` waits for a round of that one.
+Each fault is a context manager that observes `phases`. It happens once, when its process enters (or, with
+`when="ends"`, leaves) that phase of that step; without a step, it happens in every step. With `virtual_rank`, it waits
+for a micro-batch of that virtual rank.
 
-    FailAt        the process is gone: killed, crashed, with an exception, or in peace
-    HangAt        it does nothing more: it sleeps, spins, holds the interpreter, or is stopped by the system
-    SlowAt        it takes some times as long for all it computes
-    BitFlip       one bit of an output, of the gradient or of the weights is another one, and nobody says so
-    TornFile      a file that was just written ends in the middle
-    FullDisk      files cannot grow any more
-    LostPackets   what others send does not arrive, now and then or at all
+    FailAt        the process ends: killed, crashed, with an exception, or with status 0
+    HangAt        the process makes no progress: it sleeps, spins, holds the GIL, or is stopped by the system
+    SlowAt        the process computes more slowly by a factor
+    BitFlip       one bit of an output, the gradient or the weights is flipped silently
+    TornFile      a file that was just written is truncated
+    FullDisk      files cannot grow
+    LostPackets   some or all packets from other processes are lost
 
-Nothing here pretends: the system's own means are used (signals, limits, filters of sockets), so what is tested is what
-a user meets. They cannot be undone from outside either: a process that was killed is dead.
+Faults use the means of the system (signals, limits, socket filters), so that tests meet the same failures as users.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Fault(ABC):
-    """Something that goes wrong as a phase of a step begins or ends.
+    """A failure at the beginning or the end of a phase of a step.
 
-    step          counted from 0; None: in every step
-    phase         one of phases.PHASES; None: any
-    when          as the phase begins, or as it ends
-    virtual_rank  only in a round of this one
+    Args:
+        step: counted from 0; None for every step.
+        phase: one of phases.PHASES; None for any.
+        when: at the beginning or at the end of the phase.
+        virtual_rank: only in a micro-batch of this virtual rank.
     """
 
     step: int | None = field(default=None, kw_only=False)
@@ -57,9 +58,9 @@ class Fault(ABC):
     when: Literal["begins", "ends"] = "begins"
     virtual_rank: int | None = None
     mark: Callable[[], None] | None = field(default=None, repr=False)
-    """Called before it strikes: who plays a fault once must know of it, even if nothing of the process is left."""
+    """Called before the fault happens, so that a fault can be recorded even if it ends the process."""
     _struck_in: int = field(default=-1, init=False, repr=False)
-    _waits: bool = field(default=False, init=False, repr=False)  # its place has come, and it could not strike yet
+    _waits: bool = field(default=False, init=False, repr=False)  # it is due, but not yet possible
 
     def __post_init__(self) -> None:
         if self.phase is not None and self.phase not in phases.PHASES:
@@ -75,14 +76,14 @@ class Fault(ABC):
 
     @abstractmethod
     def strike(self) -> None:
-        """Do it."""
+        """Cause the failure."""
 
     def is_possible(self) -> bool:
-        """Can it be done now? Otherwise it is tried again at every change of phase."""
+        """Return whether the failure is possible now. Otherwise it is tried again at every change of phase."""
         return True
 
-    def heal(self) -> None:  # noqa: B027  (most leave nothing behind)
-        """Undo it, where that is possible: the block is over."""
+    def heal(self) -> None:  # noqa: B027  (most faults have nothing to undo)
+        """Undo the fault at the end of the block, if that is possible."""
 
     def _change(self, left: str, entered: str) -> None:
         if not self._waits and self._is_place(entered if self.when == "begins" else left):
@@ -109,11 +110,12 @@ class PlantedFailure(RuntimeError):
 
 @dataclass(kw_only=True)
 class FailAt(Fault):
-    """This process is gone.
+    """The process ends.
 
-    kind   kill: SIGKILL, as by the system when memory ends; crash: SIGSEGV, as in compiled code; error: an exception;
-           exit: os._exit(0), which looks like peace
-    later  seconds after the phase has begun, from a thread: in the middle of whatever the process does then
+    Args:
+        kind: kill: SIGKILL, as by the OOM killer; crash: SIGSEGV, as in compiled code; error: an exception; exit:
+            os._exit(0), which looks like success.
+        later: seconds after the phase began, from a thread.
     """
 
     kind: Literal["kill", "crash", "error", "exit"] = "kill"
@@ -128,48 +130,49 @@ class FailAt(Fault):
             self._fail()
 
     def _fail(self) -> None:
-        ways: dict[str, Callable[[], None]] = {
+        actions: dict[str, Callable[[], None]] = {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "crash": _crash,
             "error": _raise,
             "exit": lambda: os._exit(0),
         }
-        ways[self.kind]()
+        actions[self.kind]()
 
 
 def _crash() -> None:
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # faulthandler would print every stack first
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # otherwise faulthandler prints all stacks first
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def _raise() -> None:
-    raise PlantedFailure(f"a planted failure in step {phases.Position.step}")
+    raise PlantedFailure(f"an injected failure in step {phases.Position.step}")
 
 
 @dataclass(kw_only=True)
 class HangAt(Fault):
-    """This process does nothing more, for `seconds`.
+    """The process makes no progress.
 
-    kind  sleep: it waits, and its threads live; spin: it computes for nothing; hold: compiled code keeps the
-          interpreter, so that none of its threads gets to run; stop: the system does not run it at all (SIGSTOP, for
-          ever)
+    Args:
+        kind: sleep: it waits, and its threads run; spin: it uses the processor; hold: compiled code holds the GIL, so
+            that no thread runs; stop: SIGSTOP, without a time limit.
+        seconds: how long.
     """
 
     kind: Literal["sleep", "spin", "hold", "stop"] = "sleep"
     seconds: float = math.inf
 
     def strike(self) -> None:
-        ways: dict[str, Callable[[float], None]] = {
+        actions: dict[str, Callable[[float], None]] = {
             "sleep": sleep,
             "spin": _spin,
             "hold": _hold,
             "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
         }
-        ways[self.kind](self.seconds)
+        actions[self.kind](self.seconds)
 
 
 def sleep(seconds: float = math.inf) -> None:
-    """time.sleep, also for ever."""
+    """Sleep, also for an infinite time."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, 3600.0))
@@ -182,20 +185,20 @@ def _spin(seconds: float) -> None:
 
 
 def _hold(seconds: float) -> None:
-    """A call into C through PyDLL, which, unlike CDLL, does not let go of the interpreter."""
+    """Sleep in C code that holds the GIL: PyDLL, unlike CDLL, does not release it."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         ctypes.PyDLL(None).sleep(math.ceil(min(left, 1e6)))
 
 
 class SlowAt:
-    """A fault: this process takes `times` as long as it would, for all that it computes while the block lasts.
+    """A fault that makes the process `times` slower while the block lasts.
 
         with SlowAt(3.0) if world.rank == 1 else nullcontext():
             script.main(run)
 
-    It acts through `phases`: whenever one of these ends, it sleeps for as much longer as the phase has taken, but for
-    what was waiting for others. `times` may be changed from step to step.
+    At the end of each of these phases it sleeps in proportion to the time of the phase, without the time that was
+    spent waiting for other processes. `times` may be changed between steps.
     """
 
     def __init__(self, times: float, *, during: Collection[str] = ("data", "forward", "backward")) -> None:
@@ -203,7 +206,7 @@ class SlowAt:
         self._began = self._waited = 0.0
 
     def __enter__(self) -> SlowAt:
-        self._look()
+        self._start_timer()
         phases.observe(self._change)
         return self
 
@@ -214,26 +217,28 @@ class SlowAt:
         if left in self.during:
             took = time.perf_counter() - self._began - (phases.CommWait.seconds - self._waited)
             time.sleep(max(took * (self.times - 1), 0.0))
-        self._look()
+        self._start_timer()
 
-    def _look(self) -> None:
+    def _start_timer(self) -> None:
         self._began, self._waited = time.perf_counter(), phases.CommWait.seconds
 
 
 HIGHEST = -10
-"""The highest bit of the mantissa of float32 and bfloat16: the number changes by a third or a half."""
+"""The highest mantissa bit of float32 and bfloat16. The value changes by a third to a half."""
 
 
 def flip_(tensor: torch.Tensor, element: int = 0, bit: int = HIGHEST) -> None:
-    """Make one bit of a tensor another one, in place, behind autograd's back. Of a DTensor: of what lies here.
+    """Flip one bit of a tensor in place, without autograd noticing. For a DTensor, the local part.
 
-    element  which, in the order of rows
-    bit      of this element, 0 is the lowest one of the mantissa, -1 the sign
+    Args:
+        tensor: the tensor.
+        element: the index of the element, in row-major order.
+        bit: the bit of this element; 0 is the lowest mantissa bit, -1 the sign.
     """
     import torch
 
     raw = tensor.detach()
-    raw = (raw.to_local() if hasattr(raw, "to_local") else raw).data  # .data: its own count of changes
+    raw = (raw.to_local() if hasattr(raw, "to_local") else raw).data  # .data has a version counter of its own
     place = [int(i) for i in torch.unravel_index(torch.tensor(element % raw.numel()), raw.shape)]
     one = raw[tuple(place)].as_strided((1,), (1,))
     bit %= 8 * one.element_size()
@@ -242,12 +247,13 @@ def flip_(tensor: torch.Tensor, element: int = 0, bit: int = HIGHEST) -> None:
 
 @dataclass(kw_only=True)
 class BitFlip(Fault):
-    """One bit is another one, as a processor or a memory with a defect makes it. Nobody says so.
+    """One bit is flipped silently, as by defective memory.
 
-    of       output: of the first layer that computes then; weights: of the model that is called then, on this process;
-             gradient: of what this process is about to step with, when it is the same everywhere already
-    element  which number of the tensor (of the first parameter that has one)
-    bit      which bit of it, 0 is the lowest one, -1 the sign
+    Args:
+        of: output: of the next layer that computes; weights: of the next model that is called, on this process;
+            gradient: the reduced gradient, before the optimizer step of this process.
+        element: the index in the tensor, or in the first parameter that requires a gradient.
+        bit: the bit of this element; 0 is the lowest mantissa bit, -1 the sign.
     """
 
     of: Literal["output", "weights", "gradient"] = "output"
@@ -263,7 +269,7 @@ class BitFlip(Fault):
         super().__post_init__()
 
     def __enter__(self) -> BitFlip:
-        from torch.nn.modules import module  # a second, and only this fault needs it
+        from torch.nn.modules import module  # here, because it takes a second
 
         self._hooks = [
             module.register_module_forward_pre_hook(self._called),
@@ -302,21 +308,21 @@ class BitFlip(Fault):
 
 
 def newest(folder: Path, pattern: str) -> Path | None:
-    """The file in `folder` that was written last, of those that match; None: there is none."""
+    """Return the most recently written matching file in `folder`; None if there is none."""
     found = []
     for path in folder.glob(pattern):
-        with contextlib.suppress(OSError):  # somebody may clear up
+        with contextlib.suppress(OSError):  # it may have been removed
             found.append((path.stat().st_mtime_ns, path))
     return max(found, default=(0, None))[1]
 
 
 def tear(path: Path, keep: float = 0.5) -> None:
-    """Cut a file off: this part of it stays, as after a power cut or a copy that broke off."""
+    """Truncate a file to this fraction, as after a power failure."""
     os.truncate(path, int(path.stat().st_size * keep))
 
 
 def flip_bit(path: Path, place: float = 0.5, bit: int = 0) -> None:
-    """Make one bit of a file another one; place: where, 0 is its beginning, 1 its end."""
+    """Flip one bit of a file; `place` is 0 at its beginning and 1 at its end."""
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         where = min(int(size * place), size - 1)
@@ -328,9 +334,12 @@ def flip_bit(path: Path, place: float = 0.5, bit: int = 0) -> None:
 
 @dataclass(kw_only=True)
 class TornFile(Fault):
-    """The newest file of `folder` that matches `pattern` is cut off, as soon as there is one.
+    """The newest file of `folder` that matches `pattern` is truncated, as soon as there is one.
 
-    keep  the part of it that stays
+    Args:
+        folder: the folder.
+        pattern: a glob pattern.
+        keep: the fraction that remains.
     """
 
     folder: Path = Path()
@@ -348,10 +357,10 @@ class TornFile(Fault):
 
 @dataclass(kw_only=True)
 class FullDisk(Fault):
-    """No file of this process can grow beyond `bytes`, for so many steps.
+    """Files of this process cannot grow beyond `bytes`, for `steps` steps.
 
-    The system's own limit (RLIMIT_FSIZE) does it, without privileges and without filling anybody's disk: a write fails
-    half done, with EFBIG where a full disk says ENOSPC. It holds for files in shared memory, too.
+    The system limit RLIMIT_FSIZE needs no privileges and fills no disk. A write fails after a part of it, with EFBIG
+    instead of the ENOSPC of a full disk. The limit applies to files in shared memory, too.
     """
 
     bytes: int = 0
@@ -376,65 +385,65 @@ class FullDisk(Fault):
 
 @dataclass(kw_only=True)
 class LostPackets(Fault):
-    """Of what arrives at this process by TCP from then on, this share is lost: 0.01 is a bad line, 1.0 a host that is
-    gone without a word, so that no connection breaks.
+    """A fraction of the TCP packets that arrive at this process is lost, for `steps` steps.
 
-    A filter of one's own sockets (SO_ATTACH_FILTER, Linux; any process may set it) drops segments before TCP sees them,
-    and TCP sends them again, as it does on a line. Sockets that are opened later are whole.
-
-    steps  for so many steps
+    A share of 0.01 is a bad network, and 1.0 a host that vanished without closing its connections. A socket filter
+    (SO_ATTACH_FILTER, Linux, without privileges) drops segments before TCP sees them, and TCP sends them again as on a
+    real network. Sockets that are opened later are not affected.
     """
 
     share: float = 1.0
     steps: float = math.inf
-    _deaf: bool = field(default=False, init=False, repr=False)
+    _active: bool = field(default=False, init=False, repr=False)
 
     def strike(self) -> None:
-        self._deaf = True
-        for line in _lines():
-            _filter(line, self.share)
+        self._active = True
+        for connection in _connections():
+            _drop(connection, self.share)
 
     def heal(self) -> None:
-        if self._deaf:
-            self._deaf = False
-            for line in _lines():
-                with contextlib.suppress(OSError):  # it was opened later, so there is no filter
-                    line.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+        if self._active:
+            self._active = False
+            for connection in _connections():
+                with contextlib.suppress(OSError):  # opened later, so it has no filter
+                    connection.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
     def _change(self, left: str, entered: str) -> None:
         super()._change(left, entered)
-        if self._deaf and (phases.Position.step or 0) >= self._struck_in + self.steps:
+        if self._active and (phases.Position.step or 0) >= self._struck_in + self.steps:
             self.heal()
 
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-"""asm-generic/socket.h; the same on x86 and ARM."""
+"""From asm-generic/socket.h; the same on x86 and ARM."""
 
 RANDOM = 0xFFFFF000 + 56
-"""SKF_AD_OFF + SKF_AD_RANDOM (linux/filter.h): where a filter reads a random number of 32 bits."""
+"""SKF_AD_OFF + SKF_AD_RANDOM (linux/filter.h): the offset at which a filter reads a random 32-bit number."""
 
 
-def _lines() -> Iterator[socket.socket]:
-    """This process's TCP connections, whoever opened them."""
+def _connections() -> Iterator[socket.socket]:
+    """Yield all TCP connections of this process."""
     for number in os.listdir("/proc/self/fd"):
         try:
-            line = socket.socket(fileno=os.dup(int(number)))
-        except OSError:  # no socket, or the descriptor of the listing itself
+            connection = socket.socket(fileno=os.dup(int(number)))
+        except OSError:  # not a socket, or the descriptor of the listing itself
             continue
-        with line:
-            if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
-                yield line
+        with connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                yield connection
 
 
-def _filter(line: socket.socket, share: float) -> None:
-    """Let `share` of what arrives be dropped: four instructions of the classic packet filter (bpf(4))."""
+def _drop(connection: socket.socket, share: float) -> None:
+    """Drop a fraction of the incoming packets, by four instructions of the classic packet filter (bpf(4))."""
     limit = min(int(share * 2**32), 2**32 - 1)
     program = [
         (0x20, 0, 0, RANDOM),  # load a random number
-        (0x35, 1, 0, limit),  # at least `limit`? skip one
+        (0x35, 1, 0, limit),  # skip one instruction if it is at least `limit`
         (0x06, 0, 0, 0),  # drop
-        (0x06, 0, 0, 0xFFFFFFFF),  # keep all of it
+        (0x06, 0, 0, 0xFFFFFFFF),  # accept the whole packet
     ]
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     memory = ctypes.create_string_buffer(code)
-    line.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(memory)))
+    connection.setsockopt(
+        socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(memory))
+    )

@@ -1,8 +1,8 @@
-"""What `unisono bench` runs in every process: each collective at each size, and each pair of processes.
+"""The script that `unisono bench` runs in every process: measure each collective at each size, and each pair.
 
     measure.py LINES.jsonl '{"names": ["all_reduce", "pairs"], "sizes": [1024, 65536]}'
 
-Before each call all processes meet, and it lasts until the last of them is done. The figure is the median.
+All processes start a call together, and it lasts until the last of them is done. Results are medians.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ from unisono.plan.assignment import assign_evenly
 
 BUDGET_SECONDS = 0.2
 LEAST, MOST = 5, 100
-"""A call is made as often as fits into the budget; never less, never more often than this."""
+"""Smallest and largest number of calls within the budget."""
 WARM_UP = 2
-"""Calls that are not counted: the first ones connect, and find their memory."""
+"""Calls that are not counted, because the first ones connect and allocate."""
 
 SMALL, LARGE = 1, 2**20
-"""Numbers of four bytes that pairs send each other: 4 B and 4 MB."""
+"""Numbers of float32 elements that pairs send to each other: 4 bytes and 4 MB."""
 ONE_BY_ONE = 16
-"""With more processes than this, pairs that have nothing in common are measured at the same time."""
-
-Tell = Callable[[dict[str, Any]], None]
+"""With more processes than this, disjoint pairs are measured at the same time."""
 
 
 class Call(NamedTuple):
-    """`run` is what is timed; what comes before and after it is not."""
+    """A call of a collective. Only `run` is timed."""
 
     run: Callable[[], Any]
     before: Callable[[], Any] = lambda: None
@@ -52,13 +50,13 @@ class Call(NamedTuple):
 
 
 def main() -> None:
-    """Measure what the command line says, and let rank 0 write it."""
+    """Measure what the command line names, and write results on rank 0."""
     world = World.current()
     measure_in(world, Path(sys.argv[1]) if world.is_main else None, json.loads(sys.argv[2]))
 
 
 def measure_in(world: World, file: Path | None, plan: Mapping[str, Any], *, quiet: bool = False) -> None:
-    """Join, measure, leave. `file` is where the main process tells what it found."""
+    """Join the group, and measure. The main process appends results to `file`."""
     torch.set_num_threads(1)
     with join(world) as group, wrap_peer_errors("unisono bench"):
         hosts = group.all_gather_object(world.host)
@@ -67,18 +65,18 @@ def measure_in(world: World, file: Path | None, plan: Mapping[str, Any], *, quie
             return
         with open(file, "a", encoding="utf-8") as lines:
 
-            def tell(row: dict[str, Any]) -> None:
+            def write(row: dict[str, Any]) -> None:
                 lines.write(json.dumps(row) + "\n")
                 lines.flush()
 
             show = Screen(plan["sizes"], quiet=quiet)
-            measure(group, plan, lambda row: (tell(row), show(row)), hosts)  # type: ignore[func-returns-value]
+            measure(group, plan, lambda row: (write(row), show(row)), hosts)  # type: ignore[func-returns-value]
 
 
 def measure(
-    group: ProcessGroup, plan: Mapping[str, Any], tell: Callable[[dict[str, Any]], Any], hosts: Sequence[str]
+    group: ProcessGroup, plan: Mapping[str, Any], report: Callable[[dict[str, Any]], Any], hosts: Sequence[str]
 ) -> None:
-    """Everything that was asked for, one after the other. Every process must call it."""
+    """Measure everything in the plan. This function is collective."""
     about = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "ranks": group.size,
@@ -88,22 +86,21 @@ def measure(
         "torch": torch.__version__,
         "neighbours": len(group.neighbours) == group.size - 1,
     }
-    tell({"about": about})
+    report({"about": about})
     for name in plan["names"]:
         if name == "pairs":
             for row in pairs(group):
-                tell(row)
-        elif name != "tree_messages" or any(
-            group.all_gather_object(bool(group.neighbours))
-        ):  # else it is the tree itself
+                report(row)
+        # without shared memory, tree_messages is the tree itself
+        elif name != "tree_messages" or any(group.all_gather_object(bool(group.neighbours))):
             for size in plan["sizes"]:
-                tell(_measured(group, name, size))
+                report(_measured(group, name, size))
                 gc.collect()
 
 
 def _measured(group: ProcessGroup, name: str, size: int) -> dict[str, Any]:
-    """A collective about a tensor of `size` bytes: rounded up, so that each process has as much of it."""
-    count = -(-size // (4 * group.size)) * group.size  # numbers of four bytes
+    """Measure a collective with `size` bytes, rounded up to a multiple of the number of processes."""
+    count = -(-size // (4 * group.size)) * group.size  # float32 elements
     seconds, times = seconds_of(group, CALLS[name](group, count))
     speed = 4 * count / seconds
     return {
@@ -117,7 +114,7 @@ def _measured(group: ProcessGroup, name: str, size: int) -> dict[str, Any]:
 
 
 def seconds_of(group: ProcessGroup, call: Call) -> tuple[float, int]:
-    """The median time of a call, until the last process is done; and of how many. The same on every process."""
+    """Return the median time until the last process is done, and the number of calls; the same on every process."""
     taken: list[float] = []
     count = WARM_UP + 1
     while len(taken) < count:
@@ -125,23 +122,23 @@ def seconds_of(group: ProcessGroup, call: Call) -> tuple[float, int]:
         group.barrier()
         begin = time.perf_counter()
         call.run()
-        _settle(group.device)
+        _synchronize(group.device)
         taken.append(time.perf_counter() - begin)
         call.after()
-        if len(taken) == WARM_UP + 1:  # all must agree how many follow
+        if len(taken) == WARM_UP + 1:  # all processes must make the same number of calls
             (slowest,) = group.max_(torch.tensor(taken[-1:], dtype=torch.float64, device=group.device)).tolist()
             count = WARM_UP + max(LEAST, min(MOST, int(BUDGET_SECONDS / slowest)))
     slowest_each = group.max_(torch.tensor(taken[WARM_UP:], dtype=torch.float64, device=group.device)).tolist()
     return statistics.median(slowest_each), len(slowest_each)
 
 
-def _settle(device: torch.device) -> None:
-    """An accelerator has taken its orders: wait until it has done them."""
+def _synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
-# -- the collectives: a call about `count` numbers in all
+# -- the collectives, each with `count` elements in total
 
 
 def _all_reduce(group: ProcessGroup, count: int) -> Call:
@@ -155,7 +152,7 @@ def _ring(group: ProcessGroup, count: int) -> Call:
 
 
 def _tree(group: ProcessGroup, count: int) -> Call:
-    """A step's exchange when backward is over: a virtual rank on each process, a gradient of `count` numbers."""
+    """Return the exchange of a step after backward, with `count` elements and one virtual rank per process."""
     param = torch.nn.Parameter(torch.ones(count, device=group.device))
     exchange = TreeExchange([param], group.size, group)
     spans, rank = assign_evenly(group.size, group.size), group.rank
@@ -208,7 +205,7 @@ def _send_receive(group: ProcessGroup, count: int) -> Call:
     return Call(lambda: wait_for(group.send_and_receive([Message(mine, right)], [Message(theirs, left)])))
 
 
-# torch 2.13 gave it a new name and warns about the old one
+# torch 2.13 renamed it, and warns about the old name
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 CALLS: Mapping[str, Callable[[ProcessGroup, int], Call]] = {
@@ -229,7 +226,7 @@ assert CALLS.keys() == KINDS.keys()
 
 
 def pairs(group: ProcessGroup) -> list[dict[str, Any]]:
-    """Latency and bandwidth between every two processes, while the others wait. Every process must call it."""
+    """Measure latency and bandwidth of every pair while the other processes wait. This function is collective."""
     mine = []
     for turn in rounds(group.size):
         group.barrier()
@@ -245,8 +242,10 @@ def pairs(group: ProcessGroup) -> list[dict[str, Any]]:
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs, so that nobody is in two of a round: one by one, or as a tournament is played (everybody but the first
-    moves on by a place: https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method)."""
+    """Yield rounds of disjoint pairs: one pair each, or for many processes as in a round-robin tournament.
+
+    https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method
+    """
     if size <= ONE_BY_ONE:
         yield from ([(one, other)] for one in range(size) for other in range(one + 1, size))
         return
@@ -258,8 +257,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _there_and_back(group: ProcessGroup, there: int, count: int, first: bool) -> float:
-    """The time of a message's way, half of a round trip, that a quarter of them did not exceed: it is about a link,
-    not about what else a machine does. Called by both."""
+    """Return the lower quartile of half the round trip, which other load affects least. Both peers call it."""
     tensor = torch.ones(count, device=group.device)
     times = 50 if count == SMALL else LEAST
     taken = []
@@ -268,16 +266,16 @@ def _there_and_back(group: ProcessGroup, there: int, count: int, first: bool) ->
         for sends in (first, not first):
             message = [Message(tensor, there)]
             wait_for(group.send_and_receive(message, []) if sends else group.send_and_receive([], message))
-        _settle(group.device)
+        _synchronize(group.device)
         taken.append((time.perf_counter() - begin) / 2)
     return statistics.quantiles(taken[WARM_UP:], n=4, method="inclusive")[0]
 
 
-# -- for people who watch
+# -- the screen
 
 
 class Screen:
-    """A line for each collective, when its sizes are done: what the smallest takes, and what the larger ones carry."""
+    """Print a line for each collective: the time of the smallest size, and the bus bandwidth of the larger ones."""
 
     def __init__(self, sizes: Sequence[int], *, quiet: bool) -> None:
         self.sizes, self.quiet = sizes, quiet

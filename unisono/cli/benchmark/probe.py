@@ -1,9 +1,8 @@
-"""What `unisono doctor` runs in two processes: they meet, add two numbers, and take the time of it.
+"""The script that `unisono doctor` runs in two processes: form a group, add two numbers, and measure the time.
 
     probe.py RESULT.json
 
-Plain torch on purpose: what is measured is the machine under Unisono, not Unisono. Only whether the two can read each
-other's memory is asked as a run asks it.
+It uses plain torch, because it measures the machine and not Unisono. Only the check for shared memory is Unisono's.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ import unisono
 from unisono.distributed.init import build_group
 
 SMALL, LARGE = 1, 4 * 1024 * 1024
-"""Numbers of four bytes: 4 B and 16 MB."""
+"""Numbers of float32 elements: 4 bytes and 16 MB."""
 
 
 def main() -> None:
-    """Measure, and let rank 0 write what it found."""
+    """Measure, and write the result on rank 0."""
     world = unisono.World.current()
     assert world.store is not None
     torch.set_num_threads(1)
@@ -43,12 +42,12 @@ def main() -> None:
     }
     if world.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(result))
-    dist.barrier()  # leaving while the other one still talks makes gloo abort
+    dist.barrier()  # gloo aborts if a process leaves while its peer still sends
     dist.destroy_process_group()
 
 
 def seconds_of(tensor: torch.Tensor, times: int) -> float:
-    """The median time of one all_reduce."""
+    """Return the median time of one all_reduce."""
     taken = []
     for _ in range(times):
         tensor.fill_(1)

@@ -1,8 +1,7 @@
-"""Which link is slow? Links are compared with each other, since nobody knows what one should do: those within hosts
-with those within hosts, those between hosts with those between hosts.
+"""Find slow links by comparing links of the same kind, within hosts and between hosts, with each other.
 
-First whole processes: one whose best link is much worse than the others' best ones is slow to everybody, and its links
-say nothing more. Then the links of the others, beside their median.
+First whole processes: one whose best link is much worse than the best links of the others is slow with all of them, and
+its links are not considered further. Then the links of the other processes are compared with their median.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from unisono.cli.benchmark.units import bandwidth, duration
 from unisono.errors import Problem
 
 SLOW = 0.5
-"""Less than this part of the usual bandwidth is told."""
+"""Fraction of the median bandwidth, below which a link is slow."""
 
 LATE = 3.0
-"""More than so many times the usual latency is told as well; if that is more than LATE_SECONDS longer."""
+"""Multiple of the median latency, above which a link is slow if it is also LATE_SECONDS longer."""
 LATE_SECONDS = 100e-6
 
 
 class MeasuredLink(NamedTuple):
-    """Between two processes: a small message's way (half a round trip), and a large one's bytes a second."""
+    """A link between two processes: half the round trip of a small message, and the bandwidth of a large one."""
 
     ranks: tuple[int, ...]
     latency_seconds: float
@@ -31,7 +30,7 @@ class MeasuredLink(NamedTuple):
 
 
 def findings(links: Sequence[MeasuredLink], hosts: Sequence[str]) -> list[Problem]:
-    """What is much slower than the others, in words; `hosts`: of each rank. Of two links nobody knows which is odd."""
+    """Return what is much slower than the rest. `hosts` has one entry per rank. At least three links are needed."""
     within = [link for link in links if len({hosts[rank] for rank in link.ranks}) == 1]
     between = [link for link in links if link not in within]
     return [found for some in (within, between) if len(some) >= 3 for found in _of_a_kind(some, hosts)]
@@ -44,7 +43,7 @@ def _of_a_kind(links: Sequence[MeasuredLink], hosts: Sequence[str]) -> Iterator[
     for rank in slow:
         true = f"Its best link has {_odd(best[rank], list(best.values()))} of the {len(ranks)} processes."
         peer = next(other for link in links if rank in link.ranks for other in link.ranks if other != rank)
-        yield Problem(f"Rank {rank} is slow to everybody.", true, _what_to_do(hosts[rank], hosts[peer]))
+        yield Problem(f"Rank {rank} is slow with all other ranks.", true, _what_to_do(hosts[rank], hosts[peer]))
     others = [link for link in links if not set(link.ranks) & set(slow)]
     for link in others if len(others) >= 3 else ():
         if found := _odd(link, others):
@@ -56,29 +55,29 @@ def _of_a_kind(links: Sequence[MeasuredLink], hosts: Sequence[str]) -> Iterator[
 
 
 def _best(links: Sequence[MeasuredLink]) -> MeasuredLink:
-    """The best of several, in each respect."""
+    """Return the best latency and the best bandwidth of several links."""
     return MeasuredLink((), min(link.latency_seconds for link in links), max(link.bytes_per_second for link in links))
 
 
 def _odd(link: MeasuredLink, all_: Sequence[MeasuredLink]) -> str:
-    """In what a link is much worse than the median of all; "" if it is not."""
+    """Return in which respect a link is much worse than the median of all; "" if it is not."""
     wide, short = median(each.bytes_per_second for each in all_), median(each.latency_seconds for each in all_)
-    told = []
+    slower = []
     if link.bytes_per_second < SLOW * wide:
-        told.append(f"{bandwidth(link.bytes_per_second)}, where {bandwidth(wide)} is the median")
+        slower.append(f"{bandwidth(link.bytes_per_second)}, where {bandwidth(wide)} is the median")
     if link.latency_seconds > max(LATE * short, short + LATE_SECONDS):
         took, usual = duration(link.latency_seconds), duration(short)
-        told.append(f"{took} for a small message, where {usual} is the median")
-    return ", and ".join(told)
+        slower.append(f"{took} for a small message, where {usual} is the median")
+    return ", and ".join(slower)
 
 
 def _what_to_do(one: str, other: str) -> str:
     if one == other:
         return (
-            f"look at what else runs on {one} (top), and whether processes are on different sockets (lscpu, taskset -p "
-            "PID); then measure again, since a noisy moment is enough."
+            f"check what else runs on {one} (top), and whether processes are on different sockets (lscpu, taskset -p "
+            "PID); then measure again, because a short disturbance is enough."
         )
     return (
-        f"measure the line itself (iperf3 -s on {one}, iperf3 -c {one} on {other}), look at its speed (ethtool DEVICE) "
-        "and its errors (ip -s link); on several networks name the fast one: GLOO_SOCKET_IFNAME=DEVICE."
+        f"measure the network (iperf3 -s on {one}, iperf3 -c {one} on {other}), check its speed (ethtool DEVICE) "
+        "and its errors (ip -s link); with several networks, select the fast one: GLOO_SOCKET_IFNAME=DEVICE."
     )

@@ -1,4 +1,9 @@
-"""unisono audit: do the processes of this machine compute the same? A few steps, each with a part computed twice."""
+"""unisono audit: detect hardware that computes wrong results.
+
+In each step one virtual rank is computed on several processes (train/diagnostics/redundant_compute.py), and the results
+are compared to the bit. A script is audited from its beginning, and a run from its newest checkpoint. Checkpoints go to
+a temporary folder, so that the run keeps its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.compare.rerun import Rerun, earlier, is_run
-from unisono.cli.compare.trial_runner import reason_of, refuse_unfit
+from unisono.cli.compare.verification import Verification, reason_of, refuse_unfit
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -31,79 +36,85 @@ def audit(
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Look for hardware that computes wrongly: in each step one virtual rank is computed by three processes.
+    """Detect hardware that computes wrong results, by computing one virtual rank of each step on three processes.
 
-    All must make the same of it, to the bit; who does not is named. Of a run it takes the settings and the newest
-    checkpoint, and its directory is only read. Exit status 1: something came out differently, or it fails.
+    All results must be equal to the bit; a process with another result is named. A run is audited with its settings,
+    from its newest checkpoint, and its directory is only read. Exit status 1: results differ, or the run fails.
 
     Parameters
     ----------
     target
-        A recipe's name, the path to a script, or the directory of a run.
+        The name of a recipe, the path of a script, or a run directory.
     ranks
-        How many processes. With three, two outvote the third.
+        Number of processes. With three, two outvote the third.
     steps
-        How many steps are audited.
+        Number of steps to audit.
     script
-        Of a run's directory: its script, if it is no longer where it was.
+        The script of the run directory, if it was moved.
     """
     words = ["--ranks", str(ranks)] * (ranks != 3) + ["--steps", str(steps)] * (steps != 8)
     words += ["--script", str(script)] if script is not None else []
     line = request.line("unisono", "audit", target, *words)
     refuse_unfit(line, steps, request)
+    with tempfile.TemporaryDirectory(prefix="unisono-audit-") as folder:
+        again = _rerun_of(target, ranks, script, request, line)
+        return HardwareAudit(
+            again=again, ranks=ranks, steps=steps, as_json=request.json, folder=Path(folder), line=line
+        ).run()
+
+
+def _rerun_of(target: str, ranks: int, script: Path | None, request: RunRequest, line: CommandLine) -> Rerun:
+    """Return how to run the target: a run again, or a script from its beginning."""
     if is_run(Path(target)):
         if request.sets or request.settings_file is not None:
-            true = "A run is audited with the settings that it had."
-            raise SettingsError(str(line), true, str(line.without("--set").without("--settings")))
-        again = earlier(Path(target), script, line)
-    elif script is not None:
-        true = f"{target} is no run's directory, whose script could have moved."
-        raise SettingsError(f"--script {script}", true, str(line.without("--script")))
-    else:
-        asked = replace(request, sets=(*request.sets, *SETS))
-        found, threads, *_ = checked(target, ranks, asked, line)
-        again = Rerun(
-            script=found.absolute(),
-            own=request.own,
-            folder=Path.cwd(),
-            sets=request.sets,
-            settings_file=request.settings_file and request.settings_file.absolute(),
-            settings={"threads": threads},
-        )
-    with tempfile.TemporaryDirectory(prefix="unisono-audit-") as folder:
-        return HardwareAudit(again, ranks, steps, request.json, Path(folder), line).run()
+            error = "--set and --settings cannot be combined with a run directory."
+            do = str(line.without("--set").without("--settings"))
+            raise SettingsError(error, "A run is audited with the settings that it had.", do)
+        return earlier(Path(target), script, line)
+    if script is not None:
+        facts = f"{target} is not a run directory, whose script could have moved."
+        raise SettingsError("--script has no effect without a run directory.", facts, str(line.without("--script")))
+    found, threads, *_ = checked(target, ranks, replace(request, sets=(*request.sets, *SETS)), line)
+    return Rerun(
+        script=found.absolute(),
+        own=request.own,
+        folder=Path.cwd(),
+        sets=request.sets,
+        settings_file=request.settings_file and request.settings_file.absolute(),
+        settings={"threads": threads},
+    )
 
 
-@dataclass
-class HardwareAudit:
-    """One audit."""
+@dataclass(kw_only=True)
+class HardwareAudit(Verification):
+    """One audit.
+
+    Attributes:
+        record: the comparisons and their result, as train/diagnostics/audited_run.py wrote them.
+    """
 
     again: Rerun
     ranks: int
     steps: int
-    json: bool
-    folder: Path
-    line: CommandLine
-    told: dict[str, Any] = field(default_factory=dict)
-    """What was compared, and what came of it (train/diagnostics/audited_run.py)."""
+    record: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> int:
+        """Run the audited steps, and return the exit status."""
         after, checkpoint = self.again.checkpoint()
-        file = self.folder / "told.json"
-        more = [f"steps={after + self.steps + 1}", "epochs=none"]
+        file = self.folder / "audits.json"
         outcome = self.again.run(
             self.folder / "run",
             ranks=self.ranks,
             checkpoint=checkpoint,
-            sets=(*SETS, *more),
+            sets=(*SETS, f"steps={after + self.steps + 1}", "epochs=none"),
             trace=f"audit:{self.steps}:{file}",
         )
         if file.is_file():
-            self.told = json.loads(file.read_text(encoding="utf-8"))
-        return self._tell(outcome)
+            self.record = json.loads(file.read_text(encoding="utf-8"))
+        return self._report(outcome)
 
-    def _tell(self, outcome: RunOutcome) -> int:
-        done, found = self.told.get("done", []), self.told.get("found", {})
+    def _report(self, outcome: RunOutcome) -> int:
+        done, found = self.record.get("done", []), self.record.get("found", {})
         if outcome.stopped:
             return self._leave(1, stopped=True)
         if found:
@@ -113,19 +124,13 @@ class HardwareAudit:
             return self._leave(1, **found, said=message)
         if outcome.failure is not None:
             message, text = reason_of(outcome)
-            self._say(f"It fails.\n\n{text}")
+            self._say(f"The audited run fails.\n\n{text}")
             return self._leave(outcome.exit_status, said=message)
-        ranks = sorted({rank for *_, who in done for rank in who})
+        ranks = sorted({rank for *_, ranks in done for rank in ranks})
         where = plural(len(ranks), "process", "processes")
-        self._say(f"{plural(len(done), 'virtual rank')} computed again, on {where}: the same to the bit.")
+        self._say(f"{plural(len(done), 'virtual rank')} computed again on {where}: all results are equal to the bit.")
         return self._leave(0)
 
-    def _say(self, text: str) -> None:
-        if not self.json:
-            print(text, flush=True)
-
-    def _leave(self, status: int, **more: Any) -> int:
-        if self.json:
-            done = [{"step": s, "virtual_rank": v, "ranks": ranks} for s, v, ranks in self.told.get("done", [])]
-            print(json.dumps({"sound": status == 0, "audits": done, **more}))
-        return status
+    def _facts(self, status: int) -> dict[str, Any]:
+        done = [{"step": s, "virtual_rank": v, "ranks": ranks} for s, v, ranks in self.record.get("done", [])]
+        return {"sound": status == 0, "audits": done}

@@ -1,8 +1,7 @@
-"""unisono bench: how fast do these processes talk to each other, and is there a slow link?
+"""unisono bench: measure how fast processes communicate, and name slow links.
 
-The verb and what it is asked. The processes measure (cli/benchmark/measure.py), and the main one tells, line by line,
-into a file of the folder; of these lines bench.json and bench.html (cli/benchmark/html_report.py) are made. So what was
-measured before a Ctrl-C is not lost.
+The processes measure (cli/benchmark/measure.py), and rank 0 writes each result as a line of a file. From these lines
+bench.json and bench.html (cli/benchmark/html_report.py) are made, so results before a Ctrl-C are kept.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from unisono.cli.benchmark.slow_links import MeasuredLink, findings
 from unisono.cli.request.run_dir import choose_run_dir, problems_of_run_dir
 from unisono.cli.request.run_options import WHAT, WHERE
 from unisono.cli.request.suggestions import WHOLE
-from unisono.config import CommandLine
+from unisono.config import CommandLine, plural
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
 
 LINES = "measured.jsonl"
-"""What is measured, as it comes; gone when bench.json is there."""
+"""Results as they are measured; removed when bench.json is written."""
 
 SIZES = "1kB,4kB,16kB,64kB,256kB,1MB,4MB,16MB,64MB"
 LARGEST = 2**32
-"""Of a message, in bytes: several copies of it are held by every process."""
+"""The largest size, in bytes. Every process holds several copies of a message."""
 
 
 class BenchmarkKind(NamedTuple):
     """A collective.
 
-    meaning  what a process gets
-    bus      bus bandwidth over algorithm bandwidth, for n processes, as nccl-tests have it (PERFORMANCE.md there): what
-             a link must carry, whatever the number of processes
+    Args:
+        meaning: what each process receives.
+        bus: the ratio of bus bandwidth to algorithm bandwidth for n processes, as in PERFORMANCE.md of nccl-tests.
     """
 
     meaning: str
@@ -62,15 +61,15 @@ def _one(n: int) -> float:
 
 
 KINDS: Mapping[str, BenchmarkKind] = {
-    "all_reduce": BenchmarkKind("the sum, by the library's own algorithm", _all),
-    "ring": BenchmarkKind("the sum, around a ring of sends and receives", _all),
-    "tree": BenchmarkKind("the mean, by the exchange of a run, the same bits on any number of processes", _all),
-    "tree_messages": BenchmarkKind("the same where processes share no memory, as between hosts", _all),
-    "all_gather": BenchmarkKind("everybody's part", _half),
+    "all_reduce": BenchmarkKind("the sum, by the algorithm of gloo or NCCL", _all),
+    "ring": BenchmarkKind("the sum, by sends and receives around a ring", _all),
+    "tree": BenchmarkKind("the mean, by the default exchange of a run", _all),
+    "tree_messages": BenchmarkKind("the mean, without shared memory, as between hosts", _all),
+    "all_gather": BenchmarkKind("the parts of all processes", _half),
     "reduce_scatter": BenchmarkKind("its part of the sum", _half),
-    "broadcast": BenchmarkKind("what one process has", _one),
-    "all_to_all": BenchmarkKind("a part from each", _half),
-    "send_receive": BenchmarkKind("what its left neighbour has, while its right one gets its own", _one),
+    "broadcast": BenchmarkKind("the tensor of one process", _one),
+    "all_to_all": BenchmarkKind("a part from each process", _half),
+    "send_receive": BenchmarkKind("the tensor of the left neighbor", _one),
 }
 
 
@@ -82,22 +81,22 @@ def bench(
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None,
     json: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
 ) -> int:
-    """Measure how fast processes talk to each other: every collective, every pair; name links that are slow.
+    """Measure how fast processes communicate, with every collective and between every pair, and name slow links.
 
-    In processes of this machine, or in those that torchrun or srun has started. Writes bench.json, plots in bench.html.
+    Processes are started on this host, or are those of torchrun or srun. Writes bench.json, and plots to bench.html.
 
     Parameters
     ----------
     ranks
-        How many processes to start here; 2 unless torchrun or srun has started them.
+        Number of processes to start; 2 unless torchrun or srun started them.
     only
-        Measure this collective only, or `pairs`; may be given several times.
+        Measure only this collective, or only `pairs`. Repeatable.
     sizes
-        Bytes of the tensor that a collective is about, as in 1kB,64MB; a kB is 1024 bytes.
+        Sizes of the tensors in bytes, as in 1kB,64MB; 1 kB is 1024 bytes.
     run_dir
-        The folder for what is found. By default runs/bench-TIME.
+        The folder for the results. By default runs/bench-TIME.
     json
-        Print it as JSON.
+        Print the results as JSON.
     """
     words = [word for name in only for word in ("--only", name)]
     words += ["--sizes", sizes] if sizes != SIZES else []
@@ -116,66 +115,65 @@ def bench(
 
 
 def _in_this_world(world: World, plan: Mapping[str, Any], run_dir: Path | None, line: CommandLine, json: bool) -> int:
-    """torchrun or srun has started us: this is one of the processes."""
-    from unisono.cli.benchmark.measure import measure_in  # it loads torch, and that only now
+    """Measure in this process, which is one of those that torchrun or srun started."""
+    from unisono.cli.benchmark.measure import measure_in  # here, because it loads torch
 
     folder = choose_run_dir("bench", run_dir, resume=False, line=line) if world.is_main else None
     measure_in(world, folder / LINES if folder is not None else None, plan, quiet=json)
     return _ended(RunOutcome(0), folder, json, ours=False) if folder is not None else 0
 
 
-# -- what was asked
+# -- the request
 
 
 def _checked(
     world: World, ranks: int | None, only: Sequence[str], sizes: str, run_dir: Path | None, line: CommandLine
 ) -> tuple[int, dict[str, Any]]:
-    """How many processes, and what they measure. Raises SettingsError with everything that is wrong."""
+    """Return the number of processes, and what they measure. Raises SettingsError with everything that is wrong."""
     problems: list[Problem] = []
     foreign = world.foreign
     count = world.size if foreign else 2 if ranks is None else ranks
     if foreign and ranks is not None:
-        true = f"{world.launcher} has started {world.size} already, and these are measured."
-        problems.append(Problem(f"--ranks {ranks}", true, str(line.without("--ranks"))))
+        facts = f"{world.launcher} already started {world.size} processes, and these are measured."
+        error = f"--ranks cannot be combined with {world.launcher}."
+        problems.append(Problem(error, facts, str(line.without("--ranks"))))
     elif count < 2:
-        asked, true = f"{count} process{'' if count == 1 else 'es'}", "It takes two to talk."
+        error = f"There {'is' if count == 1 else 'are'} {plural(count, 'process', 'processes')}."
         do = "torchrun --nproc-per-node 2 ..." if foreign else str(line.flag("--ranks", "2"))
-        problems.append(Problem(asked, true, do))
+        problems.append(Problem(error, "A benchmark of communication needs at least 2.", do))
     names = [*KINDS, "pairs"]
     for name in only:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1, 0.5)
-            true = f"There is no collective {name}; " + (f"the nearest is {near[0]}." if near else "there are others.")
-            do = str(line.flag("--only", (near or names)[0], instead_of=name)) + (
-                "" if near else f" ({', '.join(names)})"
-            )
-            problems.append(Problem(f"--only {name}", true, do))
+            facts = f"The nearest name is {near[0]}." if near else f"The collectives are {', '.join(names)}."
+            do = str(line.flag("--only", (near or names)[0], instead_of=name))
+            problems.append(Problem(f"There is no collective {name}.", facts, do))
     found = [_bytes_of(text) for text in sizes.split(",")]
     if None in found or any(not 4 <= n <= LARGEST for n in found if n is not None):
         bad = next(t for t, n in zip(sizes.split(","), found, strict=True) if n is None or not 4 <= n <= LARGEST)
-        true = f"{bad!r} is not a size: 4 bytes to 4 GB, as in 1kB, 64MB, or 4096."
-        problems.append(Problem(f"--sizes {sizes}", true, str(line.flag("--sizes", "1kB,1MB,64MB"))))
+        facts = "A size is 4 bytes to 4 GB, as in 1kB, 64MB or 4096."
+        problems.append(Problem(f"Invalid size in --sizes: {bad}", facts, str(line.flag("--sizes", "1kB,1MB,64MB"))))
     if world.is_main:
         problems += problems_of_run_dir("bench", run_dir, resume=False, line=line)
         if run_dir is not None and (run_dir / "bench.json").exists():
-            true, do = "It holds a bench.json already.", str(line.flag("--run-dir", f"{run_dir}-2"))
-            problems.append(Problem(f"--run-dir {run_dir}", true, do))
+            do = str(line.flag("--run-dir", f"{run_dir}-2"))
+            problems.append(Problem(f"{run_dir} already contains results.", "It has a bench.json.", do))
     if problems:
         raise SettingsError.of(problems)
     return count, {"names": list(dict.fromkeys(only)) or names, "sizes": sorted({n for n in found if n is not None})}
 
 
 def _bytes_of(text: str) -> int | None:
-    """64MB, 64 MB, 64M or 67108864; None: it is no size."""
+    """Parse 64MB, 64 MB, 64M or 67108864; return None for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)i?[bB]?\s*", text)
     return round(float(match[1]) * 1024 ** " kmg".index(match[2].lower() or " ")) if match else None
 
 
-# -- what was found
+# -- the results
 
 
 def _ended(outcome: RunOutcome, folder: Path, json: bool, *, ours: bool) -> int:
-    """Make of what was measured what people and programs read; `ours`: the folder was made for this."""
+    """Write the results, and return the exit status. `ours`: the folder was created for them."""
     found = collected(folder / LINES, stopped=outcome.stopped or outcome.failure is not None)
     if outcome.failure is not None:
         record = outcome.failure.record
@@ -188,24 +186,23 @@ def _ended(outcome: RunOutcome, folder: Path, json: bool, *, ours: bool) -> int:
             shutil.rmtree(folder)
         print(json_.dumps({"stopped": True, "dir": None}) if json else "Stopped before anything was measured.")
         return outcome.exit_status
-    told = {**found, "dir": str(folder)}
     (folder / "bench.json").write_text(json_.dumps(found, indent=1) + "\n", encoding="utf-8")
     (folder / "bench.html").write_text(page(found), encoding="utf-8")
     (folder / LINES).unlink()
     if json:
-        print(json_.dumps(told))
+        print(json_.dumps({**found, "dir": str(folder)}))
         return outcome.exit_status
     for finding in found["findings"]:
         print(f"\n{finding}")
-    what = "Stopped. What was measured until then is" if found["stopped"] else "All figures and plots are"
-    print(f"\n{what} in {shlex.quote(str(folder / 'bench.html'))}")
+    what = "Stopped; results so far" if found["stopped"] else "Results and plots"
+    print(f"\n{what}: {shlex.quote(str(folder / 'bench.html'))}")
     return outcome.exit_status
 
 
 def collected(file: Path, *, stopped: bool) -> dict[str, Any]:
-    """What the lines of a file say, together: about whom, collectives, pairs, and what follows from them."""
+    """Return the results in the lines of a file, and the findings about slow links."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    rows = [json_.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
+    rows = [json_.loads(line) for line in lines if line.endswith("}")]  # the last line may be cut off
     about: dict[str, Any] = next((row["about"] for row in rows if "about" in row), {})
     pairs = [row for row in rows if "ranks" in row]
     links = [MeasuredLink(tuple(row["ranks"]), row["latency_seconds"], row["bytes_per_second"]) for row in pairs]

@@ -1,4 +1,4 @@
-"""unisono check: is a script placement-proof? Runs a few steps of it here and there, and lays them side by side."""
+"""unisono check: compare a few steps of a script on 1, 2 and 3 processes, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.compare.trace_diff import (
-    AGAIN,
     KINDS,
-    WORKER,
+    OTHER_LOADER,
+    REPEATED,
     DifferenceCause,
     Key,
     TraceFile,
@@ -20,7 +20,8 @@ from unisono.cli.compare.trace_diff import (
     first_difference,
     read,
 )
-from unisono.cli.compare.trial_runner import Trial, TrialRunner, reason_of, refuse_unfit
+from unisono.cli.compare.trial_runner import Trial, TrialRunner
+from unisono.cli.compare.verification import reason_of, refuse_unfit
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -29,13 +30,13 @@ from unisono.errors import SettingsError
 from unisono.launcher.supervisor import RunOutcome
 
 FIXED_HASHES = {"PYTHONHASHSEED": "0"}
-MEND = "mend what the message names."
+FIX = "fix what the message names."
 
-WORTH = 200
-"""An epoch of so many steps is longer than anybody waits."""
+LONGEST_EPOCH = 200
+"""Steps of an epoch, up to which a check of the whole epoch is proposed."""
 
 ONE = Trial("1 process", 1)
-OTHERS = (Trial(AGAIN, 1), Trial("2 processes", 2), Trial("3 processes", 3))
+OTHERS = (Trial(REPEATED, 1), Trial("2 processes", 2), Trial("3 processes", 3))
 
 
 def check(
@@ -45,17 +46,17 @@ def check(
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Is a script placement-proof? Run a few steps of it on 1, 2 and 3 processes, and compare them bit by bit.
+    """Check that a script computes the same bits on 1, 2 and 3 processes.
 
-    If they differ: the first thing that does, in which step and where, and why it probably does. Nothing is kept of
-    these runs. Exit status 1: they differ, or one of them fails.
+    If it does not, report the first difference, its step, and the likely cause. Nothing is kept of these runs. Exit
+    status 1: the bits differ, or a run fails.
 
     Parameters
     ----------
     target
-        A recipe's name, or the path to a script.
+        The name of a recipe, or the path of a script.
     steps
-        How many steps are compared.
+        Number of steps to compare.
     """
     line = request.line("unisono", "check", target, *(["--steps", str(steps)] if steps != 3 else []))
     refuse_unfit(line, steps, request)
@@ -71,88 +72,85 @@ class CountCheck(TrialRunner):
     """The trials of one check."""
 
     traces: dict[str, TraceFile] = field(default_factory=dict)
-    told: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self) -> int:
+        """Run the trials until one differs, and return the exit status."""
         outcome = self._trace(ONE)
         if outcome.stopped:
-            return self._stopped()
+            return self._stopped(cause="stopped")
         if outcome.exit_status or not self.traces[ONE.name].values:
-            return self._no_ground(outcome)
+            return self._no_baseline(outcome)
         settings = self._settings(ONE.name)
         virtual_ranks, workers = int(settings["virtual_ranks"]), int(settings["loader.workers"])
-        worker = Trial(WORKER, 1, sets=(f"loader.workers={int(workers == 0)}",))
-        self._tell(ONE.name, f"{plural(len(self.traces[ONE.name].values), 'value')} of {plural(self.steps, 'step')}")
-        for trial in (trial for trial in (*OTHERS, worker) if trial.ranks <= virtual_ranks):
+        other_loader = Trial(OTHER_LOADER, 1, sets=(f"loader.workers={int(workers == 0)}",))
+        self._report(ONE.name, f"{plural(len(self.traces[ONE.name].values), 'value')} of {plural(self.steps, 'step')}")
+        for trial in (trial for trial in (*OTHERS, other_loader) if trial.ranks <= virtual_ranks):
             outcome = self._trace(trial)
             if outcome.stopped:
-                return self._stopped()
+                return self._stopped(cause="stopped")
             if outcome.exit_status:
-                self._tell(trial.name, "fails")
+                self._report(trial.name, "fails")
                 return self._fails(trial, outcome)
             first = first_difference(self.traces[ONE.name], self.traces[trial.name])
-            self._tell(trial.name, "the same" if first is None else f"differs: {first}")
+            self._report(trial.name, "equal" if first is None else f"differs: {first}")
             if first is not None:
-                return self._convict(first, trial.name)
-        return self._proof(virtual_ranks)
-
-    # -- runs
+                return self._differs(first, trial.name)
+        return self._passed(virtual_ranks)
 
     def _trace(self, trial: Trial) -> RunOutcome:
         outcome = self._run(trial)
-        self.traces[trial.name] = read(self.notes(trial.name))
+        self.traces[trial.name] = read(self.recording(trial.name))
         return outcome
 
     def _cause(self, first: Key, name: str) -> DifferenceCause:
-        """The likely cause; where two runs alike differ, more runs tell more of it."""
+        """Return the likely cause. If two identical runs differ, further runs narrow it down."""
         one, other, hashes = self.traces[ONE.name], self.traces[name], False
-        if name == AGAIN and KINDS[first.kind] == "samples":
+        if name == REPEATED and KINDS[first.kind] == "samples":
             fixed = [Trial(f"fixed {i}", 1, variables=FIXED_HASHES) for i in (1, 2)]
             if not any(self._trace(trial).exit_status for trial in fixed):
                 hashes = first_difference(*(self.traces[trial.name] for trial in fixed)) is None
-        elif name == AGAIN:
-            warned = Trial("warned", 1, notes="{steps}:operators:{folder}")
+        elif name == REPEATED:
+            warned = Trial("warned", 1, recording="{steps}:operators:{folder}")
             self._trace(warned)
             other = replace(other, operators=self.traces[warned.name].operators)
         return cause_of(first, name, one, other, hashes=hashes)
 
-    # -- what is said
-
-    def _tell(self, name: str, said: str) -> None:
-        self.told.append({"run": name, "said": said})
-        self._say(f"{name:34} {said}")
+    # -- the report
 
     def _facts(self, status: int) -> dict[str, Any]:
-        return {"placement_proof": status == 0, "runs": self.told}
+        return {"placement_proof": status == 0, "runs": self.results}
 
-    def _proof(self, virtual_ranks: int) -> int:
+    def _report(self, name: str, result: str) -> None:
+        self.results.append({"run": name, "said": result})
+        self._say(f"{name:34} {result}")
+
+    def _passed(self, virtual_ranks: int) -> int:
         most = "1 process" if virtual_ranks == 1 else f"1 to {virtual_ranks} processes"
-        proved = f"Placement-proof in {plural(self.steps, 'step')}: the same bits wherever it ran."
-        self._say(f"\n{proved} Run it on {most}.")
+        self._say(f"\nPlacement-proof: the same bits in {plural(self.steps, 'step')}. Run it on {most}.")
         epoch = self.traces[ONE.name].epoch
         if self.steps <= epoch:
-            unseen = f"An epoch has {plural(epoch, 'step')}: what the script does at its end was not seen."
-            next_ = f"\n  Next: {self.line.flag('--steps', str(epoch + 1))}" if epoch < WORTH else ""
-            self._say(f"{unseen}{next_}")
+            next_ = f"\n  Next: {self.line.flag('--steps', str(epoch + 1))}" if epoch < LONGEST_EPOCH else ""
+            self._say(f"The end of an epoch, after {plural(epoch, 'step')}, was not checked.{next_}")
         return self._leave(0)
 
-    def _convict(self, first: Key, name: str) -> int:
+    def _differs(self, first: Key, name: str) -> int:
         cause = self._cause(first, name)
         self._say(
-            f"\nNot placement-proof. What differs first, with {name}: {first}.\n  {cause.said}\n  Next: {cause.do}"
+            f"\nNot placement-proof. First difference, with {name}: {first}.\n  {cause.facts}\n  Next: {cause.do}"
         )
         place = {"step": first.step, "pass": first.walk, "virtual_rank": first.virtual_rank, "number": first.number}
         where = {"what": str(first), "name": first.name, **place}
-        return self._leave(1, first=where, with_run=name, cause=cause.name, said=cause.said, do=cause.do)
+        return self._leave(1, first=where, with_run=name, cause=cause.name, said=cause.facts, do=cause.do)
 
     def _fails(self, trial: Trial, outcome: RunOutcome) -> int:
         message, text = reason_of(outcome)
-        self._say(f"\nNot placement-proof: it fails with {trial.name}, and not with 1 process.\n\n{text}")
-        return self._leave(1, with_run=trial.name, cause="failure", said=message, do=MEND)
+        self._say(f"\nNot placement-proof. The script fails with {trial.name}, but not with 1 process.\n\n{text}")
+        return self._leave(1, with_run=trial.name, cause="failure", said=message, do=FIX)
 
-    def _no_ground(self, outcome: RunOutcome) -> int:
-        """There is nothing to compare with."""
+    def _no_baseline(self, outcome: RunOutcome) -> int:
+        """Report that there is nothing to compare with."""
         if outcome.failure is not None:
-            return self._leave(outcome.exit_status, cause="failure", said=self._say_no_ground(outcome), do=MEND)
-        do = "for step in run.steps(train_set), inside of what is given to unisono.main"
-        raise SettingsError(str(self.line), "It ran, and made no step that could be compared.", do)
+            return self._leave(outcome.exit_status, cause="failure", said=self._baseline_fails(outcome), do=FIX)
+        do = "for step in run.steps(train_set), in the function that is passed to unisono.main"
+        raise SettingsError(f"{self.script.name} made no step.", "There is nothing to compare.", do)

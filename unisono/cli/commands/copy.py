@@ -1,4 +1,4 @@
-"""unisono copy: a recipe to own."""
+"""unisono copy: copy a recipe, to change it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ def copy(
     *,
     json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
-    """Copy a recipe, to own and change it.
+    """Copy a recipe, to change it.
 
     Parameters
     ----------
     recipe
-        A recipe's name.
+        The name of a recipe.
     dest
-        The new file, or a folder for it. By default the folder you are in. Nothing is ever overwritten.
+        The new file, or a folder for it; by default the working directory. Existing files are not overwritten.
     json
-        Print the new file's path as JSON.
+        Print the path of the new file as JSON.
     """
     source = recipe_of(recipe)
     path = Path(source.name) if dest is None else dest / source.name if dest.is_dir() else dest
-    asked = f"unisono copy {recipe}" + (f" {dest}" if dest is not None else "")
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
         do = shlex.join(["unisono", "copy", recipe, str(path.with_name(f"my_{path.name}"))])
-        raise SettingsError(asked, f"{path} is there already, and nothing is overwritten.", do) from None
+        raise SettingsError(f"{path} exists.", "Existing files are not overwritten.", do) from None
     except OSError as error:
-        do = f"unisono copy {recipe} {Path.home() / source.name}, or another place that you may write to."
-        raise SettingsError(asked, f"{path} cannot be written: {error.strerror}.", do) from None
+        do = f"unisono copy {recipe} {Path.home() / source.name}, or another writable path"
+        raise SettingsError(f"Cannot write {path}.", f"{error.strerror}.", do) from None
     print(json_.dumps({"path": str(path)}) if json else f"Copied to {path}. Next: unisono run {path}")
     return 0

@@ -1,6 +1,6 @@
-"""unisono doctor: is this machine ready to train, and what should be repaired?
+"""unisono doctor: check that this machine is ready to train, and say how to repair it.
 
-Whatever may crash is looked at in a process of its own: a broken library takes only that one down.
+Checks that may crash run in a process of their own, because a broken library may end the process that imports it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from unisono.launcher import local_launch
 
 NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "safetensors", "fsspec")
 SIBLINGS = ("torchvision", "torchaudio")
-"""Not needed, but other libraries fail to import where one of them is installed and broken."""
+"""Packages that are not needed, but whose broken installation breaks the import of other libraries."""
 SHM_BYTES = 256 * 2**20
 DISK_BYTES = 2 * 2**30
 
-ASK_TORCH = """
+TORCH_QUERY = """
 import json, torch, torch.distributed as dist
 b = torch.backends
 devices = []
@@ -61,12 +61,19 @@ print(json.dumps({
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at."""
+    """The result of one check.
+
+    Args:
+        level: ok, note or broken.
+        what: what was checked.
+        true: the facts.
+        do: what to type to repair it.
+    """
 
     level: Literal["ok", "note", "broken"]
     what: str
     true: str
-    do: str = ""  # what to type to repair it
+    do: str = ""
 
 
 def doctor(
@@ -75,16 +82,16 @@ def doctor(
     ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Look whether this machine is ready, and say what to type where it is not.
+    """Check that this machine is ready to train, and say what to type if it is not.
 
-    Two processes are started and exchange real data. Exit status 1 if something is broken.
+    Two processes are started and exchange data. Exit status 1: something is broken.
 
     Parameters
     ----------
     rehearse
-        Play failures against this recipe or script, instead: what is survived, and how long does each take?
+        Inject failures into runs of this recipe or script instead, and report which ones it survives.
     ranks
-        In how many processes that is played.
+        Number of processes of a rehearsal.
     """
     if rehearse is not None:
         from unisono.cli.commands import rehearse as rehearsal
@@ -92,9 +99,8 @@ def doctor(
         return rehearsal.rehearse(rehearse, ranks, request)
     json = request.json
     if request != RunRequest(json=json) or ranks != 2:
-        line = request.line("unisono", "doctor")
-        do = "unisono doctor, or with a script to play failures against: unisono doctor --rehearse text"
-        raise SettingsError(str(line), "Without --rehearse no script is run, so there is nothing to set.", do)
+        do = "unisono doctor, or with a script: unisono doctor --rehearse text"
+        raise SettingsError("These flags need --rehearse.", "Without it, no script is run.", do)
     findings = []
     for finding in examine():
         findings.append(finding)
@@ -111,7 +117,7 @@ def doctor(
 
 
 def print_finding(finding: Finding) -> None:
-    """A line, and what to do below it; colours only on a terminal."""
+    """Print a finding, and what to do below it, with colors on a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -123,10 +129,10 @@ def print_finding(finding: Finding) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything, in the order of how much it matters; the slow part last."""
+    """Run all checks, the most important ones first, and the slow one last."""
     yield from _machine()
     yield from _versions()
-    torch, finding = _ask_torch()
+    torch, finding = _check_torch()
     yield finding
     if torch is not None:
         yield from _about_torch(torch)
@@ -140,7 +146,7 @@ def examine() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory()
-    true = f"{platform.system()} {platform.release()}, {_processor()}, {cores} cores to use, "
+    true = f"{platform.system()} {platform.release()}, {_processor()}, {cores} available cores, "
     true += f"{gigabytes(memory.total)} memory ({gigabytes(memory.available)} free)"
     yield Finding("ok", "machine", true)
     set_here = variables(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"])
@@ -149,7 +155,7 @@ def _machine() -> Iterator[Finding]:
     name = local_launch.loopback_name()
     if name is None:
         do = "ip link set lo up"
-        yield Finding("broken", "loopback", "no network interface has 127.0.0.1, so processes cannot meet", do)
+        yield Finding("broken", "loopback", "no network interface has 127.0.0.1, so processes cannot connect", do)
 
 
 def _processor() -> str:
@@ -176,24 +182,24 @@ def _versions() -> Iterator[Finding]:
         yield Finding("broken", "libraries", f"not installed: {', '.join(missing)}", do)
 
 
-def _ask_torch() -> tuple[dict[str, Any] | None, Finding]:
-    answer, error = in_a_process(ASK_TORCH)
+def _check_torch() -> tuple[dict[str, Any] | None, Finding]:
+    answer, error = run_isolated(TORCH_QUERY)
     if answer is None:
         do = f"{sys.executable} -m pip install --force-reinstall torch"
         return None, Finding("broken", "torch", f"does not work: {error}", do)
     about: dict[str, Any] = json_.loads(answer)
     build = f"CUDA {about['cuda']}" if about["cuda"] else f"ROCm {about['hip']}" if about["hip"] else "CPU only"
     true = f"{about['version']} ({build}); back ends {', '.join(about['back ends'])}; "
-    true += f"exchange over {', '.join(about['exchange']) or 'nothing'}"
+    true += f"process groups: {', '.join(about['exchange']) or 'none'}"
     if "gloo" not in about["exchange"]:
         do = f"{sys.executable} -m pip install --force-reinstall torch"
-        return about, Finding("broken", "torch", f"{true}: without gloo processes on CPU cannot exchange", do)
+        return about, Finding("broken", "torch", f"{true}: processes on CPU need gloo", do)
     return about, Finding("ok", "torch", true)
 
 
 def _about_torch(torch: dict[str, Any]) -> Iterator[Finding]:
-    true = f"{torch['instructions']}; a run uses 1 thread a process unless told --set threads=N "
-    yield Finding("ok", "instructions", true + f"(alone, torch would take {torch['threads']})")
+    true = f"{torch['instructions']}; a run uses 1 thread per process; --set threads=N changes it "
+    yield Finding("ok", "instructions", true + f"(torch's default is {torch['threads']})")
     for device, name, memory in torch["devices"]:
         yield Finding("ok", "device", f"{device} {name}" + (f", {gigabytes(memory)}" if memory else ""))
     if not torch["devices"]:
@@ -208,21 +214,21 @@ def _about_torch(torch: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _sibling(name: str) -> Iterator[Finding]:
-    """A package that is built for one exact torch."""
+    """Check a package that is built for one version of torch."""
     if importlib.util.find_spec(name) is None:
         return
-    answer, error = in_a_process(f"import {name}; print({name}.__version__)")
+    answer, error = run_isolated(f"import {name}; print({name}.__version__)")
     if answer is None:
         do = f"{sys.executable} -m pip uninstall {name} (Unisono does not need it), or install its build for this torch"
-        yield Finding("broken", name, f"is installed and cannot be imported: {error}", do)
+        yield Finding("broken", name, f"is installed, but cannot be imported: {error}", do)
     else:
         yield Finding("ok", name, answer)
 
 
 def _room() -> Iterator[Finding]:
     for what, path, least, do in (
-        ("disk", Path.cwd(), DISK_BYTES, "free some, or: unisono run text --run-dir /path/on/another/disk"),
-        ("temporary", Path(tempfile.gettempdir()), 2**20, "free some: df -h " + tempfile.gettempdir()),
+        ("disk", Path.cwd(), DISK_BYTES, "free space, or: unisono run text --run-dir /path/on/another/disk"),
+        ("temporary", Path(tempfile.gettempdir()), 2**20, "free space: df -h " + tempfile.gettempdir()),
         ("shared memory", Path("/dev/shm"), SHM_BYTES, "docker run --shm-size=1g ...; or --set loader.workers=0"),
     ):
         if not path.exists():
@@ -234,7 +240,7 @@ def _room() -> Iterator[Finding]:
 
 
 def _collective() -> Finding:
-    """Two processes exchange data, through the same launcher as a run."""
+    """Let two processes exchange data, with the launcher of a run."""
     with tempfile.TemporaryDirectory(prefix="unisono-doctor-") as folder:
         result = Path(folder) / "result.json"
         script = Path(__file__).parents[1] / "benchmark" / "probe.py"
@@ -243,22 +249,22 @@ def _collective() -> Finding:
         if outcome.failure is not None:
             record = outcome.failure.record
             true = record.message if record else str(outcome.failure)
-            do = "check that a firewall lets 127.0.0.1 through, then: unisono doctor"
+            do = "check that a firewall allows 127.0.0.1, then: unisono doctor"
             return Finding("broken", "exchange", f"two processes could not exchange data: {true}", do)
         if not result.exists():
-            return Finding("note", "exchange", "stopped before it was measured", "unisono doctor")
+            return Finding("note", "exchange", "stopped before the measurement", "unisono doctor")
         measured = json_.loads(result.read_text())
     true = f"all_reduce between two processes: {measured['latency_seconds'] * 1e6:.0f} us for 4 bytes, "
     true += f"{measured['bytes_per_second'] / 1e9:.2f} GB/s for 16 MB; "
-    true += "they share memory" if measured["neighbours"] else "they share no memory: gradients travel as messages"
+    true += "shared memory works" if measured["neighbours"] else "no shared memory: gradients are sent as messages"
     if not measured["sum_is_right"]:
         do = f"{sys.executable} -m pip install --force-reinstall torch"
-        return Finding("broken", "exchange", "two processes added 1 and 1, and it was not 2", do)
+        return Finding("broken", "exchange", "the sum of 1 and 1 over two processes was not 2", do)
     return Finding("ok", "exchange", true)
 
 
-def in_a_process(code: str) -> tuple[str | None, str]:
-    """What the code prints, in a Python of its own; None and the last line of the error where it fails."""
+def run_isolated(code: str) -> tuple[str | None, str]:
+    """Run code in a new Python process, and return the last line that it prints; None and the error if it fails."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
@@ -273,5 +279,5 @@ def in_a_process(code: str) -> tuple[str | None, str]:
 
 
 def gigabytes(count: int) -> str:
-    """Bytes as people say them."""
+    """Format bytes as gigabytes."""
     return f"{count / 2**30:.1f} GB"

@@ -1,4 +1,4 @@
-"""unisono export: a run's weights in one file, for everybody else."""
+"""unisono export: write a run's weights to one file for other programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from unisono.checkpoint import manifest
-from unisono.cli.commands.fingerprint import with_checkpoints
+from unisono.cli.commands.fingerprint import no_checkpoint, with_checkpoints
 from unisono.config import plural
 from unisono.errors import SettingsError
 
@@ -26,51 +25,49 @@ def export(
 ) -> int:
     """Write a run's weights to one safetensors file, under the model's own names.
 
-    Tied weights are written once; safetensors.torch.load_model(model, OUT) puts them where they belong.
+    Tied weights are written once; safetensors.torch.load_model(model, OUT) restores them.
 
     Parameters
     ----------
     folder
-        A run directory (its newest complete checkpoint is taken), or one checkpoint.
+        A run directory, for its newest complete checkpoint, or a checkpoint.
     out
         The file to write.
     model
-        Of several tracked models only this one. By default all, each name preceded by its model's.
+        Write only this one of several tracked models. By default all, with the model's name as a prefix.
     force
-        Overwrite a file that is there already.
+        Overwrite an existing file.
     json
-        Print what was written as JSON.
+        Print a summary as JSON.
     """
 
     def line(folder: Path, out: Path, *flags: str) -> str:
         words = ["unisono", "export", str(folder), str(out), *(["--model", model] if model is not None else [])]
         return shlex.join([*words, *flags])
 
-    asked = line(folder, out, *["--force"] * force)
-    itself = any((folder / name).is_file() for name in ("state.json", "manifest.json"))
-    if not itself and not manifest.any_of(folder):
-        true = "There is no checkpoint in it." if folder.is_dir() else "There is no such folder."
-        raise SettingsError(asked, f"{folder}: {true}", line(Path(with_checkpoints(folder)), out))
+    if error := no_checkpoint(folder):
+        facts = "The first argument is a run directory, or a checkpoint."
+        raise SettingsError(error, facts, line(Path(with_checkpoints(folder)), out))
     if out.is_dir():
-        raise SettingsError(asked, f"{out} is a folder.", line(folder, out / "model.safetensors"))
+        raise SettingsError(f"{out} is a folder.", "Weights go to one file.", line(folder, out / "model.safetensors"))
     if not out.parent.is_dir():
-        raise SettingsError(asked, f"There is no folder {out.parent}.", f"mkdir -p {out.parent} && {asked}")
+        do = f"mkdir -p {out.parent} && {line(folder, out, *['--force'] * force)}"
+        raise SettingsError(f"Cannot write {out}.", f"There is no folder {out.parent}.", do)
     if out.exists() and not force:
-        beside = out.with_name(f"{out.stem}-2{out.suffix}")
-        raise SettingsError(
-            asked, f"{out} is there already.", f"{line(folder, out, '--force')}, or: {line(folder, beside)}"
-        )
-    from unisono.checkpoint.export_weights import export as write  # it loads torch, and that only now
+        other = out.with_name(f"{out.stem}-2{out.suffix}")
+        do = f"{line(folder, out, '--force')}, or: {line(folder, other)}"
+        raise SettingsError(f"{out} exists.", "An existing file is overwritten only with --force.", do)
+    from unisono.checkpoint.export_weights import export as write  # here, because it loads torch
 
     done = write(folder, out, model)
     if json:
-        facts = {name: str(v) if isinstance(v, Path) else v for name, v in done._asdict().items()}
-        print(json_.dumps(facts))
+        summary = {name: str(v) if isinstance(v, Path) else v for name, v in done._asdict().items()}
+        print(json_.dumps(summary))
         return 0
     print(f"{done.path}: {plural(done.tensors, 'tensor')} after step {done.step}, {done.bytes / 1e6:.1f} MB")
     for name, first in done.aliases.items():
-        print(f"{name} is {first}, and stands there once")
+        print(f"{name} is tied to {first}, and is written once")
     if done.left_out:
-        print(f"Left out, for it is no tensor: {', '.join(done.left_out)}")
+        print(f"Left out, because they are not tensors: {', '.join(done.left_out)}")
     print(f"weights_sha256 {done.weights_sha256}")
     return 0

@@ -1,4 +1,4 @@
-"""unisono fingerprint: which weights are these?"""
+"""unisono fingerprint: print the sha256 of a run's weights."""
 
 from __future__ import annotations
 
@@ -26,19 +26,16 @@ def fingerprint(
     Parameters
     ----------
     folder
-        A run directory (its newest complete checkpoint is taken), or one checkpoint.
+        A run directory, for its newest complete checkpoint, or a checkpoint.
     state
-        Also that of optimizers and schedules.
+        Also print the sha256 of optimizers and schedules.
     json
-        Print it as JSON.
+        Print them as JSON.
     """
-    itself = any((folder / name).is_file() for name in ("state.json", "manifest.json"))
-    if not itself and not manifest.any_of(folder):
-        true = "There is no checkpoint in it." if folder.is_dir() else "There is no such folder."
-        raise SettingsError(
-            f"unisono fingerprint {folder}", true, f"unisono fingerprint {shlex.quote(with_checkpoints(folder))}"
-        )
-    from unisono.checkpoint import load  # it loads torch, and that only now
+    if error := no_checkpoint(folder):
+        do = f"unisono fingerprint {shlex.quote(with_checkpoints(folder))}"
+        raise SettingsError(error, "The argument is a run directory, or a checkpoint.", do)
+    from unisono.checkpoint import load  # here, because it loads torch
 
     found = load.fingerprint(folder, state)
     if json:
@@ -49,8 +46,15 @@ def fingerprint(
     return 0
 
 
+def no_checkpoint(folder: Path) -> str:
+    """Return the error if a folder is neither a checkpoint nor a run directory with one; "" if it is."""
+    if any((folder / name).is_file() for name in ("state.json", "manifest.json")) or manifest.any_of(folder):
+        return ""
+    return f"There is no checkpoint in {folder}." if folder.is_dir() else f"There is no folder {folder}."
+
+
 def with_checkpoints(folder: Path) -> str:
-    """A run directory that was probably meant: in this folder, below runs/, or an example."""
+    """Return the newest run directory in this folder or in runs/; an example if there is none."""
     there = [path for parent in (folder, folder / RUNS, RUNS) for path in parent.glob("*") if manifest.any_of(path)]
     newest = max(there, key=lambda path: path.stat().st_mtime, default=None)
     return str(newest) if newest is not None else "runs/NAME-TIME"

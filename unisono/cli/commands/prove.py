@@ -1,4 +1,4 @@
-"""unisono prove: do placements compute what one process computes? The same few steps under each, side by side."""
+"""unisono prove: compare a few steps under several placements with the same steps on one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.compare.layout_spec import ALONE, LayoutLine, LayoutSpec, fitting, placement_of
-from unisono.cli.compare.trial_runner import Trial, TrialRunner, reason_of, refuse_unfit
+from unisono.cli.compare.trial_runner import Trial, TrialRunner
+from unisono.cli.compare.verification import reason_of, refuse_unfit
 from unisono.cli.request.request_checks import ScriptReport, check_settings, checked, inspect_script
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from unisono.cli.compare.tensor_diff import Deviation, DumpFile, Limits, TensorAgreement
 
 TOLERANCE = 1e-5
-HALF = 0.1
-"""A tolerance for bfloat16, which has eight bits of every number."""
+LOW_PRECISION_TOLERANCE = 0.1
+"""A tolerance for bfloat16, which has 8 significant bits."""
 KINDS = ("parameters", "gradients", "optimizer")
 UNEVEN = 1.1
-"""If the longest stretch of a pipeline's layers has more than that times the mean, this is told."""
+"""Ratio of the largest pipeline stage to the mean, in parameters, above which the report mentions it."""
 
 
 def prove(
@@ -41,21 +42,21 @@ def prove(
     tolerance: Annotated[float, Parameter(metavar="X", group=WHERE)] = TOLERANCE,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Do placements agree? Run the same few steps on one process and under each, and compare every gradient.
+    """Compare every gradient of a few steps under several placements with those of one process.
 
-    A table tells how far they are from one process, and the first tensor that disagrees is named. Nothing is kept of
-    these runs. Exit status 1: one disagrees, or fails.
+    A table lists the relative errors, and the first tensor that disagrees is named. Nothing is kept of these runs. Exit
+    status 1: a placement disagrees, or fails.
 
     Parameters
     ----------
     target
-        A recipe's name, or the path to a script.
+        The name of a recipe, or the path of a script.
     parallel
         Settings of `parallel`, as in shard=2,reshard=step. Repeatable; by default all that fit on 4 processes.
     steps
-        How many steps are compared.
+        Number of steps to compare.
     tolerance
-        The largest relative error of a gradient. That of a loss is a tenth of it.
+        Largest relative error of a gradient; that of a loss is a tenth of it.
     """
     words = [word for each in parallel for word in ("--parallel", each)]
     words += ["--steps", str(steps)] if steps != 3 else []
@@ -63,8 +64,10 @@ def prove(
     line = request.line("unisono", "prove", target, *words)
     refuse_unfit(line, steps, request)
     if not 0 <= tolerance < 1:
-        true = "It is a part of a gradient's norm, from 0 (the same numbers) to 1."
-        raise SettingsError(f"--tolerance {tolerance:g}", true, str(line.flag("--tolerance", f"{TOLERANCE:g}")))
+        facts = "It is a fraction of a gradient's norm, from 0 (equal numbers) to 1."
+        raise SettingsError(
+            f"--tolerance {tolerance:g} is out of range.", facts, str(line.flag("--tolerance", f"{TOLERANCE:g}"))
+        )
     placements = [placement_of(text, line) for text in parallel] or list(fitting())
     script, threads, *_, report = checked(target, 1, replace(request, sets=(*request.sets, *ALONE.sets)), line)
     misfits = {}
@@ -112,42 +115,58 @@ def misfit(
 
 @dataclass
 class LayoutRow:
-    """What came of one placement; `processes` to `verdict` stand in the table. Errors are relative, None: not there."""
+    """The result of one placement. Errors are relative; None if they were not measured.
+
+    Attributes:
+        placement: the placement.
+        processes: the number of processes.
+        verdict: agrees, differs, fails or refused.
+        loss, gradient, norm, weights: the largest relative errors.
+        worst: the parameter with the largest gradient error.
+        equal: whether everything is equal to the bit.
+        bytes: memory by kind, on the process that has most.
+        share: `bytes` divided by the expected part of one process's memory.
+        stretches: the fraction of the parameters in each pipeline stage.
+        seconds: the median time of a step, without the first.
+        first: the first value that disagrees.
+        error: its relative error.
+        reason: why the placement fails or is refused.
+    """
 
     placement: str
     processes: int
-    verdict: str = "agrees"  # or differs, fails, refused
+    verdict: str = "agrees"
     loss: float | None = None
     gradient: float | None = None
-    worst: str = ""  # whose gradient that is
+    worst: str = ""
     norm: float | None = None
     weights: float | None = None
-    equal: bool | None = None  # to the bit, all of it
-    bytes: dict[str, int] = field(default_factory=dict)  # by kind, on the process that has most
-    share: dict[str, float] = field(default_factory=dict)  # the same, over what would be its part of one process's
-    stretches: list[float] = field(default_factory=list)  # the part of the parameters that each one of the layers has
-    seconds: float | None = None  # a step, without the first one
-    first: str = ""  # the first thing that disagrees
-    error: float | None = None  # how much
-    reason: str = ""  # why it fails or is refused
+    equal: bool | None = None
+    bytes: dict[str, int] = field(default_factory=dict)
+    share: dict[str, float] = field(default_factory=dict)
+    stretches: list[float] = field(default_factory=list)
+    seconds: float | None = None
+    first: str = ""
+    error: float | None = None
+    reason: str = ""
 
     @property
     def uneven(self) -> str:
-        """Why this process of a pipeline holds more than another, in words; "": they hold about the same."""
+        """The fractions of the parameters in pipeline stages, if they are uneven; "" if they are not."""
         if not self.stretches or max(self.stretches) * len(self.stretches) <= UNEVEN:
             return ""
         *others, last = (f"{part:.0%}" for part in self.stretches)
-        over = " (what several use is on each)" if sum(self.stretches) > 1 else ""
-        return f"its stretches of the layers have {', '.join(others)} and {last} of the parameters{over}"
+        over = " (shared parameters count in each)" if sum(self.stretches) > 1 else ""
+        return f"its stages hold {', '.join(others)} and {last} of the parameters{over}"
 
     def line(self, width: int) -> str:
-        """A line of the table."""
-        bits = {True: "equal", False: "other", None: ""}[self.equal]
+        """Return the line of the table."""
+        bits = {True: "equal", False: "differ", None: ""}[self.equal]
         memory = " + ".join(size(self.bytes[kind]) for kind in KINDS) if self.bytes else ""
         share = f"{max(self.share.values()):.2f}" if self.share else ""
         cells = [f"{self.placement:{width}}", f"{self.processes:5}", f"{self.verdict:8}"]
         cells += [f"{_short(e):>8}" for e in (self.loss, self.gradient, self.norm, self.weights)]
-        cells += [f"{bits:5}", f"{memory:>24}", f"{share:>5}"]
+        cells += [f"{bits:6}", f"{memory:>24}", f"{share:>5}"]
         cells += [f"{self.seconds:8.3f}" if self.seconds is not None else f"{'':8}", self.worst]
         return "  ".join(cells).rstrip()
 
@@ -156,16 +175,16 @@ COLUMNS = {
     "procs": ">5",
     "verdict": "8",
     **dict.fromkeys(("loss", "gradient", "norm", "weights"), ">8"),
-    "bits": "5",
+    "bits": "6",
     "memory: par + grad + opt": ">24",
     "share": ">5",
     "s a step": ">8",
 }
-"""How the cells of a row stand between the placement and the worst gradient's name."""
+"""Format of the columns between the placement and the name of the worst gradient."""
 
 
 def header(width: int) -> str:
-    """The line above the table."""
+    """Return the header of the table."""
     return "  ".join([f"{'placement':{width}}", *(f"{name:{place}}" for name, place in COLUMNS.items()), "worst"])
 
 
@@ -175,7 +194,12 @@ def _short(error: float | None) -> str:
 
 @dataclass(kw_only=True)
 class LayoutProof(TrialRunner):
-    """The trials of one proof. named: somebody asked for these placements."""
+    """The trials of one comparison.
+
+    Args:
+        tolerance: the largest relative error of a gradient.
+        named: whether the user named the placements, so that one that is refused is an error.
+    """
 
     tolerance: float
     named: bool = True
@@ -184,18 +208,18 @@ class LayoutProof(TrialRunner):
     failed: tuple[LayoutRow, RunOutcome] | None = None
 
     def run(self, placements: Sequence[LayoutSpec], misfits: Mapping[str, Sequence[Problem]]) -> int:
-        """Run them all; `misfits` are problems of those that cannot be run."""
-        from unisono.cli.compare.tensor_diff import DumpFile, Limits, compare  # torch, and that only now
+        """Run all placements but those in `misfits`, which cannot be run, and return the exit status."""
+        from unisono.cli.compare.tensor_diff import DumpFile, Limits, compare  # here, because it loads torch
 
         limits = Limits.of(self.tolerance)
         outcome = self._steps(ALONE, "truth")
         if outcome.stopped:
-            return self._stopped()
+            return self._stopped(cause="stopped")
         if outcome.exit_status:
-            message = self._say_no_ground(outcome)
+            message = self._baseline_fails(outcome)
             return self._leave(outcome.exit_status, failed={"placement": self.one.placement, "said": message})
         truth = self._truth()
-        self.steps = len(truth.main["seconds"])  # the script may have fewer than were asked for
+        self.steps = len(truth.main["seconds"])  # the script may have fewer steps
         self._measured(self.one, truth, truth, ALONE)
         width = max(len(self.one.placement), *(len(str(placement)) for placement in placements))
         self._say(header(width))
@@ -209,11 +233,11 @@ class LayoutProof(TrialRunner):
             else:
                 outcome = self._steps(placement, "other")
                 if outcome.stopped:
-                    return self._stopped()
+                    return self._stopped(cause="stopped")
                 if outcome.exit_status:
                     self._fails(row, outcome)
                 else:
-                    other = DumpFile(self.notes("other"))
+                    other = DumpFile(self.recording("other"))
                     agreement = compare(other, truth, limits)
                     self._judge(self._measured(row, other, truth, placement), agreement)
                     hint = hint or agreement.first
@@ -221,30 +245,29 @@ class LayoutProof(TrialRunner):
         return self._end(truth, limits, hint, placements)
 
     def _steps(self, placement: LayoutSpec, name: str) -> RunOutcome:
-        return self._run(Trial(name, placement.processes, placement.sets, notes="evidence:{steps}:{folder}"))
+        return self._run(Trial(name, placement.processes, placement.sets, recording="evidence:{steps}:{folder}"))
 
     def _truth(self) -> DumpFile:
-        """Raises SettingsError where there is nothing to compare with."""
+        """Return the tensors of one process. Raises SettingsError if the script made too few steps."""
         from unisono.cli.compare.tensor_diff import DumpFile
 
-        written = DumpFile(self.notes("truth"))
+        written = DumpFile(self.recording("truth"))
         if not written.ranks:
-            true = "It ran, and left its loop before the steps that were to be compared."
-            do = f"{self.line.flag('--steps', '1')}; and: for step in run.steps(train_set), inside of unisono.main."
-            raise SettingsError(str(self.line), true, do)
+            facts = "It left its loop before the steps to compare."
+            do = f"{self.line.flag('--steps', '1')}; and: for step in run.steps(train_set), in unisono.main's function"
+            raise SettingsError(f"{self.script.name} made too few steps.", facts, do)
         return written
 
-    def _measured(self, row: LayoutRow, told: DumpFile, truth: DumpFile, placement: LayoutSpec) -> LayoutRow:
+    def _measured(self, row: LayoutRow, dump: DumpFile, truth: DumpFile, placement: LayoutSpec) -> LayoutRow:
         for kind in KINDS:
-            row.bytes[kind] = told.bytes(kind)
+            row.bytes[kind] = dump.bytes(kind)
             if whole := truth.bytes(kind) * placement.share(kind):
-                over = (mine["bytes"][kind] / (whole * told.part(i, truth, kind)) for i, mine in enumerate(told.ranks))
+                over = (mine["bytes"][kind] / (whole * dump.part(i, truth, kind)) for i, mine in enumerate(dump.ranks))
                 row.share[kind] = max(over)
-        stage = (
-            len(told.ranks) // placement.axes.pipeline
-        )  # processes with one stretch: neighbours, as mesh_shape.py counts
-        row.stretches = [told.part(first, truth) for first in range(0, len(told.ranks), stage)]
-        seconds = sorted(told.main["seconds"][1:] or told.main["seconds"])  # the first one is always longer
+        # the pipeline is the outermost axis of the mesh, so the processes of a stage have consecutive ranks
+        stage = len(dump.ranks) // placement.axes.pipeline
+        row.stretches = [dump.part(first, truth) for first in range(0, len(dump.ranks), stage)]
+        seconds = sorted(dump.main["seconds"][1:] or dump.main["seconds"])  # the first step takes longer
         row.seconds = seconds[len(seconds) // 2]
         return row
 
@@ -262,8 +285,8 @@ class LayoutProof(TrialRunner):
             row.verdict, row.first, row.error = "differs", str(first), first.error
 
     def _fails(self, row: LayoutRow, outcome: RunOutcome) -> None:
-        """A run ended with an error. One of our own, where nobody asked for this placement, is no failure: the model
-        does not go with it."""
+        """Record that a trial failed. If the user did not name the placement, and the library refused it, that is no
+        failure: the model does not support the placement."""
         record = outcome.failure.record if outcome.failure is not None else None
         row.reason = (record.problems[0].true if record.problems else record.message) if record is not None else ""
         if record is not None and record.problems and not self.named:
@@ -272,7 +295,7 @@ class LayoutProof(TrialRunner):
         row.verdict = "fails"
         self.failed = self.failed or (row, outcome)
 
-    # -- what is said
+    # -- the report
 
     def _facts(self, status: int) -> dict[str, Any]:
         return {"agree": status == 0, "steps": self.steps}
@@ -293,15 +316,15 @@ class LayoutProof(TrialRunner):
             placement = placements[self.rows.index(differs)]
             advice = self._advice(placement, first, truth)
             self._say(
-                f"\n{differs.placement} differs. First: {first}, by {first.error:.2g} of it; the limit is "
-                f"{first.limit:g}.\n{advice}"
+                f"\n{differs.placement} differs. First: {first}, with a relative error of {first.error:.2g}; "
+                f"the limit is {first.limit:g}.\n{advice}"
             )
             more = {"first": {"placement": differs.placement, "what": str(first), **first._asdict()}, "advice": advice}
         if self.failed is not None:
             row, outcome = self.failed
             message, text = reason_of(outcome)
             status = outcome.exit_status or 1
-            self._say(f"\n{row.placement} fails, and one process does not.\n\n{text}")
+            self._say(f"\n{row.placement} fails, but one process does not.\n\n{text}")
             more |= {"failed": {"placement": row.placement, "said": message}}
         rows = [asdict(row) for row in self.rows]
         return self._leave(status, limits=limits._asdict(), one=asdict(self.one), placements=rows, **more)
@@ -316,38 +339,39 @@ class LayoutProof(TrialRunner):
         return f"{len(agree)} of {plural(asked, 'placement')} agree with one process in {steps}{bits}."
 
     def _advice(self, placement: LayoutSpec, first: Deviation, truth: DumpFile) -> str:
-        """What it may be, as far as that is known, and what to type next."""
+        """Return the likely cause, and what to type next."""
         dropout, exchange = truth.main["dropout"], self._settings("truth")["exchange"]
         shortest = self.line.without("--parallel").flag("--parallel", str(placement)).flag("--steps", "1")
         low = self._settings("truth").get("parallel.param_dtype", "fp32")
         if (other := placement.values.get("param_dtype", low)) != low:
             rest = {name: value for name, value in placement.values.items() if name != "param_dtype"}
             same = self.line.without("--parallel").flag("--parallel", str(LayoutSpec(rest or {"shard": "2"})))
-            said = f"param_dtype={other} is no other placement but another computation, also on one process."
-            return f"  {said}\n  Next: {same.setting(f'parallel.param_dtype={other}')}"
+            facts = f"param_dtype={other} changes the computation, on one process as well."
+            return f"  {facts}\n  Next: {same.setting(f'parallel.param_dtype={other}')}"
         if placement.is_exact and exchange != "tree":
-            said = f"exchange={exchange} adds gradients up in another order where there are more processes."
-            return f"  {said}\n  Next: {self.line.setting('exchange=tree')}"
+            facts = f"Under exchange={exchange} the order of additions depends on the number of processes."
+            return f"  {facts}\n  Next: {self.line.setting('exchange=tree')}"
         if placement.is_exact:
             words = [word for each in self.request.sets for word in ("--set", each)]
-            said = "It only deals samples and parameters to processes, so the script itself depends on them."
-            return f"  {said}\n  Next: {CommandLine(('unisono', 'check', self.line.words[2], *words))}"
+            facts = "This placement changes no sum, so the script itself depends on the process."
+            return f"  {facts}\n  Next: {CommandLine(('unisono', 'check', self.line.words[2], *words))}"
         if dropout:
-            said = (
-                f"The model drops ({dropout}). Where samples are dealt or parameters shared it drops the same; where "
-                "activations are divided each process draws for its own part, and that is another draw."
+            facts = (
+                f"The model has dropout ({dropout}). Replicas and shards draw the same numbers as one process; where "
+                "activations are divided, each process draws numbers for its own part."
             )
-            return f"  {said}\n  Next: {self.line.setting(*self._without_dropout())}"
-        if low != "fp32" and self.tolerance < HALF:
-            said = f"Sums of {low} that are made in parts round otherwise, by some thousandths of a gradient."
-            return f"  {said}\n  Next: {self.line.without('--tolerance').flag('--tolerance', f'{HALF:g}')}"
+            return f"  {facts}\n  Next: {self.line.setting(*self._without_dropout())}"
+        if low != "fp32" and self.tolerance < LOW_PRECISION_TOLERANCE:
+            facts = f"Partial sums in {low} round differently, by some thousandths of a gradient."
+            wider = self.line.without("--tolerance").flag("--tolerance", f"{LOW_PRECISION_TOLERANCE:g}")
+            return f"  {facts}\n  Next: {wider}"
         if first.step > 0:
-            said = f"{plural(first.step, 'step')} before it agree: rounding may have grown on the way."
-            return f"  {said}\n  Next: {shortest}"
+            facts = f"{plural(first.step, 'step')} before it agree, so rounding errors may have grown."
+            return f"  {facts}\n  Next: {shortest}"
         return f"  Next: {shortest}"
 
     def _without_dropout(self) -> list[str]:
-        """The settings that seem to say it, at 0."""
+        """Return the settings that seem to be dropout rates, with the value 0."""
         settings = self._settings("truth").items()
         names = [n for n, value in settings if "drop" in n and isinstance(value, float) and value > 0]
         return [f"{name}={toml(0.0)}" for name in names] or ["DROPOUT=0"]

@@ -1,4 +1,4 @@
-"""unisono run: train a recipe or a script, in as many processes as asked."""
+"""unisono run: train a recipe or a script in several processes on this host."""
 
 from __future__ import annotations
 
@@ -43,37 +43,36 @@ def run(
 ) -> int:
     """Train a recipe or a script.
 
-    Everything that is wrong with the request is told before any process starts. What comes after `--` is the script's.
+    Arguments after `--` are passed to the script. `unisono run TARGET --help` lists its settings.
 
     Parameters
     ----------
     target
-        A recipe's name, or the path to a script.
+        The name of a recipe, or the path of a script.
     ranks
-        How many processes. The result is the same for any number. If one dies, the others go on, and another is
-        started in its place. With MIN:MAX (2:4) all begin again from the newest checkpoint if fewer than MIN are left.
-        On accelerators they do so at every death, unless MIN:MAX is said.
+        Number of processes. The result is the same for any number. If a process dies, the others continue, and
+        it is replaced. With MIN:MAX (2:4) all restart from the newest checkpoint if fewer than MIN are left. On
+        accelerators all restart at every death, unless MIN:MAX is given.
     cpu_ranks
-        So many of these processes compute on the CPU, beside those on accelerators: the servers, if there are any,
-        and the last ones.
+        Number of these processes that compute on the CPU: parameter servers first, otherwise the last ranks.
     no_dry_run
-        Do not go through the script to its loop, before the start, to see whether its model can be divided as asked.
+        Skip the dry run that checks, before the start, whether the script's model can be divided as requested.
     """
     world = World.current()
     if world.foreign and world.size > 1:
-        return _one_of(world, target, ranks, cpu_ranks, request)
+        return _run_here(world, target, ranks, cpu_ranks, request)
     flags = ["--ranks", ranks] if ranks != "1" else []
     flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
     request = resumed_request(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
-    asked = numbers(ranks, cpu_ranks, line)
-    count = asked.usual
+    sizes = numbers(ranks, cpu_ranks, line)
+    count = sizes.usual
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
-    asked = asked._replace(on_cpu=(0, cpu_ranks) if serves else (count - cpu_ranks, count))
-    if unsure and not no_dry_run and not _fits(script, threads, asked, request, line):
-        print(f"Stopped before its start: nothing to save.\n  Next: {line}", file=sys.stderr)
+    sizes = sizes._replace(on_cpu=(0, cpu_ranks) if serves else (count - cpu_ranks, count))
+    if unsure and not no_dry_run and not _fits(script, threads, sizes, request, line):
+        print(f"Stopped before the start: nothing to save.\n  Next: {line}", file=sys.stderr)
         if request.json:
             print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
         return 0
@@ -81,43 +80,48 @@ def run(
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
     with lock_run_dir(run_dir, line):
-        before = _mark(run_dir)
-        outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, asked, threads=threads)
-        joined = _mark(run_dir) != before
+        before = _start_mark(run_dir)
+        outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, sizes, threads=threads)
+        joined = _start_mark(run_dir) != before
     if not joined and outcome.exit_status == 2 and is_new and not request.resume:
-        discard_run_dir(run_dir)  # the script's own settings were wrong: nothing was computed
+        discard_run_dir(run_dir)  # the processes refused the script's settings
     elif not joined and not outcome.stopped:
-        _say_why_alone(script, count, line, outcome)
-    if outcome.stopped and (outcome.early or outcome.exit_status):  # else the run itself has said how to go on
+        _explain_unjoined(script, count, line, outcome)
+    if outcome.stopped and (outcome.early or outcome.exit_status):  # otherwise the run itself said how to resume
         print("\n" * outcome.in_line, end="", flush=True)
-        print(_how_to_go_on(run_dir, line, killed=not outcome.early), file=sys.stderr)
+        print(_how_to_resume(run_dir, line, killed=not outcome.early), file=sys.stderr)
         outcome = outcome._replace(in_line=False)
     if request.json:
-        print("\n" * outcome.in_line + json.dumps(_told(outcome, run_dir, started)), flush=True)
+        print("\n" * outcome.in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
 
 
-def _say_why_alone(script: Path, count: int, line: CommandLine, outcome: RunOutcome) -> None:
-    """Say what to do about a script that ended before it called `unisono.main`, or without it. Raises SettingsError if
-    several processes have run it to its end, each alone."""
+def _explain_unjoined(script: Path, count: int, line: CommandLine, outcome: RunOutcome) -> None:
+    """Print advice for a script that ended before it called `unisono.main`, or without calling it.
+
+    Raises:
+        SettingsError: if several processes ran it to its end, each by itself.
+    """
     if outcome.failure is None and count > 1:
         raise never_joined(script, count, line)
-    if told := hint(script, line, outcome):
-        print(f"\n{told}", file=sys.stderr, flush=True)
+    if advice := hint(script, line, outcome):
+        print(f"\n{advice}", file=sys.stderr, flush=True)
 
 
-def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: RunRequest) -> int:
-    """srun or torchrun has started this command so many times: then each is one of the processes."""
+def _run_here(world: World, target: str, ranks: str, cpu_ranks: int, request: RunRequest) -> int:
+    """Run the script in this process, which is one of those that srun or torchrun started."""
     flags = ["--ranks", ranks] if ranks != "1" else []
     line = request.line("unisono", "run", target, *flags, *(["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []))
     if cpu_ranks:
-        true = f"{world.launcher} has started the processes, and each takes the accelerator that it sees."
+        error = f"--cpu-ranks cannot be combined with {world.launcher}."
+        facts = f"{world.launcher} started the processes, and each uses the accelerator that it sees."
         do = f"{line.without('--cpu-ranks')} (hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES=)"
-        raise SettingsError(str(line), true, do)
+        raise SettingsError(error, facts, do)
     if ranks not in ("1", str(world.size)):
-        true = f"{world.launcher} has started {world.size} of this command, and each is a process of the run."
-        do = f"{line.without('--ranks')} (srun -n {ranks}, or torchrun --nproc-per-node {ranks}, starts so many)"
-        raise SettingsError(str(line), true, do)
+        error = f"--ranks {ranks} does not match the {world.size} processes of {world.launcher}."
+        facts = f"{world.launcher} started this command {world.size} times, and each is a process of the run."
+        do = f"{line.without('--ranks')} (srun -n {ranks}, or torchrun --nproc-per-node {ranks}, starts {ranks})"
+        raise SettingsError(error, facts, do)
     script = script_of(target, line)
     sys.argv = [str(script), *request.arguments(request.run_dir)]
     sys.path.insert(0, str(script.resolve().parent))
@@ -126,16 +130,19 @@ def _one_of(world: World, target: str, ranks: str, cpu_ranks: int, request: RunR
     except UnisonoError as error:
         traceback.print_exception(error)  # with the script's line, as plain python would
         return error.exit_status
-    told = pointer(script, line) if world.is_main and "unisono.entrypoint" not in sys.modules else None
-    if told is not None:
-        print(f"\n{told}", file=sys.stderr, flush=True)
+    advice = pointer(script, line) if world.is_main and "unisono.entrypoint" not in sys.modules else None
+    if advice is not None:
+        print(f"\n{advice}", file=sys.stderr, flush=True)
     return 0
 
 
 def _fits(script: Path, threads: int, ranks: RankRange, request: RunRequest, line: CommandLine) -> bool:
-    """Can the script's model be laid over so many processes as is asked? False: somebody said stop meanwhile.
+    """Do a dry run of the script up to its loop; return False if the user stopped it.
 
-    Raises SettingsError if it cannot. What else goes wrong there, the run will come to as well, and tell.
+    Other errors than a model that cannot be divided are left to the run itself.
+
+    Raises:
+        SettingsError: if the model cannot be divided as requested.
     """
     earlier = (request.run_dir or newest_run(script.stem)) if request.resume else None
     arguments = replace(request, typed=str(line)).arguments(earlier or Path(script.stem))
@@ -144,32 +151,33 @@ def _fits(script: Path, threads: int, ranks: RankRange, request: RunRequest, lin
     if failure is not None and failure.record is not None and failure.exit_status == 2 and failure.record.problems:
         raise SettingsError.of(failure.record.problems)
     if failure is not None and failure.signal == signal.SIGALRM:
-        waited = f"{script.name} took more than {local_launch.DRY_SECONDS} s to come to its loop"
-        print(f"Its model was not looked at before the start: {waited}. The run will do that.", file=sys.stderr)
+        waited = f"{script.name} took more than {local_launch.DRY_SECONDS} s to reach its loop"
+        print(f"Skipped the dry run: {waited}. The run itself checks the model.", file=sys.stderr)
     return not outcome.stopped
 
 
 def numbers(ranks: str, cpu_ranks: int, line: CommandLine) -> RankRange:
-    """What `--ranks N` or `--ranks MIN:MAX` asks for, and `--cpu-ranks N`."""
+    """Parse `--ranks N` or `--ranks MIN:MAX`, and `--cpu-ranks N`. Raises SettingsError."""
     least, colon, most = ranks.partition(":")
     try:
         found = (int(least), int(most)) if colon else (1, int(ranks))
     except ValueError:
-        true = f"--ranks takes a whole number, which {ranks!r} is not"
-        true += "." if not colon else "; or two of them with a colon in between."
-        raise SettingsError(str(line), true, str(line.flag("--ranks", "2"))) from None
+        facts = "--ranks takes a whole number" + (", or two as MIN:MAX." if colon else ".")
+        do = str(line.flag("--ranks", "2"))
+        raise SettingsError(f"Invalid value for --ranks: {ranks}", facts, do) from None
     if colon and not 1 <= found[0] <= found[1]:
-        true = "The first number is the fewest processes, at least 1, and the second the usual number of them."
-        raise SettingsError(str(line), true, str(line.flag("--ranks", f"1:{max(1, *found)}")))
+        facts = "MIN is at least 1, and MAX is at least MIN."
+        do = str(line.flag("--ranks", f"1:{max(1, *found)}"))
+        raise SettingsError(f"Invalid value for --ranks: {ranks}", facts, do)
     if not 0 <= cpu_ranks <= max(1, found[1]):
-        true = f"It is how many of --ranks {found[1]} compute on the CPU, 0 to {found[1]}."
+        facts = f"It is the number of the {found[1]} processes that compute on the CPU, 0 to {found[1]}."
         more = line.flag("--ranks", str(cpu_ranks + 1)) if cpu_ranks > 0 else line.flag("--cpu-ranks", "1")
-        raise SettingsError(f"--cpu-ranks {cpu_ranks}", true, str(more))
+        raise SettingsError(f"--cpu-ranks {cpu_ranks} is out of range.", facts, str(more))
     return RankRange(*found, elastic=bool(colon))
 
 
-def _mark(run_dir: Path) -> tuple[int, int] | None:
-    """Another one once `unisono.main` has begun: it writes this file anew."""
+def _start_mark(run_dir: Path) -> tuple[int, int] | None:
+    """Return a value that changes when `unisono.main` starts a run there: it replaces settings.toml."""
     try:
         about = (run_dir / "settings.toml").stat()
     except OSError:
@@ -177,22 +185,22 @@ def _mark(run_dir: Path) -> tuple[int, int] | None:
     return about.st_ino, about.st_mtime_ns
 
 
-def _how_to_go_on(run_dir: Path, line: CommandLine, *, killed: bool) -> str:
-    """A run was stopped that could not tell itself what is saved of it, and what to type."""
+def _how_to_resume(run_dir: Path, line: CommandLine, *, killed: bool) -> str:
+    """Return what is saved and what to type, for a stopped run that could not say so itself."""
     saved, elsewhere = manifest.checkpoints(run_dir), manifest.storage_history(run_dir)[0]
     if not saved and elsewhere is not None:
         again = line.flag("--run-dir", str(run_dir)).flag("--resume")
-        return f"Stopped; what is saved is in {elsewhere}.\n  Next: {again}"
+        return f"Stopped; checkpoints are in {elsewhere}.\n  Next: {again}"
     if not saved:
-        what = "Killed before anything was saved." if killed else "Stopped before its first step: nothing to save."
+        what = "Killed before anything was saved." if killed else "Stopped before the first step: nothing to save."
         return f"{what}\n  Next: {line}"
     newest = saved[0][1].name
-    what = f"Killed before all was saved; {newest} is." if killed else f"Stopped outside its loop; {newest} is saved."
+    what = f"Killed; the newest checkpoint is {newest}." if killed else f"Stopped outside the loop; {newest} is saved."
     return f"{what}\n  Next: {line.flag('--run-dir', str(run_dir)).flag('--resume')}"
 
 
-def _told(outcome: RunOutcome, run_dir: Path, started: float) -> dict[str, Any]:
-    """How it ended, for programs: the run's own result, or the error."""
+def _json_of(outcome: RunOutcome, run_dir: Path, started: float) -> dict[str, Any]:
+    """Return the run's own result, or the error, for --json."""
     if outcome.failure is not None:
         record = outcome.failure.record
         return {

@@ -1,6 +1,6 @@
-"""A placement in short, as `unisono prove --parallel shard=2,reshard=step` takes it: settings of `parallel`, by name.
+"""A placement as text, as in `unisono prove --parallel shard=2,reshard=step`: settings of `parallel` by name.
 
-The number of processes is the product of the axes' sizes. An axis that is not named has one process, `replicate` too.
+The number of processes is the product of the axes' sizes. An axis that is not named, `replicate` included, has size 1.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from unisono.errors import SettingsError
 NAMES = tuple(entry.name for entry in entries_of(ParallelSettings))
 SECTION = "parallel."
 DATA = ("replicate", "shard")
-"""Axes along which the sums are the tree's, wherever they are made: the bits of one process are promised."""
+"""Axes that change no bit: the exchange sums along them in the order of the reduction tree."""
 
 
 ALSO = {
     "tensor": {"sequence_parallel": "true", "loss_parallel": "true"},
     "pipeline": {"schedule": "Interleaved1F1B"},
 }
-"""Other ways to use an axis, which are proved as well: on two processes alone."""
+"""Other ways to use an axis, which are compared on two processes."""
 
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """Values of settings of `parallel`, as text; in the order in which they were said."""
+    """Settings of `parallel` with their values as text, in the order in which they were typed."""
 
     values: Mapping[str, str]
 
@@ -48,57 +48,56 @@ class LayoutSpec:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """What `--set` takes, with every axis, whatever the script's own defaults are."""
+        """The values for `--set`, with every axis, whatever the script's own defaults are."""
         values = {**dict.fromkeys(MeshShape._fields, "1"), **self.values}
         return tuple(f"{SECTION}{name}={value}" for name, value in values.items())
 
     @property
     def is_exact(self) -> bool:
-        """Does it only divide samples and parameters, and no computation?"""
+        """Whether it divides only samples and parameters, and no computation."""
         return prod(getattr(self.axes, name) for name in DATA) == self.processes
 
     def share(self, kind: str) -> float:
-        """The part that each should hold of the parameters, gradients or optimizer state of its layers: all of them, or
-        those of its stretch."""
+        """Return the expected fraction of parameters, gradients or optimizer state of its layers on each process."""
         axes, by_step = self.axes, self.values.get("reshard") == "step"
-        whole_in_rounds = by_step and kind != "optimizer"
-        return 1 / (axes.tensor * (1 if whole_in_rounds else axes.shard))
+        gathered = by_step and kind != "optimizer"  # shards are whole during the step
+        return 1 / (axes.tensor * (1 if gathered else axes.shard))
 
 
 ALONE = LayoutSpec({})
-"""One process: what the others are measured against."""
+"""One process, the baseline."""
 
 
 def placement_of(text: str, line: CommandLine) -> LayoutSpec:
-    """The placement that this text means. Raises SettingsError; `line` is what was typed."""
+    """Parse a placement. `line` is the typed command, for messages. Raises SettingsError."""
 
     def instead(values: Mapping[str, str]) -> str:
         return str(line.flag("--parallel", str(LayoutSpec(values or {"shard": "2"})), instead_of=text))
 
     values: dict[str, str] = {}
-    asked = f"--parallel {text}"
+    invalid = f"Invalid value for --parallel: {text}"
     for part in re.split(r",(?![^\[]*\])", text):  # not the commas of a list
         name, equals, value = (word.strip() for word in part.partition("="))
         name = name.removeprefix(SECTION)
         if not equals or not value:
-            true = "--parallel takes key=value, and more of them with commas between."
-            raise SettingsError(asked, true, instead({**values, **({name: "2"} if name in MeshShape._fields else {})}))
+            facts = "--parallel takes key=value, or several separated by commas."
+            raise SettingsError(
+                invalid, facts, instead({**values, **({name: "2"} if name in MeshShape._fields else {})})
+            )
         if name not in NAMES:
             near = nearest_name(name, NAMES)
-            true = f"There is no setting {SECTION}{name}; " + (
-                f"the nearest is {near}." if near else f"there are {', '.join(NAMES)}."
-            )
-            raise SettingsError(asked, true, instead({**values, **({near: value} if near else {})}))
+            facts = f"The nearest name is {near}." if near else f"The settings are {', '.join(NAMES)}."
+            error = f"There is no setting {SECTION}{name}."
+            raise SettingsError(error, facts, instead({**values, **({near: value} if near else {})}))
         if name in MeshShape._fields and not (value.isdecimal() and int(value) >= 1):
-            true = f"{name} takes a number of processes here, 1 or more: together they say how many there are."
-            raise SettingsError(asked, true, instead({**values, name: "2"}))
+            facts = f"{name} takes a number of processes here, at least 1."
+            raise SettingsError(invalid, facts, instead({**values, name: "2"}))
         values[name] = value
     return LayoutSpec(values)
 
 
 def fitting(most: int = 4) -> Iterator[LayoutSpec]:
-    """Every placement of the axes that are built on 2 and on `most` processes: one axis alone, and two by two; of
-    shards, matrices and stages also the other way in which they may lie."""
+    """Yield placements on 2 and on `most` processes: each axis alone, two axes together, and variants of some axes."""
     axes = ["replicate", "shard", "tensor", "pipeline", "context"]
     sizes = sorted({2, most})
     found = [{name: str(size)} for name in axes for size in sizes]
@@ -117,7 +116,7 @@ def fitting(most: int = 4) -> Iterator[LayoutSpec]:
 
 @dataclass(frozen=True)
 class LayoutLine(CommandLine):
-    """A command line for one placement: what the messages propose to set of `parallel` is said in its --parallel."""
+    """The command line of one placement: changes of settings of `parallel` are made in its --parallel."""
 
     placement: LayoutSpec = ALONE
 

@@ -1,8 +1,8 @@
-"""A run that was, and how its script is run again: what `unisono replay` and `unisono audit` have in common.
+"""Run the script of an earlier run again, for `unisono replay` and `unisono audit`.
 
-A run directory holds what it takes: the script's path and arguments (environment.json), the settings that it had
-(settings.toml), and checkpoints. What is run again has a run directory of its own, in a temporary folder, with links to
-the checkpoint that it begins with; the one of the run is only read.
+A run directory holds everything that this needs: the script's path and arguments (environment.json), the settings
+(settings.toml), and checkpoints. The new run gets a run directory in a temporary folder, with a link to the checkpoint
+that it starts from; the earlier run's directory is only read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.checkpoint import manifest
 from unisono.cli.compare.layout_spec import ALONE
-from unisono.cli.request.run_dir import APART
+from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import recipes
 from unisono.config import ENVIRONMENT, CommandLine
@@ -43,20 +43,25 @@ PLAIN = (
         "audit_every=0",
     ),
 )
-"""Settings that change no bit, as they are where each process has the whole model, and nothing happens beside it."""
+"""Settings that results do not depend on, with the values for whole models and no other activity."""
 
 AS_TREE = ("exchange=tree", "server.count=1")
-"""Of parameter servers in step, which have the bits of the tree."""
+"""Synchronous parameter servers compute the bits of the tree."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rerun:
-    """A script with its settings, to be run again.
+    """A script, and how to run it again.
 
-    run_dir   of the run that was; None: there was none, and the script begins anew
-    folder    where its relative paths begin
-    settings  of the run that was, by their dotted names
-    sets      what is set otherwise, so that it can be run again
+    Args:
+        script: the script.
+        own: the script's own arguments.
+        folder: the working directory.
+        run_dir: the earlier run; None to start from the beginning.
+        settings: the settings of the earlier run by dotted name.
+        sets: settings that override them.
+        settings_file: the settings file.
+        start: starts a script; see launcher/local_launch.py.
     """
 
     script: Path
@@ -69,15 +74,14 @@ class Rerun:
     start: Callable[..., RunOutcome] = local_launch.run
 
     def checkpoint(self, steps: float = float("inf")) -> tuple[int, Path | None]:
-        """The newest whole checkpoint after at most so many steps, and after how many it is; (0, None): the run's
-        beginning."""
+        """Return the newest undamaged checkpoint of at most this step, as (step, path); (0, None) if there is none."""
         for after, path in manifest.checkpoints(self.run_dir) if self.run_dir is not None else []:
             if after <= steps and manifest.damage_of(path) is None:
                 return after, path
         return 0, None
 
     def request(self, scratch: Path, checkpoint: Path | None, sets: Collection[str], trace: str) -> RunRequest:
-        """What its processes are asked for; their run directory is made in `scratch`."""
+        """Return the flags of the new run, and create its run directory, `scratch`."""
         accepted: tuple[str, ...] = ()
         scratch.mkdir(parents=True)
         if checkpoint is not None:
@@ -85,7 +89,7 @@ class Rerun:
             (scratch / "checkpoints" / checkpoint.name).symlink_to(checkpoint.resolve())
             accepted = (*ENVIRONMENT, *(("exchange",) if AS_TREE[0] in self.sets else ()))
         return RunRequest(
-            sets=(*self.sets, *sets, APART),
+            sets=(*self.sets, *sets, CHECKPOINTS_IN_RUN_DIR),
             settings_file=self.settings_file,
             resume=checkpoint is not None,
             accept_change=accepted,
@@ -96,7 +100,7 @@ class Rerun:
     def run(
         self, scratch: Path, *, ranks: int, checkpoint: Path | None, sets: Collection[str] = (), trace: str
     ) -> RunOutcome:
-        """Run it again, in silence."""
+        """Run the script again without output on the screen."""
         request = self.request(scratch, checkpoint, sets, trace)
         with chdir(self.folder):
             return self.start(
@@ -110,29 +114,39 @@ class Rerun:
             )
 
     def environment(self, run_dir: Path | None = None) -> dict[str, Any]:
-        """What a run knew of its machine; {} where that is not there."""
+        """Return the environment.json of a run, by default the earlier one; {} if it cannot be read."""
         try:
-            found = json.loads((run_dir or self.run_dir or Path("?")).joinpath(ABOUT).read_text(encoding="utf-8"))
+            found = json.loads(
+                (run_dir or self.run_dir or Path("?")).joinpath(ENVIRONMENT_FILE).read_text(encoding="utf-8")
+            )
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
 
-ABOUT = "environment.json"
+ENVIRONMENT_FILE = "environment.json"
 
 
 def is_run(path: Path) -> bool:
-    """Is it the directory of a run?"""
+    """Return whether a path is a run directory."""
     return (path / "settings.toml").is_file()
 
 
 def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
-    """How this run's script is run again; `script`: where it is by now, if somebody says so. Raises SettingsError."""
-    asked = str(line)
+    """Return how to run the script of this run again.
+
+    Args:
+        run_dir: the run directory.
+        script: the script, if it was moved.
+        line: the typed command, for messages.
+
+    Raises:
+        SettingsError: if it is not a run directory, or the run cannot be repeated on one process.
+    """
     if not is_run(run_dir):
-        there = "in it, as every run leaves one" if run_dir.is_dir() else "and no such folder"
-        true = f"There is no settings.toml {there}."
-        raise SettingsError(asked, true, f"{' '.join(line.words[:2])} runs/NAME-TIME, with a run's directory")
+        facts = "It has no settings.toml." if run_dir.is_dir() else "There is no such folder."
+        do = f"{' '.join(line.words[:2])} runs/NAME-TIME, with a run's directory"
+        raise SettingsError(f"{run_dir} is not a run directory.", facts, do)
     settings, _ = read_settings(run_dir / "settings.toml")
     again = Rerun(
         script=Path(), run_dir=run_dir.absolute(), settings=settings, settings_file=run_dir.absolute() / "settings.toml"
@@ -142,27 +156,28 @@ def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
     folder = folder if folder.is_dir() else Path.cwd()
     found = _script(script, known, folder)
     if found is None:
-        it = f"It ran {known.get('script', 'a script that it does not name')}, which is not there."
-        true = it if script is None else f"There is no file {script}."
-        raise SettingsError(asked, true, str(line.flag("--script", "SCRIPT.py")))
-    refuse_parted(settings, asked, run_dir)
+        missing = script if script is not None else known.get("script", "a script that it does not name")
+        error = f"Cannot find the script of {run_dir}."
+        facts = f"There is no file {missing}." if script is not None else f"It ran {missing}, which does not exist."
+        raise SettingsError(error, facts, str(line.flag("--script", "SCRIPT.py")))
+    refuse_unrepeatable(settings, run_dir)
     more = AS_TREE if settings.get("exchange") == "server" else ()
-    if settings.get("parallel.data_parallel_devices", 1) == 1:  # these are for it as well, and change bits
+    if settings.get("parallel.data_parallel_devices", 1) == 1:  # data parallel devices use these, too
         more = (*more, "parallel.model_parallel_devices=1", "parallel.devices=[]")
     return replace(again, script=found, own=tuple(known.get("arguments", ())), folder=folder, sets=(*PLAIN, *more))
 
 
-def refuse_parted(settings: Mapping[str, Any], asked: str, run_dir: Path) -> None:
-    """Raise SettingsError for a run whose steps one process cannot make again."""
+def refuse_unrepeatable(settings: Mapping[str, Any], run_dir: Path) -> None:
+    """Raise SettingsError for a run whose steps one process cannot repeat."""
     exchange = str(settings.get("exchange"))
     why = EXCHANGES[exchange].not_replayed
     if why and not (exchange == "server" and settings.get("server.staleness") == 0):
         do = f"look at its losses in {run_dir / 'timeline'}"
-        raise SettingsError(f"{asked}: a run with exchange={exchange} cannot be repeated.", why, do)
+        raise SettingsError(f"A run with exchange = {exchange} cannot be repeated.", why, do)
 
 
 def _script(named: Path | None, known: Mapping[str, Any], folder: Path) -> Path | None:
-    """The script that a run ran: as named now, where it was, or the recipe of its name."""
+    """Return the script of a run: the one named now, the original path, or the recipe with its name."""
     if named is not None:
         return named.absolute() if named.is_file() else None
     path = Path(folder, known.get("script", "?"))

@@ -1,14 +1,15 @@
-"""How far what one placement computed is from what one process did: whole tensors, in float64, read one at a time.
+"""Relative errors between the tensors of one placement and those of one process, in float64, one tensor at a time.
 
-    ||a - b|| / ||b||        of a loss, a gradient, its norm
-    ||a - b|| / ||b - c||    of all weights together, which began at c, and of all buffers: of the way that they went
+    ||a - b|| / ||b||        for a loss, a gradient, and the norm of all gradients
+    ||a - b|| / ||b - c||    for all weights together, which started at c, and for all buffers: relative to their change
 
-Two remarks on what float32 can show. Some gradients are sums that cancel: those of a bias before a batch norm, or of an
-attention's keys, are zero but for rounding (5e-7 of the others, measured), and no digit of them is right anywhere. So a
-tensor counts as no smaller than a tenth of what its size has of the whole gradient. And Adam makes a whole step even of
-such a rest, so that some weights, and a batch norm's running mean behind them, differ by a whole step; therefore these
-are measured all together (then it was 1e-2 of the way, where models without such weights had 1e-6), and a tenth of the
-way is their limit. What an update does wrong shows in the next step's loss and gradients as well.
+Two limits of float32 matter. Some gradients are sums that cancel: those of a bias before a batch norm, or of the keys
+of an attention, are zero but for rounding (5e-7 of the others, measured), and none of their digits is correct anywhere.
+So the norm of a tensor counts as at least a tenth of its share of the whole gradient, by number of elements. And Adam
+turns such a remainder into a full step, so that some weights, and the running mean of a batch norm after them, differ
+by a full step. Therefore weights are compared all together (the error was then 1e-2 of their change; models without
+such weights had 1e-6), with a tenth of their change as the limit. An error in an update also shows in the next step's
+loss and gradients.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-CANCELLED = 0.1
-WAY = 0.1
+SMALLEST_NORM = 0.1
+WEIGHTS_LIMIT = 0.1
 BLOCK = 2**20
-"""Elements that are made float64 at once: 8 MB of each of the two."""
+"""Elements that are converted to float64 at once: 8 MB of each tensor."""
 
 
 class Limits(NamedTuple):
-    """How large a relative error may be."""
+    """The largest allowed relative errors."""
 
     gradient: float = 1e-5
     loss: float = 1e-6
-    weights: float = WAY
+    weights: float = WEIGHTS_LIMIT
 
     @classmethod
     def of(cls, tolerance: float) -> Limits:
@@ -43,20 +44,30 @@ class Limits(NamedTuple):
     def __str__(self) -> str:
         return (
             f"gradients and their norm to {self.gradient:g}, losses to {self.loss:g}, "
-            f"weights and buffers to {self.weights:g} of the way they went"
+            f"weights and buffers to {self.weights:g} of their change"
         )
 
 
 class Deviation(NamedTuple):
-    """Of one thing that was compared."""
+    """The error of one value.
 
-    kind: str  # before, loss, gradient, norm, count, buffers, weights
+    Args:
+        kind: before, loss, gradient, norm, count, buffers or weights.
+        name: the tensor; "" for values without a name.
+        step: the step; -1 for values of no step.
+        walk: the pass.
+        error: the relative error.
+        limit: the largest allowed error.
+        equal: whether it is equal to the bit.
+    """
+
+    kind: str
     name: str
-    step: int  # -1: of none
-    walk: int  # the pass
+    step: int
+    walk: int
     error: float
     limit: float
-    equal: bool  # to the bit
+    equal: bool
 
     @property
     def is_beyond(self) -> bool:
@@ -76,8 +87,7 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorAgreement:
-    """All that was compared, in the order in which one follows from the other; gradients as backward makes them, the
-    last layer's first."""
+    """All errors, each after those of values that it depends on. Gradients of the last layer come first."""
 
     errors: Sequence[Deviation]
 
@@ -86,7 +96,7 @@ class TensorAgreement:
 
     @property
     def first(self) -> Deviation | None:
-        """The first thing that is beyond its limit."""
+        """The first value whose error exceeds its limit."""
         return next((error for error in self.errors if error.is_beyond), None)
 
     @property
@@ -95,16 +105,16 @@ class TensorAgreement:
 
 
 class DumpFile:
-    """What one run has told (train/diagnostics/dump.py)."""
+    """The tensors of one run (train/diagnostics/dump.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.ranks: list[dict[str, Any]] = []
         self.files: dict[str, dict[str, list[Path | None]]] = {}
-        """{part: {name: its file, or None where there is no such tensor}}; two, if two stretches hold it."""
+        """{part: {name: files}}; None for a tensor that does not exist, and two files if two stages hold it."""
         for path in sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-"))):
-            told = json.loads(path.read_text(encoding="utf-8"))
-            self.ranks.append(told)
-            for part, names in told["written"].items():
+            record = json.loads(path.read_text(encoding="utf-8"))
+            self.ranks.append(record)
+            for part, names in record["written"].items():
                 for number, (name, there) in enumerate(names):
                     file = path.with_suffix("") / part / f"{number}.safetensors"
                     self.files.setdefault(part, {}).setdefault(name, []).append(file if there else None)
@@ -115,17 +125,19 @@ class DumpFile:
 
     @property
     def steps(self) -> list[str]:
-        """The parts that hold gradients, in order."""
+        """The parts that contain gradients, in order."""
         return [part for part in self.main["written"] if part.startswith("step-")]
 
     def bytes(self, kind: str) -> int:
-        """Of parameters, gradients or optimizer state, on the process that has most."""
-        return max(told["bytes"][kind] for told in self.ranks)
+        """Return the bytes of parameters, gradients or optimizer state on the process that has most."""
+        return max(record["bytes"][kind] for record in self.ranks)
 
     def part(self, rank: int, whole: DumpFile, kind: str = "parameters") -> float:
-        """What this process's layers have of the elements of `whole`: 1, or less in a pipeline. What several stages use
-        is in each."""
-        of = "parameters" if kind == "parameters" else "trained"  # only these have a gradient, and a state
+        """Return the fraction of the elements of `whole` in the layers of a process: 1, or less in a pipeline.
+
+        Parameters that several stages use count in each of them.
+        """
+        of = "parameters" if kind == "parameters" else "trained"  # only these have gradients and optimizer state
         elements: float = self.ranks[rank]["elements"][of]
         return elements / whole.main["elements"][of]
 
@@ -142,8 +154,8 @@ def _read(file: Path | None) -> torch.Tensor | None:
         return tensor
 
 
-class DistanceOfRuns(NamedTuple):
-    """||a - b|| and ||b||, and the number of elements."""
+class Distance(NamedTuple):
+    """||a - b||, ||b||, the number of elements, and whether a and b are equal to the bit."""
 
     apart: float
     norm: float
@@ -151,11 +163,11 @@ class DistanceOfRuns(NamedTuple):
     equal: bool
 
 
-def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> DistanceOfRuns:
-    """Of two whole tensors; None is one that is not there."""
+def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> Distance:
+    """Return the distance of two whole tensors. None is a tensor that does not exist."""
     if a is None or b is None or a.shape != b.shape:
         same = a is None and b is None
-        return DistanceOfRuns(0.0 if same else math.inf, 0.0, 0, same)
+        return Distance(0.0 if same else math.inf, 0.0, 0, same)
     one, other = a.reshape(-1), b.reshape(-1)
     apart = norm = 0.0
     for start in range(0, len(one), BLOCK):
@@ -163,11 +175,11 @@ def distance(a: torch.Tensor | None, b: torch.Tensor | None) -> DistanceOfRuns:
         apart += float((x - y).square().sum())
         norm += float(y.square().sum())
     equal = a.dtype == b.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    return DistanceOfRuns(0.0 if equal else math.sqrt(apart), math.sqrt(norm), len(one), equal)
+    return Distance(0.0 if equal else math.sqrt(apart), math.sqrt(norm), len(one), equal)
 
 
 def compare(run: DumpFile, truth: DumpFile, limits: Limits) -> TensorAgreement:
-    """One run beside the one on one process."""
+    """Compare a run with the run on one process."""
     return TensorAgreement(list(_errors(run, truth, limits)))
 
 
@@ -192,22 +204,22 @@ def _of_numbers(kind: str, part: str, run: Mapping[str, float], truth: Mapping[s
 
 
 def _of_tensors(kind: str, part: str, run: DumpFile, truth: DumpFile, limit: float) -> Iterator[Deviation]:
-    """Of every tensor of a part, the last one first, as backward comes to them."""
-    found: dict[str, list[DistanceOfRuns]] = {}
+    """Yield the errors of all tensors of a part, the last first, in the order of backward."""
+    found: dict[str, list[Distance]] = {}
     for name in reversed(truth.files.get(part, {})):
         (true,) = truth.read(part, name)
         found[name] = [distance(mine, true) for mine in run.read(part, name) or [None]]
     elements = sum(each[0].elements for each in found.values())
     whole = math.sqrt(sum(each[0].norm ** 2 for each in found.values()))
-    least = CANCELLED * whole / math.sqrt(max(elements, 1))
+    least = SMALLEST_NORM * whole / math.sqrt(max(elements, 1))
     for name, each in found.items():
         worst = max(_ratio(d.apart, max(d.norm, least * math.sqrt(d.elements))) for d in each)
         yield Deviation(kind, name, *_place(part), worst, limit, all(d.equal for d in each))
 
 
 def _of_state(kind: str, run: DumpFile, truth: DumpFile, limit: float) -> Iterator[Deviation]:
-    """Of all weights together, or all buffers, as a part of the way that they went; what counts is to be the same."""
-    apart = way = 0.0
+    """Yield the error of all weights or buffers together, relative to their change. Integers must be equal."""
+    apart = change = 0.0
     equal, missing = True, ""
     before, after = f"{kind}-before", f"{kind}-after"
     for name in truth.files.get(after, {}):
@@ -217,11 +229,11 @@ def _of_state(kind: str, run: DumpFile, truth: DumpFile, limit: float) -> Iterat
         if end is not None and not end.is_floating_point():
             yield Deviation("count", name, -1, 0, max(_ratio(each.apart, each.norm) for each in found), 0.0, same)
             continue
-        way += distance(end if start is None else start, end).apart ** 2
+        change += distance(end if start is None else start, end).apart ** 2
         apart += max(each.apart for each in found) ** 2
         missing = missing or name * any(math.isinf(each.apart) for each in found)
         equal &= same
-    yield Deviation(kind, missing, -1, 0, _ratio(math.sqrt(apart), math.sqrt(way)), limit, equal)
+    yield Deviation(kind, missing, -1, 0, _ratio(math.sqrt(apart), math.sqrt(change)), limit, equal)
 
 
 def _ratio(apart: float, norm: float) -> float:
@@ -232,6 +244,6 @@ def _ratio(apart: float, norm: float) -> float:
 
 
 def _place(part: str) -> tuple[int, int]:
-    """The step and the pass of step-1-pass-2; (-1, 0) for what belongs to none."""
+    """Return the step and the pass of "step-1-pass-2"; (-1, 0) for a part without a step."""
     words = part.split("-")
     return (int(words[1]), int(words[3]) if len(words) > 3 else 0) if words[0] == "step" else (-1, 0)

@@ -1,4 +1,4 @@
-"""Two traces side by side: the first thing that differs, and why it probably does. Numbers and words only, no torch."""
+"""Compare two traces: find the first difference and its likely cause. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -9,89 +9,111 @@ from pathlib import Path
 from typing import NamedTuple
 
 KINDS = ("samples", "threads", "loss", "gradient", "total", "sum", "given", "update")
-"""In the order in which one follows from the other, within a pass."""
+"""Kinds of recorded values within a pass, each after those that it depends on."""
 
-NAMED = {
+DESCRIPTIONS = {
     "samples": "the samples",
     "threads": "the number of threads",
     "loss": "the loss",
     "gradient": "the gradient of {name}",
     "total": "the sum of all losses and weights",
     "sum": "the sum of the gradients of {name}",
-    "given": "what the update was given as the gradient of {name}",
-    "update": "what the update made of {name}",
+    "given": "the gradient of {name} that the update got",
+    "update": "{name} after the update",
 }
 
 
 class Key(NamedTuple):
-    """Where something was noted; sorted as it happens."""
+    """The place of a recorded value. Keys sort in the order of execution.
+
+    Args:
+        step: the step.
+        walk: the pass.
+        kind: an index into `KINDS`.
+        virtual_rank: the virtual rank; -1 for a value of the whole step.
+        number: the micro-batch.
+        order: the position among the values of the same kind and micro-batch.
+        name: the parameter or buffer.
+    """
 
     step: int
-    walk: int  # the pass
-    kind: int  # in KINDS
-    virtual_rank: int  # -1: of the step as a whole
+    walk: int
+    kind: int
+    virtual_rank: int
     number: int
-    order: int  # as the names of one place come
+    order: int
     name: str
 
     def __str__(self) -> str:
-        what = NAMED[KINDS[self.kind]].format(name=self.name)
+        what = DESCRIPTIONS[KINDS[self.kind]].format(name=self.name)
         of_pass = f", pass {self.walk}" if self.walk else ""
         at = f", virtual rank {self.virtual_rank}, micro-batch {self.number}" if self.virtual_rank >= 0 else ""
         return f"{what} in step {self.step}{of_pass}{at}"
 
 
-class VerdictRequest(NamedTuple):
-    """The script asked which process it is, or used a collective."""
+class RankQuery(NamedTuple):
+    """A read of the rank or the number of processes by the script, or a collective of its own.
+
+    Args:
+        what: the attribute or function, as in run.rank.
+        where: file and line.
+        in_rounds: whether it happened while a micro-batch was computed.
+    """
 
     what: str
-    where: str  # file:line
+    where: str
     in_rounds: bool
 
 
 @dataclass(frozen=True)
 class TraceFile:
-    """What all processes of one run have noted."""
+    """The recordings of all processes of one run.
+
+    Attributes:
+        values: hashes and numbers by place; more than one if processes disagree.
+        queries: reads of the rank, and collectives of the script.
+        refetched: micro-batches that were different when they were fetched a second time.
+        operators: operators without a deterministic implementation.
+        epoch: the number of steps of an epoch.
+    """
 
     values: Mapping[Key, frozenset[str]]
-    asked: frozenset[VerdictRequest]
-    remembers: Mapping[Key, str]
-    """Micro-batches that a second fetch gave otherwise."""
+    queries: frozenset[RankQuery]
+    refetched: Mapping[Key, str]
     operators: frozenset[str]
     epoch: int = 0
-    """Steps of one."""
 
 
 def read(folder: Path) -> TraceFile:
-    """The traces rank-N.jsonl of a folder."""
+    """Read the traces rank-N.jsonl of a folder."""
     values: dict[Key, set[str]] = {}
-    asked, operators = set(), set()
-    remembers, epoch = {}, 0
+    queries, operators = set(), set()
+    refetched, epoch = {}, 0
     for path in sorted(folder.glob("rank-*.jsonl")):
         names: dict[tuple[object, ...], int] = {}
         for text in path.read_text(encoding="utf-8").splitlines():
             kind, step, place, name, value = json.loads(text)
             walk, virtual_rank, number = [*place, -1, -1, -1][:3]
             if kind == "asked":
-                asked.add(VerdictRequest(name, value, len(place) == 3))
+                queries.add(RankQuery(name, value, len(place) == 3))
             elif kind == "operator":
                 operators.add(value)
             elif kind == "epoch":
                 epoch = int(value)
             elif kind == "again":
                 if value != "same":
-                    remembers[Key(step, walk, 0, virtual_rank, number, 0, name)] = value
+                    refetched[Key(step, walk, 0, virtual_rank, number, 0, name)] = value
             else:
                 here = (kind, step, *place)
                 order = names[here] = names.get(here, -1) + 1
                 key = Key(step, walk, KINDS.index(kind), virtual_rank, number, order, name)
                 values.setdefault(key, set()).add(value)
     found = {key: frozenset(value) for key, value in values.items()}
-    return TraceFile(found, frozenset(asked), remembers, frozenset(operators), epoch)
+    return TraceFile(found, frozenset(queries), refetched, frozenset(operators), epoch)
 
 
 def first_difference(one: TraceFile, other: TraceFile) -> Key | None:
-    """The first thing that is not the same in both, on every process that noted it; None: nothing."""
+    """Return the first place at which the traces, or processes within one of them, differ; None if there is none."""
     for key in sorted({*one.values, *other.values}):
         a, b = one.values.get(key), other.values.get(key)
         if a != b or (a is not None and len(a) > 1):
@@ -100,109 +122,108 @@ def first_difference(one: TraceFile, other: TraceFile) -> Key | None:
 
 
 class DifferenceCause(NamedTuple):
-    """Why it probably differs: a short name, a sentence, and what to do."""
+    """A likely cause of a difference: a short name, the facts, and what to do."""
 
     name: str
-    said: str
+    facts: str
     do: str
 
 
 def cause_of(first: Key, name: str, one: TraceFile, other: TraceFile, *, hashes: bool = False) -> DifferenceCause:
-    """The likely cause of the first difference between a run on one process and another one.
+    """Return the likely cause of the first difference between a run on one process and another run.
 
-    name    of the other run
-    hashes  does nothing differ where Python's hashes are fixed?
+    Args:
+        first: the first difference.
+        name: the name of the other run.
+        one: the run on one process.
+        other: the other run.
+        hashes: whether nothing differs if PYTHONHASHSEED is fixed.
     """
-    kind, seen, by_chance = KINDS[first.kind], (one, other), name == AGAIN
+    kind, traces, repeated = KINDS[first.kind], (one, other), name == REPEATED
     if kind == "samples":
-        return _of_samples(seen, name, hashes=hashes)
-    collective = _where(seen, lambda a: a.what.startswith("torch.distributed.") and a.what not in ASKING)
-    # at the very first micro-batch there was nothing before it that could have left something behind
+        return _cause_in_data(traces, name, hashes=hashes)
+    collective = _where(traces, lambda q: q.what.startswith("torch.distributed.") and q.what not in RANK_READS)
+    # before the very first micro-batch nothing has happened that could have left state behind
     anywhere = first[:5] == (0, 0, KINDS.index("loss"), 0, 0) or kind in ("given", "update")
-    asking = _where(seen, lambda a: a.what in ASKING and (a.in_rounds or (anywhere and a.what != "run.is_main")))
-    operators = sorted({name for traced in seen for name in traced.operators})
+    reads = _where(traces, lambda q: q.what in RANK_READS and (q.in_rounds or (anywhere and q.what != "run.is_main")))
+    operators = sorted({name for trace in traces for name in trace.operators})
     if kind == "threads":
-        counts = sorted({count for traced in seen for count in traced.values.get(first, ())})
-        said = f"It is {' and '.join(counts)}, and bits depend on it."
-        return DifferenceCause(
-            "threads", said, "leave torch.set_num_threads alone; --set threads=N is the same everywhere."
-        )
-    if operators and by_chance:
-        said = f"An operator without a deterministic kernel: {'; '.join(operators)}."
-        return DifferenceCause("operator", said, "use another operator; two runs of one process differ already.")
-    if by_chance:
-        said = "Randomness that is not keyed: two runs of one process differ already, although their samples do not."
-        do = "draw from torch, numpy or random as they are: no generator seeded by time, no os.urandom, no set's order."
-        return DifferenceCause("unkeyed-loop", said, do)
+        counts = sorted({count for trace in traces for count in trace.values.get(first, ())})
+        facts = f"torch uses {' and '.join(counts)} threads, and bits depend on the number."
+        do = "remove torch.set_num_threads from the script, or use --set threads=N, which applies to all processes."
+        return DifferenceCause("threads", facts, do)
+    if operators and repeated:
+        facts = f"An operator has no deterministic implementation: {'; '.join(operators)}."
+        return DifferenceCause("operator", facts, "use another operator; two runs of one process differ already.")
+    if repeated:
+        facts = "Unseeded randomness in the loop: two runs of one process differ, although their samples are equal."
+        do = "draw from torch, numpy or random without a generator of your own, and avoid os.urandom and sets' order."
+        return DifferenceCause("unkeyed-loop", facts, do)
     if collective:
-        said = f"A collective of the script's own: {collective}. What it sums depends on how many processes there are."
-        return DifferenceCause(
-            "collective", said, "step.add(name, sum, weight) sums exactly; gradients are summed by the step."
-        )
-    if asking:
-        said = f"The script asks which process it is: {asking}, and computes with the answer."
-        return DifferenceCause(
-            "asks-rank", said, "a result must not depend on rank or size; weights and means are the step's."
-        )
+        facts = f"The script calls a collective itself: {collective}. Its result depends on the number of processes."
+        do = "use step.add(name, sum, weight), which sums exactly; the step sums gradients itself."
+        return DifferenceCause("collective", facts, do)
+    if reads:
+        facts = f"The script computes with the rank or the number of processes: {reads}."
+        do = "make results independent of rank and size; the step divides by the total weight."
+        return DifferenceCause("asks-rank", facts, do)
     if kind == "sum":
-        said = "The gradients of all virtual ranks agree, and their sum does not: it is added up in another order."
-        return DifferenceCause("exchange", said, "--set exchange=tree")
+        facts = "The gradients of all virtual ranks agree, but their sum does not: the order of additions differs."
+        return DifferenceCause("exchange", facts, "--set exchange=tree")
     if kind == "gradient":
-        said = "The losses agree, and the backward pass differs: a hook or an autograd function with state of its own."
-        return DifferenceCause("backward", said, "let backward depend on its inputs only.")
+        facts = "The losses agree, but the backward pass does not: a hook or an autograd function keeps state."
+        return DifferenceCause("backward", facts, "make backward depend on its inputs only.")
     if kind in ("given", "update"):
-        said = (
-            "The sum agrees, and the script makes something else of it: an optimizer, a schedule or a change of p.grad "
-            "that depends on the process, or on what earlier rounds left behind."
+        facts = (
+            "The summed gradients agree, but the update does not: an optimizer, a schedule or a change of p.grad "
+            "depends on the process, or on state that earlier micro-batches changed."
         )
-        return DifferenceCause("own-update", said, "let it depend on p.grad, step.number and the settings only.")
-    said = (
-        "State outside the model: something that the rounds change (a counter, a running mean, a list, a generator of "
-        "the script's own) goes from one micro-batch to the next, and each process has only its own micro-batches."
+        return DifferenceCause("own-update", facts, "make it depend on p.grad, step.number and the settings only.")
+    facts = (
+        "State outside the model: micro-batches change something (a counter, a running mean, a list, a generator of "
+        "the script), and each process sees only its own micro-batches."
     )
-    do = "keep it in step.add and step.mean, in a buffer of the model, or change it between two steps, and track it."
-    return DifferenceCause("state", said, do)
+    do = "keep it in step.add and step.mean, or in a buffer of the model, or change it between steps and track it."
+    return DifferenceCause("state", facts, do)
 
 
-AGAIN = "1 process, again"
-WORKER = "1 process, the loader otherwise"
-ASKING = ("run.rank", "run.size", "run.is_main", "torch.distributed.get_rank", "torch.distributed.get_world_size")
+REPEATED = "1 process, again"
+OTHER_LOADER = "1 process, other loader workers"
+RANK_READS = ("run.rank", "run.size", "run.is_main", "torch.distributed.get_rank", "torch.distributed.get_world_size")
 
 
-def _of_samples(seen: Sequence[TraceFile], name: str, *, hashes: bool) -> DifferenceCause:
+def _cause_in_data(traces: Sequence[TraceFile], name: str, *, hashes: bool) -> DifferenceCause:
+    """Return the likely cause if samples differ."""
     if hashes:
-        said = (
-            "The order of a set: Python's hash of a text differs from process to process, and the data depends on it."
+        facts = (
+            "The data depends on the order of a set of strings, and Python's string hashes differ between processes."
         )
-        return DifferenceCause("set-order", said, "sort it: sorted(set(words)).")
-    if name == AGAIN:
-        said = "Randomness that is not keyed, in the data: two runs of one process see other samples."
-        do = "draw from torch, numpy or random as they are: no generator seeded by time, no os.urandom."
-        return DifferenceCause("unkeyed-data", said, do)
-    if name == WORKER:
-        said = (
-            "The data set depends on the worker that reads it: on its number or its process; or the script changes the "
-            "set between steps, which workers, who have copies of it, never see."
+        return DifferenceCause("set-order", facts, "sort it: sorted(set(words)).")
+    if name == REPEATED:
+        facts = "Unseeded randomness in the data: two runs of one process see different samples."
+        do = "draw from torch, numpy or random without a generator of your own, and avoid os.urandom."
+        return DifferenceCause("unkeyed-data", facts, do)
+    if name == OTHER_LOADER:
+        facts = (
+            "The data set depends on the loader worker that reads it; or the script changes it between steps, and "
+            "workers, which have copies of it, do not see the change."
         )
-        do = "do not ask torch.utils.data.get_worker_info in it, and leave it as run.steps was given it."
-        return DifferenceCause("data-worker", said, do)
-    if any(traced.remembers for traced in seen):
-        said = (
-            "State in the data set: asked for the same samples twice, it gives others, so it depends on what it gave "
-            "before (a generator of its own, a counter, a cache that is changed)."
+        do = "remove torch.utils.data.get_worker_info from it, and do not change it after run.steps."
+        return DifferenceCause("data-worker", facts, do)
+    if any(trace.refetched for trace in traces):
+        facts = (
+            "The data set keeps state: it returns other samples for the same indices when it is read a second time "
+            "(a generator of its own, a counter, a cache that is changed)."
         )
-        return DifferenceCause(
-            "data-state", said, "draw from torch, numpy or random as they are, which are seeded for each batch."
-        )
-    asking = _where(seen, lambda asked: asked.what in ASKING)
-    where = f" ({asking})" if asking else ""
-    said = f"The data set depends on the process{where}: the same samples are others elsewhere."
-    return DifferenceCause(
-        "data-process", said, "pass the whole set everywhere; each process gets its part by sample number."
-    )
+        do = "draw from torch, numpy or random without a generator of your own; they are seeded for each micro-batch."
+        return DifferenceCause("data-state", facts, do)
+    reads = _where(traces, lambda query: query.what in RANK_READS)
+    facts = f"The data set depends on the process{f' ({reads})' if reads else ''}: samples differ between processes."
+    do = "pass the whole data set on every process; each process reads its part by sample number."
+    return DifferenceCause("data-process", facts, do)
 
 
-def _where(seen: Sequence[TraceFile], wanted: Callable[[VerdictRequest], bool]) -> str:
-    """The first few places where the script asked for something."""
-    found = sorted({(asked.what, asked.where) for traced in seen for asked in traced.asked if wanted(asked)})
+def _where(traces: Sequence[TraceFile], wanted: Callable[[RankQuery], bool]) -> str:
+    """Return the first few places of such queries."""
+    found = sorted({(query.what, query.where) for trace in traces for query in trace.queries if wanted(query)})
     return ", ".join(f"{what} at {where}" for what, where in found[:3])

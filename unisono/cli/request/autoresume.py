@@ -1,9 +1,9 @@
-"""All of this has begun again, and nobody is there who types --resume: what does it go on from?
+"""Resume a run that a job manager has restarted with the same command.
 
-A manager that counts its starts (torchrun, Slurm) is known by that. Any other one (Kubernetes, systemd, a loop of the
-shell) types the same line each time, and says --autoresume in it. With --run-dir the answer is that folder. Without,
-Slurm's job has a number that stays when it is put back into the queue, and every run writes down which job it is of,
-and what was asked for: a job may have several runs.
+torchrun and Slurm count restarts, which shows that a run has been restarted. Other managers (Kubernetes, systemd, a
+shell loop) repeat the same command each time; it contains --autoresume. With --run-dir, that directory is resumed.
+Without, Slurm keeps the job id when a job is requeued. Every run records its job id and its request, because a job may
+have several runs.
 """
 
 from __future__ import annotations
@@ -21,35 +21,39 @@ from unisono.errors import SettingsError
 
 
 def resumed_request(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
-    """The request, going on with what there is of it. A run that never came so far begins.
+    """Return the request, with --resume if there is a run to resume.
 
-    restarts   how often a manager has started it again, as far as it counts
-    line       what was typed, for the message
+    Args:
+        request: the flags of the run.
+        stem: the name of the recipe or script.
+        line: the typed command, for messages.
+        restarts: the number of restarts that the job manager has counted.
 
-    Raises SettingsError for --autoresume without a folder.
+    Raises:
+        SettingsError: for --autoresume without --run-dir.
     """
     path = request.run_dir
     if request.autoresume and path is None:
-        true = "A run's own folder has the time of its start in its name, so the next start would not find it."
-        raise SettingsError("--autoresume", true, str(line.flag("--run-dir", f"runs/{stem}")))
+        facts = "The default run directory has the time of its start in its name, so a restart would not find it."
+        raise SettingsError("--autoresume needs --run-dir.", facts, str(line.flag("--run-dir", f"runs/{stem}")))
     plain = replace(request, autoresume=False)
     if request.resume or not (request.autoresume or restarts):
         return plain
     if path is None:
         path = newest_run(stem) if environment.job() is None else _of_this_job(plain, stem)
     if path is None or not path.is_dir():
-        return replace(plain, accept_change=()) if request.autoresume else plain  # a change of nothing yet
+        return replace(plain, accept_change=()) if request.autoresume else plain  # there is no run yet to differ from
     return replace(plain, run_dir=path, resume=True)
 
 
 def job_mark(request: RunRequest) -> dict[str, str | None]:
-    """What a run writes down of its job."""
+    """Return the job id and the request, as a run records them."""
     plain = replace(request, run_dir=None, resume=False, autoresume=False, accept_change=(), json=False)
     return {"job": environment.job(), "asked": str(plain.line())}
 
 
 def _of_this_job(request: RunRequest, stem: str) -> Path | None:
-    """The newest run that this job has begun with the same request."""
+    """Return the newest run that this job started with the same request."""
     sought, found = job_mark(request), list[Path]()
     for path in RUNS.glob(f"{stem}-*"):
         with suppress(OSError, ValueError):

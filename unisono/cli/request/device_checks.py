@@ -1,4 +1,4 @@
-"""What a request needs of this machine beside processes: devices, a compiler. torch is loaded where it must be."""
+"""Check that this machine has the devices and the compiler that a request needs. torch is loaded only if necessary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.errors import Problem
 
 
 def problems_where_mixed(settings: Any, line: CommandLine) -> list[Problem]:
-    """What cannot be on accelerators and the CPU at once, if this machine has both."""
+    """Return what does not work on accelerators and the CPU together, if this machine has both."""
     problems = problems_on_mixed_devices(flatten(settings), line)
     if problems:
         import torch
@@ -20,10 +20,10 @@ def problems_where_mixed(settings: Any, line: CommandLine) -> list[Problem]:
 
 
 def problems_here(settings: Any, processes: int, line: CommandLine) -> list[Problem]:
-    """What this machine lacks for these settings, which are well by themselves, and so many processes."""
+    """Return what this machine lacks for valid settings and this number of processes."""
     parallel = settings.parallel
     if parallel.model_parallel_devices == parallel.data_parallel_devices == 1 and not parallel.compile:
         return []
-    from unisono.parallel.one_process.devices import device_problems  # a second
+    from unisono.parallel.one_process.devices import device_problems  # here, because it takes a second
 
     return device_problems(parallel, processes, line)

@@ -1,4 +1,4 @@
-"""Flags of other launchers (torchrun, accelerate, mpirun, deepspeed, lightning), and what each of them is here."""
+"""Flags of torchrun, accelerate, mpirun, deepspeed and lightning, and what to type here instead."""
 
 from __future__ import annotations
 
@@ -9,44 +9,39 @@ from typing import NamedTuple
 
 from unisono.environment import World
 
-NODES, HOSTS, FILE, ADDRESS, PORT, NODE = "nodes", "hosts", "file", "address", "port", "node"
-COUNT, DEVICES, LOCAL_RANK = "count", "devices", "local_rank"
-BACKEND, RESTARTS, ONE_HOST = "backend", "restarts", "one_host"
-
-KINDS = {
-    **dict.fromkeys(["nnodes", "num-nodes", "nodes", "num-machines", "machines"], NODES),
-    **dict.fromkeys(["hosts", "host", "H", "host-list"], HOSTS),
-    **dict.fromkeys(["hostfile", "host-file", "hosts-file", "machinefile"], FILE),
-    **dict.fromkeys(["master-addr", "main-process-ip", "rdzv-endpoint", "dist-url", "init-method"], ADDRESS),
-    **dict.fromkeys(["master-port", "main-process-port"], PORT),
-    **dict.fromkeys(["node-rank", "machine-rank"], NODE),
-    **dict.fromkeys(["nproc-per-node", "nproc", "num-processes", "np", "devices", "gpus", "num-gpus"], COUNT),
-    **dict.fromkeys(["gpus-per-node", "ntasks", "world-size"], COUNT),
-    **dict.fromkeys(["gpu-ids", "device-ids", "gpu"], DEVICES),
-    "local-rank": LOCAL_RANK,
-    **dict.fromkeys(["backend", "dist-backend", "rdzv-backend", "rdzv-id", "rdzv-conf"], BACKEND),
-    "max-restarts": RESTARTS,
-    **dict.fromkeys(["standalone", "use-env", "multi-gpu"], ONE_HOST),
+FLAGS = {
+    "nodes": "nnodes num-nodes nodes num-machines machines",
+    "hosts": "hosts host H host-list",
+    "host file": "hostfile host-file hosts-file machinefile",
+    "address": "master-addr main-process-ip rdzv-endpoint dist-url init-method",
+    "port": "master-port main-process-port",
+    "node rank": "node-rank machine-rank",
+    "processes": "nproc-per-node nproc num-processes np devices gpus num-gpus gpus-per-node ntasks world-size",
+    "devices": "gpu-ids device-ids gpu",
+    "local rank": "local-rank",
+    "back end": "backend dist-backend rdzv-backend rdzv-id rdzv-conf",
+    "restarts": "max-restarts",
+    "one host": "standalone use-env multi-gpu",
 }
-"""What a flag says, by its name without dashes."""
+"""Names of flags, without dashes, by their meaning."""
 
-SEVERAL_HOSTS = (NODES, HOSTS, FILE, ADDRESS, NODE)
-HERE = re.compile(r"1|(\w+://)?(localhost|127(\.\d+){3})(:.*)?")
-"""Values of these flags that name this host, or one host."""
+MEANINGS = {name: meaning for meaning, names in FLAGS.items() for name in names.split()}
+SWITCHES = FLAGS["one host"].split()
+SEVERAL_HOSTS = ("nodes", "hosts", "host file", "address", "node rank")
+THIS_HOST = re.compile(r"1|(\w+://)?(localhost|127(\.\d+){3})(:.*)?")
+"""Values of these flags that stand for this host, or for one host."""
 
-SWITCHES = ("standalone", "use-env", "multi-gpu")
-"""Flags without a value."""
-
-PORT_OF_TORCHRUN = "29500"
+TORCHRUN_PORT = "29500"
 
 
-class LauncherFlag(NamedTuple):
+class ForeignFlags(NamedTuple):
     """Flags of other launchers on a command line.
 
-    flags   as they were typed, by kind
-    values  of these flags, by kind; "" where there was none
-    rest    the command line without them
-    place   where the first of them was, in `rest`
+    Args:
+        flags: the flags as they were typed, by meaning.
+        values: their values, by meaning; "" for a flag without one.
+        rest: the command line without them.
+        place: the index in `rest` where the first of them was.
     """
 
     flags: dict[str, str]
@@ -55,75 +50,72 @@ class LauncherFlag(NamedTuple):
     place: int
 
 
-def given(words: Sequence[str], known: Iterable[str]) -> LauncherFlag:
-    """Find the flags of other launchers among these words, except those whose name is `known` here."""
+class Answer(NamedTuple):
+    """The facts about a flag, and the command to type instead."""
+
+    flag: str
+    facts: str
+    do: str
+
+
+def find(words: Sequence[str], known: Iterable[str]) -> ForeignFlags:
+    """Find the flags of other launchers among these words, except those with a name in `known`."""
     flags, values, rest, place = dict[str, str](), dict[str, str](), list[str](), -1
     left, own = list(words), set(known)
     while left:
         word = left.pop(0)
         typed, equals, value = word.partition("=")
         name = typed.lstrip("-").replace("_", "-")
-        dashes = typed.startswith("--") or typed in ("-np", "-H")
-        kind = KINDS.get(name) if dashes and name not in own else None
-        if kind is None:
+        meaning = MEANINGS.get(name) if typed.startswith("--") or typed in ("-np", "-H") else None
+        if meaning is None or name in own:
             rest.append(word)
             continue
         if not equals and name not in SWITCHES and left and not left[0].startswith("-"):
             value = left.pop(0)
-        if kind == PORT or (kind in SEVERAL_HOSTS and kind != NODE and HERE.fullmatch(value)):
-            values.setdefault(kind, value)
-            kind = ONE_HOST
+        if meaning == "port" or (meaning in SEVERAL_HOSTS and meaning != "node rank" and THIS_HOST.fullmatch(value)):
+            values.setdefault(meaning, value)
+            meaning = "one host"
         place = len(rest) if place < 0 else place
-        flags.setdefault(kind, typed)
-        values.setdefault(kind, value)
-    return LauncherFlag(flags, values, rest, max(place, 0))
+        flags.setdefault(meaning, typed)
+        values.setdefault(meaning, value)
+    return ForeignFlags(flags, values, rest, max(place, 0))
 
 
 def without_local_rank(words: Sequence[str], world: World) -> list[str]:
-    """A script's command line without the --local_rank=N that torch.distributed.launch and deepspeed pass, if it is the
-    local rank of `world`. These launchers set the variables of torchrun as well."""
+    """Return a script's arguments without the --local_rank=N of torch.distributed.launch and deepspeed.
+
+    These launchers set torchrun's environment variables, too, so the flag is redundant if it is the rank in `world`.
+    """
     own = list(words).index("--") if "--" in words else len(words)
     passed = {f"--local{dash}rank={world.local_rank}" for dash in "-_"} if world.launcher == "torchrun" else set[str]()
     return [word for place, word in enumerate(words) if place >= own or word not in passed]
 
 
-def spread(found: LauncherFlag, ranks: str) -> tuple[str, ...]:
-    """The words of torchrun that start `ranks` processes ("": the count that was given, or 2) on each host."""
-    values = found.values
-    hosts = [host.rpartition("@")[2].partition(":")[0] for host in re.split("[,@]", values.get(HOSTS, "")) if host]
-    nodes = values.get(NODES) or (str(len(hosts)) if hosts else "2")
-    address = re.sub(r"^\w+://", "", values.get(ADDRESS, "")) or (hosts[0] if hosts else "HOST")
-    if ":" not in address:
-        address += f":{values.get(PORT) or PORT_OF_TORCHRUN}"
-    each = ranks or values.get(COUNT) or "2"
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", address)
-    return ("torchrun", "--nnodes", nodes, "--nproc-per-node", each, *rendezvous)
+def answer(found: ForeignFlags, command: tuple[str, ...], *, starts: bool) -> Answer | None:
+    """Return what to type instead of these flags; None if there are none.
 
-
-def answer(found: LauncherFlag, command: tuple[str, ...], *, starts: bool) -> tuple[str, str] | None:
-    """What is true of these flags, and what to type; None: there are none.
-
-    command  what was typed first: unisono, or python and a script
-    starts   does this verb take --ranks? (python and a script: `unisono run` does)
+    Args:
+        found: the flags.
+        command: the first words: unisono, or python and a script.
+        starts: whether the verb takes --ranks. For python and a script, `unisono run` does.
     """
     rest, ranks = _without_ranks(found.rest) if starts else (found.rest, "")
-    if any(kind in found.flags for kind in SEVERAL_HOSTS):
-        return _several_hosts(found, command, rest, ranks, starts=starts)
-    without = f"{shlex.join([*command, *found.rest])} (without it)"
-    if {COUNT, DEVICES, LOCAL_RANK} & set(found.flags):
-        return _one_host(found, command, rest, ranks) if starts else None
-    if BACKEND in found.flags:
-        true = f"{found.flags[BACKEND]} is not needed: the device decides (NCCL for NVIDIA's, gloo for the CPU)."
-        return true, without
-    if RESTARTS in found.flags:
-        return "A process that dies is replaced; where it cannot be, the run begins again by itself.", without
-    if ONE_HOST in found.flags:
-        return f"{found.flags[ONE_HOST]} is not needed: all processes are started on this host.", without
+    if any(meaning in found.flags for meaning in SEVERAL_HOSTS):
+        return _on_several_hosts(found, [*command, *rest], ranks, starts=starts)
+    if starts and {"processes", "devices", "local rank"} & set(found.flags):
+        return _on_this_host(found, command, rest, ranks)
+    for meaning, facts in (
+        ("back end", "The device decides the back end: NCCL for NVIDIA GPUs, gloo for the CPU."),
+        ("restarts", "A process that dies is replaced, and if it cannot be, the run restarts by itself."),
+        ("one host", "All processes are started on this host."),
+    ):
+        if meaning in found.flags:
+            return Answer(found.flags[meaning], facts, f"{shlex.join([*command, *found.rest])} (without it)")
     return None
 
 
 def _without_ranks(words: Sequence[str]) -> tuple[list[str], str]:
-    """These words without --ranks, and its value ("": it is not there)."""
+    """Return these words without --ranks, and its value; "" if it is not there."""
     kept, ranks, left = list[str](), "", list(words)
     while left:
         word = left.pop(0)
@@ -135,38 +127,47 @@ def _without_ranks(words: Sequence[str]) -> tuple[list[str], str]:
     return kept, ranks
 
 
-def _several_hosts(
-    found: LauncherFlag, command: tuple[str, ...], rest: list[str], ranks: str, *, starts: bool
-) -> tuple[str, str]:
-    line, ours = [*command, *rest], command[0] == "unisono"
-    flag = next(found.flags[kind] for kind in SEVERAL_HOSTS if kind in found.flags)
+def _on_several_hosts(found: ForeignFlags, line: list[str], ranks: str, *, starts: bool) -> Answer:
+    """Return torchrun's and srun's commands for the same job."""
+    flag = next(found.flags[meaning] for meaning in SEVERAL_HOSTS if meaning in found.flags)
+    verb, ours = " ".join(line[:2]), line[0] == "unisono"
     if not starts:
-        return f"{' '.join(line[:2])} uses this host only, without {flag}.", f"{shlex.join(line)} (without it)"
-    starter = f"{' '.join(line[:2])} starts processes on this host only" if ours else "python starts one process"
-    words = spread(found, ranks)
-    do = f"{shlex.join([*words, *(['--no-python', *line] if ours else line[1:])])} on each host; under Slurm: "
-    nodes, each = words[2], words[4]
+        return Answer(flag, f"{verb} uses this host only.", f"{shlex.join(line)} (without it)")
+    values = found.values
+    hosts = [host.rpartition("@")[2].partition(":")[0] for host in re.split("[,@]", values.get("hosts", "")) if host]
+    nodes = values.get("nodes") or (str(len(hosts)) if hosts else "2")
+    each = ranks or values.get("processes") or "2"
+    address = re.sub(r"^\w+://", "", values.get("address", "")) or (hosts[0] if hosts else "HOST")
+    address += "" if ":" in address else f":{values.get('port') or TORCHRUN_PORT}"
+    torchrun = ["torchrun", "--nnodes", nodes, "--nproc-per-node", each]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
+    torchrun += ["--no-python", *line] if ours else line[1:]
     tasks = str(int(nodes) * int(each)) if nodes.isdecimal() and each.isdecimal() else "4"
-    true = f"{starter}; {flag} is for torchrun or srun, which start processes on several."
-    return true, do + shlex.join(["srun", "-N", nodes, "-n", tasks, *line])
+    srun = ["srun", "-N", nodes, "-n", tasks, *line]
+    starter = f"{verb} starts processes on this host only" if ours else "python starts one process"
+    facts = f"{starter}; torchrun and srun start them on several hosts."
+    return Answer(flag, facts, f"{shlex.join(torchrun)} on each host; under Slurm: {shlex.join(srun)}")
 
 
-def _one_host(found: LauncherFlag, command: tuple[str, ...], rest: list[str], ranks: str) -> tuple[str, str]:
-    flags, values, ours = found.flags, found.values, command[0] == "unisono"
-    count = values.get(COUNT, "")
-    listed = values.get(DEVICES, "") or (count if re.fullmatch(r"\d+(,\d+)+", count) else "")
+def _on_this_host(found: ForeignFlags, command: tuple[str, ...], rest: list[str], ranks: str) -> Answer:
+    """Return the command that starts as many processes here."""
+    flags, count, ours = found.flags, found.values.get("processes", ""), command[0] == "unisono"
+    listed = found.values.get("devices", "") or (count if re.fullmatch(r"\d+(,\d+)+", count) else "")
     devices = [number for number in listed.split(",") if number.isdecimal()]
     number = ranks or (str(len(devices)) if devices else count if count.isdecimal() else "2")
     if ours:
-        at = min(found.place, len(rest))
-        line = [*command, *rest[:at], "--ranks", number, *rest[at:]]
+        place = min(found.place, len(rest))
+        line = [*command, *rest[:place], "--ranks", number, *rest[place:]]
     else:
         line = ["unisono", "run", *command[1:], "--ranks", number, *rest]
     if devices:
-        true = f"{flags.get(DEVICES) or flags[COUNT]} {listed} names devices: here CUDA_VISIBLE_DEVICES does."
-        return true, shlex.join(["env", f"CUDA_VISIBLE_DEVICES={','.join(devices)}", *line])
-    if COUNT in flags and ours:
-        return f"What {flags[COUNT]} is elsewhere is --ranks here.", shlex.join(line)
-    if LOCAL_RANK in flags:
-        return f"{flags[LOCAL_RANK]} is what a launcher passes to each process that it starts.", shlex.join(line)
-    return "python starts one process; unisono run starts several.", shlex.join(line)
+        line = ["env", f"CUDA_VISIBLE_DEVICES={','.join(devices)}", *line]
+        flag = flags.get("devices") or flags["processes"]
+        return Answer(flag, "Devices are selected with CUDA_VISIBLE_DEVICES.", shlex.join(line))
+    flag = flags.get("processes") or flags.get("local rank") or flags["devices"]
+    facts = "python starts one process; unisono run starts several."
+    if "processes" in flags and ours:
+        facts = "--ranks is the number of processes."
+    elif "local rank" in flags:
+        facts = "Launchers pass it to each process that they start."
+    return Answer(flag, facts, shlex.join(line))

@@ -1,4 +1,4 @@
-"""Scripts for other libraries: DistributedDataParallel, Accelerate, Fabric; and the page that converts each."""
+"""Recognize scripts for DistributedDataParallel, Accelerate, Fabric and others, and the pages that convert them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ PAGES = {
     "deepspeed": ("DeepSpeed", "docs/start/from-ddp.md"),
     "horovod": ("Horovod", "docs/start/from-ddp.md"),
 }
-"""Libraries by the name that a script imports, and the page for it."""
+"""Libraries and their pages, by the name that a script imports."""
 
-TORCHS = {
-    "DistributedDataParallel": "DistributedDataParallel",
-    "FullyShardedDataParallel": "FullyShardedDataParallel",
-    "fully_shard": "fully_shard",
-    "DistributedSampler": "DistributedSampler",
-    "init_process_group": "init_process_group",
-}
-"""Names of torch's that stand in a script which distributes its training by itself."""
+TORCH_NAMES = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "fully_shard",
+    "DistributedSampler",
+    "init_process_group",
+)
+"""Names of torch in scripts that distribute their training themselves."""
 
 NOT_SET = "environment variable RANK expected, but not set"
-"""What torch's init_process_group says where no launcher of torch's has set its variables."""
+"""Part of the error of torch's init_process_group without the environment variables of torchrun."""
 
 
 def foreign(script: Path) -> tuple[str, str] | None:
-    """The library that this script is written for, and the page that converts it; None: it imports unisono, it is not
-    understood, or it is for none of those known here. The script is read and not run."""
+    """Return the library that a script is written for, and the page that converts it, without running it.
+
+    Returns:
+        None if the script imports unisono, is not valid Python, or is for no known library.
+    """
     try:
         tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
     except (OSError, ValueError, SyntaxError):  # its own process reports that
@@ -52,42 +55,43 @@ def foreign(script: Path) -> tuple[str, str] | None:
     words = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     words |= {node.id for node in nodes if isinstance(node, ast.Name)}
     words |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return next(((f"torch's {known}", "docs/start/from-ddp.md") for known in TORCHS if known in words), None)
+    return next(((f"torch's {known}", "docs/start/from-ddp.md") for known in TORCH_NAMES if known in words), None)
 
 
 def _uses_unisono(folder: Path, module: str) -> bool:
-    """Is this a module beside the script, and does its text name unisono?"""
+    """Return whether this is a module in the script's folder that mentions unisono."""
     files = [folder / f"{module}.py", *sorted((folder / module).glob("*.py"))] if module else []
     return any("unisono" in file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file())
 
 
 def pointer(script: Path, line: CommandLine) -> Problem | None:
-    """What to say of a script for another library that was started as one of ours; None: nothing is known."""
+    """Return the message for a script that is written for another library; None if it is not."""
     found = foreign(script)
     if found is None:
         return None
     library, page = found
-    true = f"{script.name} uses {library}, and ended without calling unisono.main, where the processes of a run join."
-    do = f"{page} converts such a script line by line; unisono copy text writes one to start from."
-    return Problem(str(line), true, do)
+    facts = f"It uses {library}. Processes of a run join in unisono.main."
+    do = f"{page} converts such a script line by line; unisono copy text writes an example."
+    return Problem(f"{script.name} ended without calling unisono.main.", facts, do)
 
 
 def hint(script: Path, line: CommandLine, outcome: RunOutcome) -> Problem | None:
-    """What to say beside a failure of the script that comes from how it distributes its training; None: nothing."""
+    """Return advice for a script that failed because it distributes its training itself; None if that is not so."""
     record = outcome.failure.record if outcome.failure is not None else None
-    if (told := pointer(script, line)) is not None:
-        return told
+    if (problem := pointer(script, line)) is not None:
+        return problem
     if record is None or NOT_SET not in record.message:
         return None
-    true = f"{script.name} calls init_process_group. unisono.main joins the processes of a run, with any launcher."
-    return Problem(str(line), true, "remove init_process_group and destroy_process_group (docs/start/from-ddp.md).")
+    error = f"{script.name} calls init_process_group."
+    facts = "unisono.main joins the processes of a run, with any launcher."
+    return Problem(error, facts, "remove init_process_group and destroy_process_group (docs/start/from-ddp.md).")
 
 
 def never_joined(script: Path, ranks: int, line: CommandLine) -> SettingsError:
-    """Several processes were started, and each ran the script by itself."""
-    if (told := pointer(script, line)) is not None:
-        return SettingsError(*told)
-    true = f"It ran {ranks} times, each time alone: it never called unisono.main, where processes join."
+    """Return the error for a script that several processes ran independently of each other."""
+    if (problem := pointer(script, line)) is not None:
+        return SettingsError(*problem)
+    facts = f"{ranks} processes ran it independently of each other. Processes of a run join in unisono.main."
     alone = shlex.join(["python", str(script)])
-    do = f"unisono copy text my_{script.stem}.py (a script that calls it, to start from), or, as one process: {alone}"
-    return SettingsError(str(line), true, do)
+    do = f"unisono copy text my_{script.stem}.py (an example that calls it), or, as one process: {alone}"
+    return SettingsError(f"{script.name} ended without calling unisono.main.", facts, do)

@@ -36,7 +36,7 @@ class RankRange(NamedTuple):
 
     least    processes that must be left for the others to continue after a death
     usual    processes that are started
-    elastic  were both numbers given (--ranks MIN:MAX)?
+    elastic  whether both numbers were given (--ranks MIN:MAX)
     on_cpu   ranks from the first number up to, not including, the second compute on the CPU
     """
 
@@ -59,7 +59,7 @@ def run_with_restarts(
 ) -> RunOutcome:
     """Run the script, and restart all processes whenever one has died and the others could not continue.
 
-    screen, columns, say  as for `launch.local.run`
+    screen, columns, say  as for `local_launch.run`
     """
     emergency_dump.clear(run_dir)
     reached, failures = _saved(run_dir), 0
@@ -79,16 +79,20 @@ def run_with_restarts(
         )
         if outcome.stopped or not _died(outcome):
             return outcome
-        saved, behind = _saved(run_dir), emergency_dump.dumped_steps(run_dir)
-        now = max(saved, behind)
+        saved, dumped = _saved(run_dir), emergency_dump.dumped_steps(run_dir)
+        now = max(saved, dumped)
         failures, reached = (1 if now > reached else failures + 1), now
         if failures > RESTARTS:
-            print(f"Given up: it died {failures} times without getting further.", file=sys.stderr, flush=True)
+            print(
+                f"Stopped restarting: the run died {failures} times without a new checkpoint.",
+                file=sys.stderr,
+                flush=True,
+            )
             return outcome
-        where = f"its checkpoint after step {saved}" if saved else "its beginning, since nothing was saved yet"
-        if behind > saved:
-            where = f"what processes have left behind after step {behind}, or {where}"
-        print(f"Starting again from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
+        where = f"the checkpoint after step {saved}" if saved else "the beginning, because nothing was saved yet"
+        if dumped > saved:
+            where = f"the emergency dump after step {dumped}, or {where}"
+        print(f"Restarting from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
         request = replace(request, resume=True)
 
 

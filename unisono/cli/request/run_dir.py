@@ -1,4 +1,4 @@
-"""Where a run keeps what it leaves: which folder, and may it be used?"""
+"""The run directory: choose it, check that it can be used, and lock it."""
 
 from __future__ import annotations
 
@@ -20,57 +20,62 @@ from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
 RUNS = Path("runs")
-"""Under the folder one is in."""
+"""The folder for run directories, in the working directory."""
 FOLDERS = ("log", "timeline", "checkpoints")
 FILES = ("settings.toml", "environment.json", "result.json")
-"""What a run leaves in its directory."""
-APART = "checkpoint.dir=none"
-"""Set where a script is tried, or a run's is run again: what these save is not to lie among a run's own checkpoints,
-where keeping a few of them would remove others."""
+"""Folders and files in a run directory."""
+CHECKPOINTS_IN_RUN_DIR = "checkpoint.dir=none"
+"""A setting for trials and repeated runs. Otherwise they would save among the checkpoints of the script's own runs, and
+`checkpoint.keep` would remove those."""
 LOCK = ".lock"
-"""Whoever writes to the directory has a lock on this file; it says who that is."""
+"""The process that writes to the directory holds a lock on this file, which contains its process id and host."""
 
 
-def choose_run_dir(stem: str, asked: Path | None, *, resume: bool, line: CommandLine) -> Path:
-    """The run directory, there and writable. Raises SettingsError.
+def choose_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: CommandLine) -> Path:
+    """Return the run directory, and create it if necessary.
 
-    stem   what is run, as in `text`
-    asked  what --run-dir says; None: runs/<stem>-<time>, or with `resume` the newest of these
-    line   what was typed, for the messages
+    Args:
+        stem: the name of the recipe or script, as in `text`.
+        run_dir: the value of --run-dir; None for runs/<stem>-<time>, or with `resume` for the newest of these.
+        resume: whether a run is resumed.
+        line: the typed command, for messages.
+
+    Raises:
+        SettingsError: if the directory cannot be used.
     """
-    problems = problems_of_run_dir(stem, asked, resume=resume, line=line)
+    problems = problems_of_run_dir(stem, run_dir, resume=resume, line=line)
     if problems:
         raise SettingsError.of(problems)
-    if asked is None and resume:
-        asked = newest_run(stem)
-        assert asked is not None  # or it had been a problem
+    if run_dir is None and resume:
+        run_dir = newest_run(stem)
+        assert run_dir is not None  # otherwise there was a problem
     try:
-        if asked is not None:
-            asked.mkdir(parents=True, exist_ok=True)
-            return asked
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            return run_dir
         return _new_folder(stem)
     except OSError as error:
-        path = asked or RUNS
+        path = run_dir or RUNS
         raise SettingsError.of([not_writable(path, error.strerror or str(error), line)]) from None
 
 
-def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: CommandLine) -> list[Problem]:
-    """What is wrong with this choice; looks, and makes nothing."""
-    path = newest_run(stem) if asked is None and resume else asked
+def problems_of_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: CommandLine) -> list[Problem]:
+    """Return what is wrong with a run directory, without creating anything; see `choose_run_dir`."""
+    path = newest_run(stem) if run_dir is None and resume else run_dir
     if path is None and resume:
-        do = _from_the_start(line)
-        return [Problem("--resume", f"There is no run {stem}-* in {RUNS.resolve()}.", do)]
+        facts = f"There is no run {stem}-* in {RUNS.resolve()}."
+        return [Problem("Nothing to resume.", facts, _from_the_start(line))]
     if path is None:
         return _problems_of_writing(RUNS, line)
     if path.exists() and not path.is_dir():
-        return [Problem(f"--run-dir {path}", "It is a file.", str(line.flag("--run-dir", f"{path}-run")))]
+        do = str(line.flag("--run-dir", f"{path}-run"))
+        return [Problem(f"{path} is a file.", "--run-dir takes a folder.", do)]
     if resume and not path.exists():
-        do = _from_the_start(line)
-        return [Problem(f"--resume --run-dir {path}", "There is no such folder.", do)]
-    held = "" if resume else _held_by(path)
-    if held:
+        return [Problem("Nothing to resume.", f"There is no folder {path}.", _from_the_start(line))]
+    content = "" if resume else _run_in(path)
+    if content:
         do = f"{line.flag('--resume')}, or: {line.flag('--run-dir', f'{path}-2')}"
-        return [Problem(f"--run-dir {path}", f"It holds a run already: {held}.", do)]
+        return [Problem(f"{path} already contains a run.", f"It has {content}.", do)]
     busy = _holder(path)
     if busy is not None:
         return [_busy(path, busy, line)]
@@ -78,12 +83,12 @@ def problems_of_run_dir(stem: str, asked: Path | None, *, resume: bool, line: Co
 
 
 def _from_the_start(line: CommandLine) -> str:
-    anew = line.without("--resume").without("--accept-change")
-    return f"{anew} (from the start), or: {line.flag('--run-dir', 'DIR')}"
+    start = line.without("--resume").without("--accept-change")
+    return f"{start} (from the start), or: {line.flag('--run-dir', 'DIR')}"
 
 
 def newest_run(stem: str) -> Path | None:
-    """The newest runs/<stem>-<time> with a checkpoint; if none has one, the newest of all (by name)."""
+    """Return the newest runs/<stem>-<time> with a checkpoint; if none has one, the newest of all, by name."""
     pattern = re.compile(rf"{re.escape(stem)}-(\d{{8}}-\d{{6}})(?:-(\d+))?")
     found = []
     for path in RUNS.glob("*"):
@@ -93,38 +98,38 @@ def newest_run(stem: str) -> Path | None:
     return max(found)[-1] if found else None
 
 
-def _held_by(path: Path) -> str:
-    """What a folder has of an earlier run, in words; "" where it has nothing."""
+def _run_in(path: Path) -> str:
+    """Return what a folder contains of an earlier run; "" if nothing."""
     checkpoints = sorted(path.glob("checkpoints/step-*"))
-    held = []
+    found = []
     if checkpoints:
         count = len(checkpoints)
-        held.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
-    held += [f"checkpoints in {where}" for where in manifest.storage_history(path) if where is not None]
+        found.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
+    found += [f"checkpoints in {where}" for where in manifest.storage_history(path) if where is not None]
     if (path / "result.json").exists():
-        held.append("a result.json")
-    return " and ".join(held)
+        found.append("a result.json")
+    return " and ".join(found)
 
 
 def _problems_of_kind(path: Path, line: CommandLine) -> list[Problem]:
-    """A file where a run keeps a folder, or the other way round."""
+    """Return a problem for a file in place of a folder of the run, and for a folder in place of a file."""
     problems = []
     for name in (*FOLDERS, *FILES):
         there = path / name
         if there.exists() and there.is_dir() != (name in FOLDERS):
             is_, should = ("file", "folder") if name in FOLDERS else ("folder", "file")
-            true = f"{there} is a {is_}, and a run keeps a {should} there."
+            facts = f"{there} is a {is_}; the run needs a {should} there."
             do = f"{shlex.join(['mv', str(there), f'{there}-before'])} && {line}"
-            problems.append(Problem(f"Keep the run in {path}", true, do))
+            problems.append(Problem(f"Cannot use {path} as run directory.", facts, do))
     return problems
 
 
 def _problems_of_writing(path: Path, line: CommandLine) -> list[Problem]:
-    """Can it be written to, or made?"""
+    """Return a problem if the folder can neither be written to nor created."""
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     if not there.is_dir():
         return [not_writable(path, f"{there} is not a folder", line)]
-    inner = FOLDERS if there == path.absolute() else ()  # what lies beside it may be called as it likes
+    inner = FOLDERS if there == path.absolute() else ()  # other files in its parent do not matter
     for folder in (there, *(there / name for name in inner)):
         if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
             reason = os.strerror(errno.EROFS if _is_read_only(folder) else errno.EACCES)
@@ -133,44 +138,51 @@ def _problems_of_writing(path: Path, line: CommandLine) -> list[Problem]:
 
 
 def _is_read_only(folder: Path) -> bool:
-    """Does it lie on a file system that nobody may write to?"""
+    """Return whether a folder is on a read-only file system."""
     return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
 def not_writable(path: Path, reason: str, line: CommandLine) -> Problem:
-    """The run cannot be kept there."""
-    do = f"{line.flag('--run-dir', 'DIR')}, with a folder that you may write to."
-    return Problem(f"Keep the run in {path}", f"It cannot be written: {reason}.", do)
+    """Return the problem with a run directory that cannot be written."""
+    do = f"{line.flag('--run-dir', 'DIR')}, with a writable folder"
+    return Problem(f"Cannot write the run directory {path}.", f"{reason}.", do)
 
 
-LOOK_SECONDS = 0.05
-"""Between two tries to lock a directory that another process lets go of."""
+RETRY_SECONDS = 0.05
+"""Seconds between two attempts to lock a directory that another process is about to release."""
 
 
 @contextmanager
 def lock_run_dir(path: Path, line: CommandLine, *, patience: float = 0.0) -> Iterator[None]:
-    """A block in which this run directory is ours. Raises SettingsError where another process has it, and keeps it for
-    so many seconds.
+    """Hold the lock of a run directory during a block.
 
-    The kernel lets go of the lock when we die, however we die: the file that stays is no obstacle.
+    The kernel releases the lock when the process dies, so a lock file that remains is no obstacle.
+
+    Args:
+        path: the run directory.
+        line: the typed command, for messages.
+        patience: seconds to wait for another process to release the lock.
+
+    Raises:
+        SettingsError: if another process holds the lock for longer.
     """
     until = time.monotonic() + patience
     try:
         file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
-    except OSError:  # no locks on this file system: training matters more
+    except OSError:  # the file system has no locks; train anyway
         yield
         return
     with file:
         try:
             while not _locked(file):
                 if time.monotonic() >= until:
-                    raise SettingsError.of([_busy(path, _who(file), line)])
-                time.sleep(LOOK_SECONDS)
+                    raise SettingsError.of([_busy(path, _holder_in(file), line)])
+                time.sleep(RETRY_SECONDS)
         except OSError:
             yield
             return
         file.truncate(0)
-        with suppress(OSError):  # a full disk; the lock holds without a name, and what needs the room will say so
+        with suppress(OSError):  # a full disk: the lock works without its content, and later writes report the disk
             os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode())
         _ours.append(file)
         try:
@@ -183,7 +195,7 @@ _ours: list[TextIO] = []
 
 
 def _locked(file: TextIO) -> bool:
-    """Is it ours now?"""
+    """Try to lock a file, and return whether that worked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,53 +203,54 @@ def _locked(file: TextIO) -> bool:
     return True
 
 
-def _let_go() -> None:
-    """A lock belongs to everybody who has the file open. Workers that outlive us for a moment should not keep it."""
+def _release_in_child() -> None:
+    """Close lock files after a fork. A lock lasts until every process that inherited the file has closed it, and loader
+    workers may outlive this process for a moment."""
     for file in _ours:
         file.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 class LockHolder(NamedTuple):
-    """Who has a run directory."""
+    """The process that holds the lock of a run directory."""
 
     pid: str
     host: str
 
 
 def _holder(path: Path) -> LockHolder | None:
-    """Who has it at this moment; None: nobody, or nobody knows."""
+    """Return the process that holds the lock; None if there is none, or if that is not known."""
     try:
         with open(path / LOCK, encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _who(file)
+                return _holder_in(file)
     except OSError:
         pass
     return None
 
 
-def _who(file: TextIO) -> LockHolder:
+def _holder_in(file: TextIO) -> LockHolder:
     file.seek(0)
     pid, _, host = file.read().strip().partition(" ")
     return LockHolder(pid or "?", host or "?")
 
 
 def _busy(path: Path, holder: LockHolder, line: CommandLine) -> Problem:
-    true = f"Process {holder.pid} on {holder.host} is at work in it."
+    facts = f"Process {holder.pid} on {holder.host} is writing to it."
     kill = f"kill {holder.pid}" if holder.host == socket.gethostname() else f"ssh {holder.host} kill {holder.pid}"
     again = line if "--resume" in line.words else line.flag("--run-dir", f"{path}-2")
-    do = f"{again} (once that one is over; to end it, which saves: {kill})"
+    do = f"{again} (after that process has ended; to make it save and end: {kill})"
     if again is not line:
-        do = f"{again}, beside it; or, to end that one, which saves: {kill}"
-    return Problem(f"--run-dir {path}", true, do)
+        do = f"{again}, or, to make that process save and end: {kill}"
+    return Problem(f"{path} is in use.", facts, do)
 
 
 def _new_folder(stem: str) -> Path:
-    """A folder that was not there before; two runs of one second get different ones."""
+    """Create a new folder. Two runs that start in the same second get different ones."""
     RUNS.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     number = 1
@@ -259,7 +272,7 @@ def discard_run_dir(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
+    """Write a small file completely or not at all."""
     draft = path.with_name(f".{path.name}.{time.time_ns()}")
     try:
         draft.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""What one may ask of a run, on the command line of `unisono run` and of every script alike.
+"""The flags of a run, the same for `unisono run`, the verbs that run a script, and a script itself.
 
-The flags are defined once, here. `unisono run text --set steps=20 --resume` hands them on to the script's processes,
-and `python text.py --set steps=20 --resume` reads the same ones.
+`unisono run text --set steps=20 --resume` passes them to the script's processes, and `python text.py --set steps=20
+--resume` reads the same ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from unisono.cli.request.suggestions import parsed
 from unisono.config import CommandLine, entries_of, nearest_name
 from unisono.errors import Problem
 
-WHAT = Group("What is computed", sort_key=1)
-WHERE = Group("Where and how", sort_key=2)
+WHAT = Group("Settings", sort_key=1)
+WHERE = Group("Execution", sort_key=2)
 
 
 @Parameter(name="*", negative=())
@@ -32,17 +32,17 @@ class RunRequest:
     Parameters
     ----------
     sets
-        Give a setting a value, as in --set batch=64 --set model.width=128. Comes last and wins.
+        Set a setting, as in --set batch=64 --set model.width=128. Overrides the settings file. Repeatable.
     settings_file
-        Read settings from a TOML file. A run's settings.toml is one.
+        Read settings from a TOML file, such as the settings.toml of a run.
     resume
-        Go on from the newest complete checkpoint.
+        Continue from the newest complete checkpoint.
     autoresume
-        Go on if there is something in --run-dir, else begin: for whatever types the same line after every failure.
+        Continue if --run-dir holds a run, else start one: for job managers that repeat the same command.
     accept_change
-        Resume although this field differs from the run's. Its bits then end here, and the promise says so.
+        Resume although this field differs from the run. Bits change from here on, and result.json says so.
     run_dir
-        The folder for everything the run leaves. By default runs/NAME-TIME, and with --resume the newest of these.
+        The folder for logs, checkpoints and results. By default runs/NAME-TIME; with --resume the newest of these.
     json
         Print the result, or the error, as JSON on the last line.
     """
@@ -54,14 +54,14 @@ class RunRequest:
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
-    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]WORDS, for check, prove, replay and audit
-    faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # in words: testing/fault_spec.py
+    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]ARGUMENTS, for check, prove, replay and audit
+    faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # as in testing/fault_spec.py
     describe: Annotated[Path | None, Parameter(show=False)] = None  # the file for a report on the script's settings
     typed: Annotated[str, Parameter(show=False)] = ""  # the command as the user typed it, for messages
-    own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # what came after `--`: the script's own arguments
+    own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # the script's own arguments, after `--`
 
     def arguments(self, run_dir: Path | None) -> list[str]:
-        """These flags for a script's command line, with the run directory that was chosen, if it was."""
+        """Return these flags as a script's arguments, with this run directory."""
         flags = [f"--set={each}" for each in self.sets]
         flags += [f"--settings={self.settings_file}"] if self.settings_file is not None else []
         flags += ["--resume"] if self.resume else []
@@ -76,7 +76,7 @@ class RunRequest:
         return [*flags, *(["--", *self.own] if self.own else [])]
 
     def line(self, *command: str) -> CommandLine:
-        """These flags after a command, for messages to say it again with something else in it."""
+        """Return these flags after a command, for messages that propose a changed command."""
         words = [word for each in self.sets for word in ("--set", each)]
         words += ["--settings", str(self.settings_file)] if self.settings_file is not None else []
         words += ["--run-dir", str(self.run_dir)] if self.run_dir is not None else []
@@ -87,31 +87,29 @@ class RunRequest:
         return CommandLine((*command, *words, *(("--", *self.own) if self.own else ())))
 
     def earlier(self, run_dir: Path | None) -> Path | None:
-        """The settings.toml of the run that is resumed; None: there is nothing to resume, or it never got so far."""
+        """Return the settings.toml of the resumed run; None without a resume, or if the run never wrote it."""
         file = run_dir / "settings.toml" if self.resume and run_dir is not None else None
         return file if file is not None and file.is_file() else None
 
     def problems_of_accepted(self, known: Collection[str], line: CommandLine) -> list[Problem]:
-        """What is wrong with --accept-change; `known` are the fields that a run's result depends on."""
+        """Return what is wrong with --accept-change. `known` are the fields that results depend on; (): not known."""
         if self.accept_change and not self.resume:
-            asked = " ".join(f"--accept-change {each}" for each in self.accept_change)
-            true = "Only a resumed run has something to differ from."
-            return [Problem(asked, true, str(line.flag("--resume")))]
+            facts = "Only a resumed run can differ from an earlier one."
+            return [Problem("--accept-change has no effect without --resume.", facts, str(line.flag("--resume")))]
         problems = []
         for name in self.accept_change:
             if name in known or not known:
                 continue
             near = nearest_name(name, known)
-            true = f"The result depends on no field of that name; the nearest is {near}."
-            do = str(line.flag("--accept-change", near or "", name))
+            facts, do = f"The nearest name is {near}.", str(line.flag("--accept-change", near or "", name))
             if near is None:
-                true = f"The result depends on no field of that name. There are {', '.join(sorted(known))}."
+                facts = f"Results depend on {', '.join(sorted(known))}."
                 do = f"{line.without('--accept-change', name)} (without it)"
-            problems.append(Problem(f"--accept-change {name}", true, do))
+            problems.append(Problem(f"Results depend on no field {name}.", facts, do))
         return problems
 
     def problems_of_faults(self, line: CommandLine) -> list[Problem]:
-        """What is wrong with the faults that are to strike this run."""
+        """Return what is wrong with the injected faults."""
         if not self.faults:
             return []
         from unisono.testing.fault_spec import fault_of  # with torch
@@ -121,17 +119,23 @@ class RunRequest:
             try:
                 fault_of(text)
             except ValueError as error:
-                true = f"{str(error)[:1].upper()}{str(error)[1:]}."
+                facts = f"{str(error)[:1].upper()}{str(error)[1:]}."
                 do = str(line.flag("--fault", "FailAt step=2 phase=backward"))
-                problems.append(Problem(f"--fault {text!r}", true, do))
+                problems.append(Problem(f"Invalid value for --fault: {text}", facts, do))
         return problems
 
     @classmethod
     def parse(cls, argv: Sequence[str], settings: type, script: str) -> RunRequest:
-        """What a script's own command line asks for (`argv` without the script itself).
+        """Parse the arguments of a script.
 
-        `--help` prints the flags and the settings, and leaves with SystemExit(0). Raises SettingsError for anything
-        else that is not a request.
+        Args:
+            argv: the arguments, without the script itself.
+            settings: the script's settings class.
+            script: the script's name.
+
+        Raises:
+            SystemExit: after `--help` is printed.
+            SettingsError: if the arguments cannot be parsed.
         """
         flags, own = split(argv)
         command = ("python", script)
@@ -160,15 +164,15 @@ def _itself(*, request: RunRequest = RunRequest()) -> RunRequest:
 
 
 def _first_line_of(settings: type) -> str:
-    """What the script says about itself (a dataclass without a docstring has its signature for one)."""
-    said = settings.__doc__ or ""
-    if said.startswith(f"{settings.__name__}("):
-        said = sys.modules[settings.__module__].__doc__ or ""
-    return said.strip().partition("\n")[0]
+    """Return the first line of the class's docstring, or else of the module's."""
+    text = settings.__doc__ or ""
+    if text.startswith(f"{settings.__name__}("):  # dataclasses without a docstring get their signature as one
+        text = sys.modules[settings.__module__].__doc__ or ""
+    return text.strip().partition("\n")[0]
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our flags, and what comes after the first `--`, which is the script's own business."""
+    """Return the flags before the first `--`, and the script's own arguments after it."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]

@@ -1,4 +1,4 @@
-"""What a run says at its start: processes, devices, virtual ranks, and where its files are."""
+"""The first lines of a run: processes, devices, virtual ranks, and the run directory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ def print_start(
 ) -> None:
     """Print the lines on rank 0.
 
-    kinds  the type of each process's device
-    fewer  is the number of virtual ranks the default, or less than it for a small batch?
+    Args:
+        context: the context of the run.
+        request: its flags.
+        resumed: the checkpoint that it continues from.
+        kinds: the device type of each process.
+        fewer: whether the number of virtual ranks is the default, or less for a small batch.
     """
     s = context.settings
     share = -(-s.batch // s.virtual_ranks)
@@ -39,29 +43,29 @@ def print_start(
     console.print_line(
         f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}"
     )
-    if fewer and resumed is None and (told := about_small_shares(s.batch, s.virtual_ranks, context.group.size)):
-        console.print_line(told)
+    if fewer and resumed is None and (advice := about_small_shares(s.batch, s.virtual_ranks, context.group.size)):
+        console.print_line(advice)
     if shards := about_shards(s.parallel, context.mesh.axes):
         console.print_line(shards)
     if context.group.size > max(1, context.world.least) and may_survive(context):
-        console.print_line("if a process dies, the others finish its step, and another one takes its place")
+        console.print_line("if a process dies, the others finish the step, and a new process replaces it")
         if context.mesh.unit > 1:
             console.print_line(
-                f"who holds a model with it, {context.mesh.unit} processes in all, goes and comes with it"
+                f"the {context.mesh.unit} processes that share a model replica leave and rejoin together"
             )
     console.print_line(
-        f"run directory: {request.run_dir}" + (f", going on after step {resumed.steps}" if resumed else "")
+        f"run directory: {request.run_dir}" + (f", continuing after step {resumed.steps}" if resumed else "")
     )
 
 
 SMALL_SHARE = 2
-"""Samples of a virtual rank, up to which the overhead of each micro-batch is most of a step."""
+"""Samples per virtual rank, up to which the overhead of micro-batches is most of a step."""
 
 
 def about_small_shares(batch: int, virtual_ranks: int, processes: int) -> str:
-    """What to say of so many virtual ranks, which are the default, for this batch; "": nothing."""
+    """Return advice if the default number of virtual ranks is slow for this batch; "" if it is not."""
     share, enough = -(-batch // virtual_ranks), max(processes, 2)
     if share > SMALL_SHARE or enough >= virtual_ranks:
         return ""
-    each = f"a virtual rank gets {plural(share, 'sample')} of the batch of {batch}, which is slow for a small model"
+    each = f"each virtual rank has {plural(share, 'sample')} of the batch of {batch}, which is slow for a small model"
     return f"{each}: --set virtual_ranks={enough} is faster, on 1 to {enough} processes, with other bits"
