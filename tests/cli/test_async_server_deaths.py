@@ -111,7 +111,7 @@ def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command
     ended = command.end(running)
     assert ended.status == 0, ended.err
     assert "Rank 0 of 3 died of signal 9 (SIGKILL)" in ended.err
-    assert "Starting again from its checkpoint after step" in ended.err
+    assert "Restarting from the checkpoint after step" in ended.err
     told = result(command)
     assert told["resumed_at"] >= 10  # that of 20 may still have been on its way
     assert told["steps"] == 60
@@ -124,7 +124,7 @@ def test_when_another_server_dies_it_is_the_same(command: Command) -> None:
     os.kill(pid(command, 1), signal.SIGKILL)
     ended = command.end(running)
     assert ended.status == 0, ended.err
-    assert "Starting again from its beginning, since nothing was saved yet (1 of 3)." in ended.err
+    assert "Restarting from the beginning, because nothing was saved yet (1 of 3)." in ended.err
     assert "Rank 1 of 4 died of signal 9 (SIGKILL)" in ended.err
 
 

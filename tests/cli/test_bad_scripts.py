@@ -88,8 +88,8 @@ def test_without_a_mistake_it_runs(command: Command) -> None:
 
 def shy(shown: str, script: str = "script.py") -> Problem:
     """What is said of a main that does not take a run."""
-    true = f"In {script} it is given {shown}, which does not take a run and nothing else."
-    return Problem("unisono.main(main) calls main(run).", true, f"Write in {script}: def main(run):")
+    facts = f"{script} passes {shown}, and unisono.main(main) calls main(run)."
+    return Problem("The function for unisono.main does not take a run.", facts, f"Write in {script}: def main(run):")
 
 
 @pytest.mark.parametrize("shown", ["main()", "main(run, config)", "main(run, *, lr)"])

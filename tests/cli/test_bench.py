@@ -87,7 +87,7 @@ def test_the_screen_tells_it_in_a_table(command: Command) -> None:
     assert re.search(r"^ring +\d.* (us|ms) +\d+$", ended.out, re.M)
     assert re.search(r"^ranks +0 and +1 .* (us|ms) .*B/s$", ended.out, re.M)
     (page_,) = (command.folder / "runs").glob("bench-*/bench.html")
-    assert f"All figures and plots are in {page_.relative_to(command.folder)}" in ended.out
+    assert f"Results and plots: {page_.relative_to(command.folder)}" in ended.out
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_was_measured(command: Command) -> None:
     ended = command.end(running)
     assert ended.status == 0
     assert "Traceback" not in ended.out + ended.err
-    assert "Stopped. What was measured until then is in out/bench.html" in ended.out
+    assert "Stopped; results so far: out/bench.html" in ended.out
     told = json.loads((command.folder / "out" / "bench.json").read_text())
     assert told["stopped"]
     assert told["collectives"][0]["collective"] == "all_reduce"
@@ -121,16 +121,16 @@ def test_ctrl_c_keeps_what_was_measured(command: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--ranks", "1"], ["1 process", "It takes two to talk.", "Next: unisono bench --ranks 2"]),
+        (["--ranks", "1"], ["There is 1 process.", "needs at least 2", "Next: unisono bench --ranks 2"]),
         (["--ranks", "two"], ["--ranks takes a whole number", "unisono bench --ranks 2"]),
-        (["--only", "allreduce"], ["no collective allreduce; the nearest is all_reduce", "--only all_reduce"]),
-        (["--sizes", "1kB,big"], ["'big' is not a size", "--sizes 1kB,1MB,64MB"]),
-        (["--sizes", "1TB"], ["'1TB' is not a size"]),
-        (["--sizes", "100GB"], ["'100GB' is not a size: 4 bytes to 4 GB"]),
-        (["--size", "1kB"], ["There is no flag --size; the nearest is --sizes", "unisono bench --sizes 1kB"]),
-        (["--run-dir", "there"], ["--run-dir there", "It is a file."]),
-        (["--run-dir", "full"], ["It holds a bench.json already.", "--run-dir full-2"]),
-        (["text"], ["There is no place for `text`."]),
+        (["--only", "allreduce"], ["no collective allreduce.", "nearest name is all_reduce", "--only all_reduce"]),
+        (["--sizes", "1kB,big"], ["Invalid size in --sizes: big", "--sizes 1kB,1MB,64MB"]),
+        (["--sizes", "1TB"], ["Invalid size in --sizes: 1TB"]),
+        (["--sizes", "100GB"], ["Invalid size in --sizes: 100GB", "4 bytes to 4 GB"]),
+        (["--size", "1kB"], ["There is no flag --size.", "The nearest flag is --sizes.", "unisono bench --sizes 1kB"]),
+        (["--run-dir", "there"], ["there is a file."]),
+        (["--run-dir", "full"], ["full already contains results.", "--run-dir full-2"]),
+        (["text"], ["Unexpected argument: text"]),
     ],
 )
 def test_wrong_requests_are_refused(ask: Ask, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
@@ -145,8 +145,8 @@ def test_a_world_that_is_there_takes_no_number_of_processes(ask: Ask, monkeypatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     (problem,) = ask("bench", "--ranks", "4")
-    assert problem.asked == "--ranks 4"
-    assert problem.true == "torchrun has started 2 already, and these are measured."
+    assert problem.asked == "--ranks cannot be combined with torchrun."
+    assert problem.true == "torchrun already started 2 processes, and these are measured."
     assert problem.do == "unisono bench --json"
 
 
@@ -188,7 +188,7 @@ def test_a_process_that_is_slow_to_everybody_is_named_once(size: int) -> None:
     """Of three links two are slow then, and the median with them."""
     far = {(rank, size - 1): (100e-6, 1e8) for rank in range(size - 1)}
     (told,) = map(str, findings(links(size, far), [*"abcdefgh"[: size - 1], "z"]))
-    assert f"Rank {size - 1} is slow to everybody" in told
+    assert f"Rank {size - 1} is slow with all other ranks" in told
     assert f"100 MB/s, where 1 GB/s is the median of the {size} processes" in told
     assert "iperf3 -s on z, iperf3 -c z on a" in told
 
@@ -218,6 +218,6 @@ def test_a_page_of_half_a_measurement_is_whole(tmp_path: Path) -> None:
     lines = [json.dumps({"about": about}), json.dumps(row), json.dumps(row)[:20]]
     (tmp_path / "lines").write_text("\n".join(lines))
     text = page(collected(tmp_path / "lines", stopped=True))
-    assert "stopped before its end" in text
+    assert "stopped early" in text
     assert "ring&lt;" in text
     assert not Elements(text).open

@@ -56,7 +56,7 @@ def test_what_is_right_is_let_through(tmp_path: Path, capsys: pytest.CaptureFixt
     }
     status, found = check(tmp_path, text_of(fine), capsys)
     assert (status, found["placement_proof"]) == (0, True), found
-    assert [run["said"] for run in found["runs"][1:]] == ["the same"] * 4
+    assert [run["said"] for run in found["runs"][1:]] == ["equal"] * 4
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -73,7 +73,7 @@ def test_an_end_of_an_epoch_that_was_not_seen_is_said(
         == 0
     )
     told = capsys.readouterr().out
-    unseen = "An epoch has 2 steps: what the script does at its end was not seen.\n"
+    unseen = "The end of an epoch, after 2 steps, was not checked.\n"
     unseen += "  Next: unisono check script.py --steps 3\n"
     assert told.endswith(unseen) == (steps == 1), told
 
@@ -84,7 +84,7 @@ def test_every_process_has_its_own_order_of_a_set(command: Command) -> None:
     (command.folder / "sets.py").write_text(text_of(WRONG[HASHED].changes))
     ended = command.run("check", "sets.py", "--steps", "1", "--set", "steps=9")
     assert ended.status == 1, ended.err
-    assert "Not placement-proof. What differs first, with 1 process, again: the samples in step 0" in ended.out
+    assert "Not placement-proof. First difference, with 1 process, again: the samples in step 0" in ended.out
     assert "Next: sort it: sorted(set(words))." in ended.out
     assert not (command.folder / "runs").exists()
 
@@ -101,8 +101,8 @@ def test_what_fails_on_two_processes_is_told_in_its_own_words(command: Command) 
     ("words", "said", "do"),
     [
         (["train.py", "--steps", "0"], "At least one step", "unisono check train.py --steps 3"),
-        (["train.py", "--resume"], "begins every run at step 0", "unisono check train.py"),
-        (["nothing.py"], "no such file", "unisono check --help"),
+        (["train.py", "--resume"], "Every run starts at step 0", "unisono check train.py"),
+        (["nothing.py"], "There is no recipe or script nothing.py.", "unisono check --help"),
         ([], "needs the name of a recipe, or the path of a script", "unisono check text"),
         (["train.py", "--set", "stepz=4"], "There is no setting stepz", "unisono check train.py --set steps=4"),
     ],

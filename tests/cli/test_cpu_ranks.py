@@ -136,9 +136,14 @@ def test_more_processes_than_accelerators_are_told_how(command: Command, kind: s
 @pytest.mark.parametrize(
     ("words", "asked", "true", "do"),
     [
-        ("--cpu-ranks 3", "--cpu-ranks 3", "It is how many of --ranks 1 compute on the CPU, 0 to 1.", "--ranks 4"),
-        ("--ranks 2 --cpu-ranks=-1", "--cpu-ranks -1", "It is how many of --ranks 2 compute on", "--cpu-ranks 1"),
-        ("--cpu-ranks x", "unisono run text --cpu-ranks x --json", "--cpu-ranks takes a whole number", "--cpu-ranks 1"),
+        (
+            "--cpu-ranks 3",
+            "--cpu-ranks 3 is out of range.",
+            "Of 1 process, 0 to 1 can",
+            "--ranks 4",
+        ),
+        ("--ranks 2 --cpu-ranks=-1", "--cpu-ranks -1 is out of range.", "Of 2 processes, 0 to 2", "--cpu-ranks 1"),
+        ("--cpu-ranks x", "Invalid value for --cpu-ranks: x", "--cpu-ranks takes a whole number", "--cpu-ranks 1"),
     ],
 )
 def test_a_number_that_cannot_be(ask: Ask, words: str, asked: str, true: str, do: str) -> None:

@@ -96,7 +96,7 @@ def test_what_was_survived_is_no_reason_for_a_later_failure(
     assert re.fullmatch(rf"(Rank 0 of 2|Process 2, which joined,) {failed}", told[2]), told
     assert told[2].startswith("Process 2") or numbers != "2,"
     assert told[-1] == last
-    assert "Starting again" not in ended.err
+    assert "Restarting" not in ended.err
 
 
 def test_nor_is_it_when_who_was_to_join_has_died_too(command: Command) -> None:
@@ -113,7 +113,7 @@ def test_nor_is_it_when_who_was_to_join_has_died_too(command: Command) -> None:
     assert "Rank 0 of 2 failed; its log is out/log/rank-0.log" in ended.err.splitlines()
     assert ended.last == "ValueError: there is no ninth step"
     assert "Rank 1" not in ended.err
-    assert "Starting again" not in ended.err
+    assert "Restarting" not in ended.err
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def main("""
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", times=2)
     assert ended.status == 0, ended.err
     assert "Rank 1 of 3 died of signal 9 (SIGKILL)" in ended.err
-    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    assert "Restarting from the checkpoint after step 4 (1 of 3)." in ended.err
     assert result(command, "out")["resumed_at"] == 4
 
 
@@ -169,7 +169,7 @@ def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Comma
     assert found["weights_sha256"] == whole["weights_sha256"]
     assert found["resumed_at"] == 4
     assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in ended.err
-    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    assert "Restarting from the checkpoint after step 4 (1 of 3)." in ended.err
 
 
 STANDING = DYING.replace(
@@ -213,7 +213,7 @@ def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
     assert ended.status == 0, ended.err
     assert "Process 1 leaves its group: it is killed." in ended.err
     assert "Process 2 leaves its group: it is killed." in ended.err
-    assert "Starting again from its checkpoint after step 4 (1 of 3)." in ended.err
+    assert "Restarting from the checkpoint after step 4 (1 of 3)." in ended.err
     found = result(command, "out")
     assert found["resumed_at"] == 4
     command.script(SCRIPT)
@@ -234,7 +234,7 @@ def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Com
     assert found["weights_sha256"] == whole["weights_sha256"]
     assert found["resumed_at"] in (5, 6)
     assert found["survival"] == "buddy"
-    assert ended.err.count("Starting again from what processes have left behind") == 1
+    assert ended.err.count("Restarting from the emergency dump") == 1
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_it_is_given_up_when_nothing_gets_further(command: Command) -> None:
     ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1", times=4)
     assert ended.status == 1
     assert ended.err.count("Rank 1 of 2 died of signal 9 (SIGKILL)") == 4
-    assert "Given up: it died 4 times without getting further." in ended.err
+    assert "Stopped restarting: the run died 4 times without a new checkpoint." in ended.err
     assert "if a process dies" not in ended.out  # of two that must both be there
 
 

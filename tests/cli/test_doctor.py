@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.cli.commands.doctor import Finding, in_a_process, print_finding
+from unisono.cli.commands.doctor import Finding, print_finding, run_isolated
 
 
 def test_a_broken_torchvision_is_found_and_the_rest_is_measured(
@@ -36,10 +36,10 @@ def test_a_broken_torchvision_is_found_and_the_rest_is_measured(
 
 
 def test_code_that_fails_or_crashes_is_told_by_its_last_line() -> None:
-    assert in_a_process("print('noise'); print('answer')") == ("answer", "")
-    assert in_a_process("raise RuntimeError('half\\nwhole')") == (None, "whole")
-    assert in_a_process("import os; os.abort()") == (None, "it crashed (signal 6)")
-    assert in_a_process("raise SystemExit(3)") == (None, "no message")
+    assert run_isolated("print('noise'); print('answer')") == ("answer", "")
+    assert run_isolated("raise RuntimeError('half\\nwhole')") == (None, "whole")
+    assert run_isolated("import os; os.abort()") == (None, "it crashed (signal 6)")
+    assert run_isolated("raise SystemExit(3)") == (None, "no message")
 
 
 def test_a_finding_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_stop_before_the_start_starts_nothing(command: Command) -> None:
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
-    assert "Stopped before its start" in ended.err
+    assert "Stopped before the start" in ended.err
     assert not (command.folder / "runs").exists()
     assert not list(command.temporary.iterdir())
 

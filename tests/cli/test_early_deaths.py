@@ -47,7 +47,7 @@ def check(command: Command, deaths: dict[str, tuple[int, ...]], ranks: int, *wor
 def test_a_death_after_the_processes_have_met(command: Command) -> None:
     told = check(command, {"place": (1,)}, 2)
     assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in told
-    assert "Starting again from its beginning, since nothing was saved yet (1 of 3)." in told
+    assert "Restarting from the beginning, because nothing was saved yet (1 of 3)." in told
 
 
 def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_looks(command: Command) -> None:
@@ -75,7 +75,7 @@ def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_lo
         """)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in ended.err
-    assert "Starting again from its beginning" in ended.err
+    assert "Restarting from the beginning" in ended.err
 
 
 @pytest.mark.slow
@@ -113,10 +113,10 @@ def test_a_process_that_always_dies_is_explained_and_restarted_three_times(
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
     assert ended.err.count(f"Rank 1 of 2 died of signal {sign} {why}") == 4
-    told = [line for line in ended.err.splitlines() if line.startswith("Starting again")]
-    again = "Starting again from its beginning, since nothing was saved yet"
+    told = [line for line in ended.err.splitlines() if line.startswith("Restarting")]
+    again = "Restarting from the beginning, because nothing was saved yet"
     assert told == [f"{again} ({number} of 3)." for number in (1, 2, 3)]
-    assert ended.err.splitlines()[-1] == "Given up: it died 4 times without getting further."
+    assert ended.err.splitlines()[-1] == "Stopped restarting: the run died 4 times without a new checkpoint."
     assert ("    loading 900 GB" in ended.err.splitlines()) == (sign == 9)  # else Python writes its stack below it
     command.wait_until_gone()
 

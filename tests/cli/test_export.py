@@ -98,8 +98,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "said", "do"),
     [
-        (["nowhere", "m.safetensors"], "There is no such folder", "unisono export "),
-        ([".", "m.safetensors"], "There is no checkpoint in it", "unisono export "),
+        (["nowhere", "m.safetensors"], "There is no folder nowhere.", "unisono export "),
+        ([".", "m.safetensors"], "There is no checkpoint in .", "unisono export "),
         (["RUN", "."], "is a folder", "unisono export RUN model.safetensors"),
         (["RUN", "no/m.safetensors"], "There is no folder no", "mkdir -p no && unisono export RUN no/m.safetensors"),
         (["RUN"], "and the file to write", "unisono export runs/NAME-TIME model.safetensors"),

@@ -15,7 +15,7 @@ from tests.cli.command import Command, last_json, start
 from tests.cli.wrong_scripts import text_of
 from unisono.cli.commands.prove import LayoutProof, LayoutRow
 from unisono.cli.compare.layout_spec import LayoutLine, LayoutSpec, fitting, placement_of
-from unisono.cli.compare.tensor_diff import CANCELLED, Deviation, DumpFile, Limits, compare, distance
+from unisono.cli.compare.tensor_diff import SMALLEST_NORM, Deviation, DumpFile, Limits, compare, distance
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
@@ -139,14 +139,14 @@ def test_a_stage_is_measured_by_what_its_layers_have(tmp_path: Path, capsys: pyt
     assert row.stretches == [80 / 122, 42 / 122]
     assert (row.share["parameters"], row.share["optimizer"]) == (1.0, 1.0)
     assert row.share["gradients"] < 1.2, "what an exchange holds is a multiple of 128 bytes"
-    assert row.uneven == "its stretches of the layers have 66% and 34% of the parameters"
+    assert row.uneven == "its stages hold 66% and 34% of the parameters"
     assert proof.one.uneven == ""
 
 
 def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, proof = proved(tmp_path, TWO_MODELS, ["shard=2"])
     assert status == 0, last_json(capsys.readouterr().out)
-    truth = DumpFile(proof.notes("truth"))
+    truth = DumpFile(proof.recording("truth"))
     assert truth.steps == ["step-0", "step-0-pass-1", "step-1", "step-1-pass-1"]
     assert [*truth.files["step-0"]] == ["a.weight", "a.bias"]
     assert [*truth.files["step-0-pass-1"]] == ["b.weight", "b.bias"]
@@ -157,10 +157,10 @@ def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> 
     drops = {"make": "pass", "before": "model = run.place(lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), Net()))"}
     script = text_of(drops).replace("    model = run.place(Net)\n", "")
     _, proof = proved(tmp_path, script, ["replicate=2"], steps=1)
-    truth = DumpFile(proof.notes("truth"))
+    truth = DumpFile(proof.recording("truth"))
     assert truth.main["dropout"] == "0, 0.2"
     first = Deviation("loss", "", 0, 0, 0.1, 1e-6, False)
-    assert "The model drops (0, 0.2)" in proof._advice(LayoutSpec({"tensor": "2"}), first, truth)
+    assert "The model has dropout (0, 0.2)" in proof._advice(LayoutSpec({"tensor": "2"}), first, truth)
     assert "unisono check" in proof._advice(LayoutSpec({"replicate": "2"}), first, truth)
 
 
@@ -175,7 +175,7 @@ def test_a_failure_is_told_in_its_own_words(command: Command) -> None:
 
 
 def test_a_loop_that_is_left_too_early_proves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="left its loop before the steps that were to be compared"):
+    with pytest.raises(SettingsError, match="left its loop before the steps to compare"):
         proved(tmp_path, text_of({"after": "step.update(optimizer); break"}), ["replicate=2"])
 
 
@@ -217,7 +217,7 @@ def test_a_rest_of_rounding_is_measured_against_its_size_in_the_whole(tmp_path: 
     other = written(tmp_path / "b", step_0={"large": large, "rest": -rest})
     (of_large, of_rest) = sorted((e for e in compare(other, truth, Limits()).errors if e.kind == "gradient"), key=str)
     assert of_large.error == 0
-    assert of_rest.error == pytest.approx(2e-8 / (CANCELLED * math.sqrt(100 / 101)), rel=1e-3)
+    assert of_rest.error == pytest.approx(2e-8 / (SMALLEST_NORM * math.sqrt(100 / 101)), rel=1e-3)
     assert compare(other, truth, Limits()).first is None
     half = written(tmp_path / "c", step_0={"large": large, "rest": rest + 0.5})
     assert str(compare(half, truth, Limits()).first) == "the gradient of rest in step 0", "a mistake is no rounding"
@@ -277,18 +277,18 @@ def test_a_row_is_a_line_of_the_table() -> None:
     row = LayoutRow("shard=2", 2, "differs", loss=0.0, gradient=0.25, worst="w in step 0", weights=1.0, equal=False)
     row.bytes, row.share = {"parameters": 1_640_000, "gradients": 812, "optimizer": 20_000}, {"parameters": 1.1}
     cells = " ".join(row.line(10).split())
-    assert cells == "shard=2 2 differs 0 2e-01 1e+00 other 1.64 MB + 812 B + 20 kB 1.10 w in step 0"
+    assert cells == "shard=2 2 differs 0 2e-01 1e+00 differ 1.64 MB + 812 B + 20 kB 1.10 w in step 0"
 
 
 @pytest.mark.parametrize(
     ("words", "said", "do"),
     [
         (["train.py", "--steps", "0"], "At least one step", "unisono prove train.py --steps 3 --set"),
-        (["train.py", "--run-dir", "x"], "begins every run at step 0", "unisono prove train.py"),
+        (["train.py", "--run-dir", "x"], "Every run starts at step 0", "unisono prove train.py"),
         (["train.py", "--tolerance", "2"], "from 0", "unisono prove train.py --tolerance 1e-05 --set"),
-        (["nothing.py"], "no such file", "unisono prove --help"),
+        (["nothing.py"], "There is no recipe or script nothing.py.", "unisono prove --help"),
         ([], "needs the name of a recipe, or the path of a script", "unisono prove text\n"),
-        (["train.py", "--parallel", "shrad=2"], "nearest is shard", "unisono prove train.py --parallel shard=2"),
+        (["train.py", "--parallel", "shrad=2"], "nearest name is shard", "unisono prove train.py --parallel shard=2"),
         (["train.py", "--parallel", "shard"], "takes key=value", "unisono prove train.py --parallel shard=2"),
         (["train.py", "--parallel", "shard=-1"], "number of processes", "unisono prove train.py --parallel shard=2"),
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.cli.commands.rehearse import COURSE, SCENES, FaultScenario, Rehearsal
+from unisono.cli.commands.rehearse import RUN_SETS, SCENARIOS, FaultScenario, Rehearsal
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine
 
@@ -30,7 +30,7 @@ unisono.main(main)
 """
 
 NEVER = FaultScenario("it never comes to that", ("FailAt step=500 phase=forward",))
-FULL = next(scene for scene in SCENES if scene.name == "the disk is full at a checkpoint")
+FULL = next(scene for scene in SCENARIOS if scene.name == "the disk is full at a checkpoint")
 UNSEEN = FaultScenario(
     "nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights")
 )
@@ -41,14 +41,23 @@ UNSEEN = FaultScenario(
 def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A full disk lasts until the writer beside the steps has come to it; of what did not happen nothing is claimed."""
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
-    request = RunRequest(sets=("batch=8", *COURSE))
+    request = RunRequest(sets=("batch=8", *RUN_SETS))
     line = CommandLine(("unisono",))
-    assert Rehearsal(tmp_path / "script.py", 1, 2, request, line, tmp_path, scenes=(NEVER, FULL)).play() == 0
+    rehearsal = Rehearsal(
+        script=tmp_path / "script.py",
+        threads=1,
+        ranks=2,
+        request=request,
+        line=line,
+        folder=tmp_path,
+        scenes=(NEVER, FULL),
+    )
+    assert rehearsal.play() == 0
     said = capsys.readouterr().out
-    assert said.startswith("2 failures, each in a run of 8 steps or two.")
-    assert re.search(r"so all takes \d+ to \d+ (s|minutes)\.\n", said), said
-    assert re.search(r"not met +it never comes to that +the run has no such moment", said), said
-    assert re.search(r"survived +the disk is full at a checkpoint +ended \(.*\), went on with --resume", said), said
+    assert said.startswith("2 failures, each in one or two runs of 8 steps.")
+    assert re.search(r"so all runs take \d+ to \d+ (s|minutes)\.\n", said), said
+    assert re.search(r"skipped +it never comes to that +the run never reaches this failure", said), said
+    assert re.search(r"survived +the disk is full at a checkpoint +ended \(.*\), continued with --resume", said), said
     assert said.endswith("1 of 1 survived.\n")
 
 
@@ -56,16 +65,23 @@ def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pyt
 @pytest.mark.timeout(300)
 def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
-    killed, hangs = SCENES[0], next(scene for scene in SCENES if scene.name == "a process hangs")
-    request = RunRequest(sets=("batch=8", *COURSE), json=True)
+    killed, hangs = SCENARIOS[0], next(scene for scene in SCENARIOS if scene.name == "a process hangs")
+    request = RunRequest(sets=("batch=8", *RUN_SETS), json=True)
     rehearsal = Rehearsal(
-        tmp_path / "script.py", 1, 2, request, CommandLine(("unisono",)), tmp_path, scenes=(killed, hangs, UNSEEN)
+        script=tmp_path / "script.py",
+        threads=1,
+        ranks=2,
+        request=request,
+        as_json=True,
+        line=CommandLine(("unisono",)),
+        folder=tmp_path,
+        scenes=(killed, hangs, UNSEEN),
     )
     status = rehearsal.play()
     told = json.loads(capsys.readouterr().out)
     found = {played["scene"]: played for played in told["scenes"]}
     assert found[killed.name]["survived"]
-    assert found[killed.name]["how"] == "the others finished its step"
+    assert found[killed.name]["how"] == "the other processes finished the step"
     assert found[killed.name]["seconds"] > 0
     assert found[hangs.name]["survived"]
     assert "rank 1: it sleeps" in found[hangs.name]["how"]
@@ -75,12 +91,12 @@ def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_for_a_rehearsal_needs_one(command: Command) -> None:
     ended = command.run("doctor", "--ranks", "3")
     assert ended.status == 2
-    assert "Without --rehearse no script is run" in ended.err
+    assert "These flags need --rehearse." in ended.err
     command.script(SCRIPT)
     ended = command.run("doctor", "--rehearse", "script.py", "--ranks", "1")
     assert ended.status == 2
-    assert "Of a single process nobody is left." in ended.err
+    assert "A rehearsal needs at least 2 processes." in ended.err
     ended = command.run("doctor", "--rehearse", "scripd.py")
     assert ended.status == 2
-    assert "unisono doctor --rehearse scripd.py\n" in ended.err
+    assert "There is no recipe or script scripd.py.\n" in ended.err
     assert "Next: unisono doctor --rehearse script.py" in ended.err

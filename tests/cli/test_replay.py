@@ -87,8 +87,17 @@ def replayed(
     again = replace(earlier(folder / "out", None, LINE), start=start)
     scratch = folder / f"scratch-{step}-{virtual_rank}"
     scratch.mkdir()
-    status = Replay(again, Path("out"), step, virtual_rank, False, True, scratch, LINE).run()
-    assert status == 0
+    replay = Replay(
+        again=again,
+        shown=Path("out"),
+        step=step,
+        virtual_rank=virtual_rank,
+        debug=False,
+        as_json=True,
+        folder=scratch,
+        line=LINE,
+    )
+    assert replay.run() == 0
     return dict(last_json(capsys.readouterr().out))
 
 
@@ -122,7 +131,8 @@ def test_a_run_is_audited_from_where_it_stands(tmp_path: Path, capsys: pytest.Ca
     ran(tmp_path, 2, "steps=5", ELSEWHERE)
     files = left(tmp_path)
     again = replace(earlier(tmp_path / "out", None, LINE), start=start)
-    assert HardwareAudit(again, 3, 3, True, tmp_path / "audit", LINE).run() == 0
+    audit = HardwareAudit(again=again, ranks=3, steps=3, as_json=True, folder=tmp_path / "audit", line=LINE)
+    assert audit.run() == 0
     told = last_json(capsys.readouterr().out)
     assert [each["step"] for each in told["audits"]] == [6, 7, 8]
     assert all(len(each["ranks"]) == 3 for each in told["audits"])
@@ -147,7 +157,7 @@ def test_a_loss_that_is_no_number_says_what_to_type(command: Command) -> None:
     whole = command.run("replay", *words[:3])
     assert whole.status == 0, whole.err
     assert "not finite: the gradient of 0.weight and 3 others" in whole.out
-    assert "The step ends in an error, as it should if the run's did" in whole.out
+    assert "The step raises an error, as in the run if it failed there" in whole.out
 
 
 @pytest.mark.slow
@@ -181,13 +191,13 @@ def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None
     assert "Rank 1 made another gradient than ranks" in told["said"]
     sound = command.run("audit", "script.py", "--steps", "4")
     assert sound.status == 0, sound.err
-    assert sound.out == "4 virtual ranks computed again, on 3 processes: the same to the bit.\n"
+    assert sound.out == "4 virtual ranks computed again on 3 processes: all results are equal to the bit.\n"
 
 
 @pytest.mark.parametrize(
     ("words", "said", "do"),
     [
-        (["replay", "nothing", "--step", "3"], "There is no settings.toml and no such folder.", "unisono replay runs/"),
+        (["replay", "nothing", "--step", "3"], "nothing is not a run directory.", "unisono replay runs/"),
         (["replay", "run", "--step", "10"], "The run has 10 steps, 0 to 9.", "unisono replay run --step 9"),
         (["replay", "run", "--step", "1", "--virtual-rank", "8"], "8 virtual ranks", "unisono replay run --step 1 --v"),
         (
@@ -207,7 +217,7 @@ def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None
             "There is no file no.py",
             "unisono audit odd --script SCRIPT.py --json",
         ),
-        (["audit", "train.py", "--script", "no.py"], "is no run's directory", "unisono audit train.py"),
+        (["audit", "train.py", "--script", "no.py"], "train.py is not a run directory", "unisono audit train.py"),
         (["audit", "train.py", "--steps", "0"], "At least one step", "unisono audit train.py --steps 3"),
     ],
 )

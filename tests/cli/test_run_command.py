@@ -34,7 +34,7 @@ def test_every_rank_runs_the_script_as_python_would(command: Command) -> None:
         "run", "scripts/train.py", "--ranks", "2", "--run-dir", "out", "--set", "threads=3", "--", "--own"
     )
     assert ended.status == 2, ended.err
-    assert "it never called unisono.main" in ended.err
+    assert "train.py ended without calling unisono.main." in ended.err
     assert ended.out == "0 2 0 2 unisono False\nto stderr\n"
     assert command.log(0) == ended.out
     assert command.log(1) == "1 2 1 2 unisono False\nto stderr\n"
@@ -211,7 +211,7 @@ def test_what_a_process_started_ends_with_it(command: Command) -> None:
         say("ready")
         """)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
-    assert "it never called unisono.main" in ended.err
+    assert "script.py ended without calling unisono.main." in ended.err
     command.wait_until_gone()
 
 

@@ -23,18 +23,19 @@ def test_a_folder_with_a_run_is_not_used_again(ask: Ask, tmp_path: Path) -> None
     for step in (10, 20):
         (tmp_path / "out" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     do = "unisono run train.py --run-dir out --json --resume, or: unisono run train.py --run-dir out-2 --json"
-    true = "It holds a run already: 2 checkpoints, the newest step-00000020."
-    assert ask("run", "train.py", "--run-dir=out") == [Problem("--run-dir out", true, do)]
+    facts = "It has 2 checkpoints, the newest step-00000020."
+    assert ask("run", "train.py", "--run-dir=out") == [Problem("out already contains a run.", facts, do)]
 
 
 def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (problem,) = ask("run", "train.py", "--run-dir=file")
-    assert problem == Problem("--run-dir file", "It is a file.", "unisono run train.py --run-dir file-run --json")
+    do = "unisono run train.py --run-dir file-run --json"
+    assert problem == Problem("file is a file.", "--run-dir takes a folder.", do)
     (problem,) = ask("run", "train.py", "--run-dir=file/out")
-    assert problem.true == f"It cannot be written: {tmp_path / 'file'} is not a folder."
+    assert problem.true == f"{tmp_path / 'file'} is not a folder."
     (problem,) = ask("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
-    assert problem.asked == "Keep the run in /proc/nothing"
+    assert problem.asked == "Cannot write the run directory /proc/nothing."
 
 
 def test_what_lies_beside_a_run_may_be_called_as_it_likes(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_what_lies_beside_a_run_may_be_called_as_it_likes(tmp_path: Path) -> Non
 def test_a_folder_without_permission_is_named(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     (problem,) = ask("run", "train.py", "--run-dir=closed/out")
-    assert problem.true == f"It cannot be written: Permission denied in {tmp_path / 'closed'}."
+    assert problem.true == f"Permission denied in {tmp_path / 'closed'}."
 
 
 def test_a_file_system_that_nobody_may_write_to_is_called_so(
@@ -55,10 +56,10 @@ def test_a_file_system_that_nobody_may_write_to_is_called_so(
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
     (problem,) = ask("run", "train.py", "--run-dir=out")
-    assert problem.true == f"It cannot be written: Read-only file system in {tmp_path}."
+    assert problem.true == f"Read-only file system in {tmp_path}."
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOSUID))
     (problem,) = ask("run", "train.py", "--run-dir=out")
-    assert problem.true == f"It cannot be written: Permission denied in {tmp_path}."
+    assert problem.true == f"Permission denied in {tmp_path}."
 
 
 FULL = """
@@ -83,11 +84,9 @@ def test_a_full_disk_is_told_before_the_loop_and_nothing_is_left_by_half(command
     again = "unisono run script.py --ranks 2 --set steps=1 --run-dir DIR"
     assert (ended.status, ended.out) == (2, "")
     assert ended.err == (
-        "Keep the run in out\n"
-        "  It cannot be written: No space left on device.\n"
-        f"  Next: {again}, with a folder that you may write to.\n"
+        f"Cannot write the run directory out.\n  No space left on device.\n  Next: {again}, with a writable folder\n"
     )
-    assert sorted(path.name for path in (command.folder / "out").iterdir()) == [".lock", "log"]
+    assert not (command.folder / "out").exists()
 
 
 def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
@@ -195,12 +194,12 @@ def test_a_run_directory_has_one_run_at_a_time_and_nobody_after_it_was_killed(co
     typed = "python script.py" if starter == "unisono" else "unisono run script.py --ranks 2"
     assert refused.status == 2
     assert refused.err == (
-        f"--run-dir out\n  Process {owner} on {host} is at work in it.\n"
+        f"out is in use.\n  Process {owner} on {host} is writing to it.\n"
         f"  Next: {typed} --set steps=1 --run-dir out --resume "
-        f"(once that one is over; to end it, which saves: kill {owner})\n"
+        f"(after that process has ended; to make it save and end: kill {owner})\n"
     )
     beside = command.run("run", "script.py", *asked)
-    assert "unisono run script.py --set steps=1 --run-dir out-2, beside it" in beside.err
+    assert "unisono run script.py --set steps=1 --run-dir out-2, or" in beside.err
     os.kill(int(owner), signal.SIGKILL)
     os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
     again = command.end(command.start_python("script.py", *asked, "--resume"))
@@ -256,10 +255,9 @@ def test_a_script_that_never_joins_is_told_where_to(command: Command) -> None:
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 2
     assert ended.err == (
-        "unisono run script.py --ranks 2 --run-dir out\n"
-        "  It ran 2 times, each time alone: it never called unisono.main, where processes join.\n"
-        "  Next: unisono copy text my_script.py (a script that calls it, to start from), or, as one process: "
-        "python script.py\n"
+        "script.py ended without calling unisono.main.\n"
+        "  2 processes ran it independently of each other. Processes of a run join in unisono.main.\n"
+        "  Next: unisono copy text my_script.py (an example that calls it), or, as one process: python script.py\n"
     )
     assert ended.out == "trained alone\n"
     assert command.run("run", "script.py", "--run-dir", "out").status == 0

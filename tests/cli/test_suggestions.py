@@ -319,7 +319,7 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no verb xyzzy.",
-            "The verbs are run, check, prove, audit, copy, replay, fingerprint, export, doctor, bench.",
+            "The verbs are run, copy, bench, check, prove, audit, replay, doctor, fingerprint, export.",
             "unisono --help",
         ),
     ],
@@ -387,7 +387,7 @@ def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.Cap
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
-    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` hand arguments on to a script."
+    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
     assert told in capsys.readouterr().err
 
 

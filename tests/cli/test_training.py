@@ -350,7 +350,7 @@ def test_a_small_batch_has_fewer_virtual_ranks_and_that_is_said(command: Command
     asked = command.run("run", "script.py", "--set", "virtual_ranks=4", "--set", "steps=2", "--run-dir", "asked")
     assert "\n4 virtual ranks (no more than the batch of 4): 1 to 4 processes, micro-batches of 1\n" in ended.out
     assert "\n4 virtual ranks: 1 to 4 processes, micro-batches of 4\n" in asked.out
-    assert "a virtual rank gets 1 sample of the batch of 4" in ended.out
+    assert "each virtual rank has 1 sample of the batch of 4" in ended.out
     assert "a virtual rank gets" not in asked.out
 
 

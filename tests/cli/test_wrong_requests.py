@@ -29,23 +29,23 @@ from unisono.launcher import local_launch
     [
         (
             "run txt",
-            "unisono run txt",
-            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "There is no recipe or script txt.",
+            "The recipes are image, speech, text, topics.",
             "unisono run text --json",
         ),
         (
             "run trian.py",
-            "unisono run trian.py",
-            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "There is no recipe or script trian.py.",
+            "The recipes are image, speech, text, topics.",
             "unisono run train.py --json",
         ),
         (
             "run nope.py",
-            "unisono run nope.py",
-            "There is no such recipe and no such file. Recipes: image, speech, text, topics.",
+            "There is no recipe or script nope.py.",
+            "The recipes are image, speech, text, topics.",
             "unisono run --help",
         ),
-        ("run .", "unisono run .", "It is a folder, not a script.", "unisono run train.py --json"),
+        ("run .", ". is a folder.", "A target is a recipe or a script.", "unisono run train.py --json"),
         (
             "run train.py --ranks 0",
             "--ranks 0 is out of range.",
@@ -61,7 +61,7 @@ from unisono.launcher import local_launch
         ),
         (
             "run train.py --fault 'Explode step=2'",
-            "--fault 'Explode step=2'",
+            "Invalid value for --fault: Explode step=2",
             "There is no fault Explode; there are FailAt, HangAt, SlowAt, BitFlip, TornFile, FullDisk, LostPackets.",
             "unisono run train.py --json --fault 'FailAt step=2 phase=backward'",
         ),
@@ -112,26 +112,26 @@ from unisono.launcher import local_launch
         ),
         (
             "run train.py --accept-change seed",
-            "--accept-change seed",
-            "Only a resumed run has something to differ from.",
+            "--accept-change has no effect without --resume.",
+            "Only a resumed run can differ from an earlier one.",
             "unisono run train.py --accept-change seed --json --resume",
         ),
         (
             "copy txt",
-            "unisono copy txt",
-            "There is no such recipe. Recipes: image, speech, text, topics.",
+            "There is no recipe txt.",
+            "The recipes are image, speech, text, topics.",
             "unisono copy text",
         ),
         (
             "fingerprint nowhere",
-            "unisono fingerprint nowhere",
-            "There is no such folder.",
+            "There is no folder nowhere.",
+            "The argument is a run directory, or a checkpoint.",
             "unisono fingerprint runs/NAME-TIME",
         ),
         (
             "fingerprint .",
-            "unisono fingerprint .",
-            "There is no checkpoint in it.",
+            "There is no checkpoint in ..",
+            "The argument is a run directory, or a checkpoint.",
             "unisono fingerprint runs/NAME-TIME",
         ),
     ],
@@ -152,8 +152,8 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
         "--ranks 0 is out of range.",
         "Invalid value: lr = x",
         "There is no setting wdith.",
-        "--accept-change seed",
-        "--run-dir out",
+        "--accept-change has no effect without --resume.",
+        "out already contains a run.",
     ]
 
 
@@ -161,11 +161,11 @@ def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_
     (tmp_path / "file").write_text("")
     problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
     asked = [
-        "unisono run trian.py",
+        "There is no recipe or script trian.py.",
         "--ranks 0 is out of range.",
         "Cannot read the settings file none.toml.",
         "batch = 0 is out of range.",
-        "--run-dir file",
+        "file is a file.",
     ]
     assert [problem.asked for problem in problems] == asked
     assert len(ask("run", "trian.py", "--resume")) == 1
@@ -298,20 +298,18 @@ def test_what_cannot_be_copied_is_told(
     (tmp_path / "text.py").write_text("mine")
     assert main(["copy", "text"]) == 2
     assert capsys.readouterr().err == (
-        "unisono copy text\n"
-        "  text.py is there already, and nothing is overwritten.\n"
-        "  Next: unisono copy text my_text.py\n"
+        "text.py exists.\n  Existing files are not overwritten.\n  Next: unisono copy text my_text.py\n"
     )
     assert (tmp_path / "text.py").read_text() == "mine"
     assert main(["copy", "text", "nowhere/text.py"]) == 2
-    assert "nowhere/text.py cannot be written: No such file or directory." in capsys.readouterr().err
+    assert "Cannot write nowhere/text.py.\n  No such file or directory." in capsys.readouterr().err
 
 
 def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     assert "Train" in told
-    assert "Look" in told
+    assert told.index("Train") < told.index("Verify") < told.index("Inspect")
     assert "unisono run text --ranks 2 " in told
     assert all(len(line) <= 80 for line in told.splitlines())
     assert main(["--version"]) == 0

@@ -51,10 +51,15 @@ class WorkerFailure(NamedTuple):
     log: Path
     early: bool = False  # it said that all was well, when the others still needed it
 
+    @property
+    def is_wrong_request(self) -> bool:
+        """Whether the processes refused the request before they computed anything."""
+        return self.record is not None and self.record.exit_status == 2 and bool(self.record.problems)
+
     def __str__(self) -> str:
         """What is printed last on the screen."""
         record = self.record
-        if record is not None and record.exit_status == 2 and record.problems:
+        if record is not None and self.is_wrong_request:
             return record.message  # a wrong request needs no traceback
         title = f"Rank {self.rank} of {self.size}" if self.rank < self.size else f"Process {self.rank}, which joined,"
         if record is not None:

@@ -23,9 +23,7 @@ from unisono.cli.request.run_dir import choose_run_dir, discard_run_dir, lock_ru
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import script_of
-from unisono.config import (
-    CommandLine,
-)
+from unisono.config import CommandLine, plural
 from unisono.environment import World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
@@ -83,7 +81,7 @@ def run(
         before = _start_mark(run_dir)
         outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, sizes, threads=threads)
         joined = _start_mark(run_dir) != before
-    if not joined and outcome.exit_status == 2 and is_new and not request.resume:
+    if not joined and is_new and outcome.failure is not None and outcome.failure.is_wrong_request:
         discard_run_dir(run_dir)  # the processes refused the script's settings
     elif not joined and not outcome.stopped:
         _explain_unjoined(script, count, line, outcome)
@@ -170,7 +168,7 @@ def numbers(ranks: str, cpu_ranks: int, line: CommandLine) -> RankRange:
         do = str(line.flag("--ranks", f"1:{max(1, *found)}"))
         raise SettingsError(f"Invalid value for --ranks: {ranks}", facts, do)
     if not 0 <= cpu_ranks <= max(1, found[1]):
-        facts = f"It is the number of the {found[1]} processes that compute on the CPU, 0 to {found[1]}."
+        facts = f"Of {plural(found[1], 'process', 'processes')}, 0 to {found[1]} can compute on the CPU."
         more = line.flag("--ranks", str(cpu_ranks + 1)) if cpu_ranks > 0 else line.flag("--cpu-ranks", "1")
         raise SettingsError(f"--cpu-ranks {cpu_ranks} is out of range.", facts, str(more))
     return RankRange(*found, elastic=bool(colon))

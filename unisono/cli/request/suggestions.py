@@ -105,7 +105,7 @@ class Suggestions:
             case UnknownCommandError():
                 return self._unknown_verb()
             case UnusedCliTokensError() if error.unused_tokens:
-                return self._unexpected(error.unused_tokens)
+                return self.unexpected(error.unused_tokens)
             case MissingArgumentError() if error.argument is not None and not error.keyword:
                 what, example = OPERANDS[self._verb]
                 words = [*self.command, self._verb, *example.split()]
@@ -223,7 +223,7 @@ class Suggestions:
             return _error(error, FOR_SCRIPT, (*before, *after, "--", *own))
         return _error(error, f"The flags are {', '.join(self._known)}.", self._help)
 
-    def _unexpected(self, tokens: Sequence[str]) -> SettingsError:
+    def unexpected(self, tokens: Sequence[str]) -> SettingsError:
         """Answer batch=64, --set batch 64, and an argument of the script."""
         joined, parts, name = self._with_equals()
         if parts:
@@ -231,17 +231,18 @@ class Suggestions:
             taken = sum(word not in tokens for word in parts)  # the parser took them for the target
             meant = shlex.join([*self.command, *joined])
             if left[taken:]:
-                meant = replace(self, flags=joined)._unexpected(left[taken:]).problems[0].do
+                rest = replace(self, flags=joined)
+                meant = rest.unexpected(left[taken:]).problems[0].do
             return SettingsError(f"--set {name} has no value.", "--set takes key=value, in one word.", meant)
-        error, rest = f"Unexpected argument: {shlex.join(tokens)}", list(self.flags)
+        error, kept = f"Unexpected argument: {shlex.join(tokens)}", list(self.flags)
         for token in tokens:
-            rest.remove(token)
+            kept.remove(token)
         pairs = [token.partition("=") for token in tokens]
         if all(equals and name in self._names for name, equals, _ in pairs):
-            line = CommandLine((*self.command, *rest)).setting(*tokens)
+            line = CommandLine((*self.command, *kept)).setting(*tokens)
             return _error(error, "Settings are given with --set.", line.words)
         if self._takes_script_arguments:
-            return _error(error, FOR_SCRIPT, (*self.command, *rest, "--", *tokens))
+            return _error(error, FOR_SCRIPT, (*self.command, *kept, "--", *tokens))
         return _error(error, f"{' '.join(self._help[:-1])} takes no such argument.", self._help)
 
     def _with_equals(self) -> tuple[tuple[str, ...], list[str], str]:
