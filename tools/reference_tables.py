@@ -9,58 +9,36 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
 
 from cyclopts import App
 
 from unisono.cli.main import build_app
 from unisono.config import Settings
-from unisono.config.schema import SETTING_INFO
+from unisono.config.entries import SettingEntry, entries_of
 from unisono.config.value_types import kind, shown
-
-
-class SettingRow(NamedTuple):
-    """One setting: its full name, what values it takes, its default, and what it means."""
-
-    name: str
-    values: str
-    default: str
-    meaning: str
-    changes_bits: bool
-
-
-def settings_of(cls: type, prefix: str = "") -> Iterator[SettingRow]:
-    """Yield the settings of a class and of its sections, in the order of their definition."""
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        name = f"{prefix}{field.name}"
-        default: Any = field.default if field.default_factory is MISSING else field.default_factory()
-        if is_dataclass(default):
-            yield from settings_of(type(default), f"{name}.")
-        else:
-            meaning, changes_bits = SETTING_INFO[name]
-            yield SettingRow(name, kind(hints[field.name]), shown(default), meaning, changes_bits)
 
 
 def settings_table() -> str:
     """Return Markdown: one table for the settings without a section, and one for each section."""
-    sections: dict[str, list[SettingRow]] = {}
-    for row in settings_of(Settings):
-        sections.setdefault(row.name.rpartition(".")[0], []).append(row)
+    sections: dict[str, list[SettingEntry]] = {}
+    for entry in entries_of(Settings):
+        sections.setdefault(entry.name.rpartition(".")[0], []).append(entry)
     parts = []
     for section, rows in sections.items():
         parts += [f"## {section or 'General'}", ""]
         parts += ["| Setting | Values | Default | Meaning | Changes the bits |", "|---|---|---|---|---|"]
         parts += [
-            f"| `{row.name}` | {_cell(row.values)} | `{row.default}` | {_cell(row.meaning)} "
-            f"| {'yes' if row.changes_bits else ''} |"
-            for row in rows
+            f"| `{entry.name}` | {_cell(_values(entry))} | `{shown(entry.default)}` | {_cell(entry.help)} "
+            f"| {'yes' if entry.mathematics else ''} |"
+            for entry in rows
         ]
         parts.append("")
     return "\n".join(parts)
+
+
+def _values(entry: SettingEntry) -> str:
+    return kind(entry.hint) + (entry.limits.words() if entry.limits else "")
 
 
 def _cell(text: str) -> str:
