@@ -47,7 +47,7 @@ GOOD = {
 }
 
 MISTAKES = {
-    "no data": ({"length": "0"}, "It has length 0"),
+    "no data": ({"length": "0"}, " is 0."),
     "a mean": ({"reduce": "mean"}, 'use reduction="sum"'),
     "no graph": ({"body": "step.backward(loss.detach(), len(x))"}, "a loss without a graph"),
     "not a number": ({"body": "step.backward(loss * float('nan'), len(x))"}, "has a loss of nan"),
@@ -56,7 +56,7 @@ MISTAKES = {
     "no update": ({"after": "pass"}, "ended without an update"),
     "a worker that dies": (
         {"fetch": "os._exit(3) if torch.utils.data.get_worker_info() else None"},
-        "It died without a word",
+        "A loader worker died 4 times in a row",
     ),
 }
 

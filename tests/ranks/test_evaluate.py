@@ -112,7 +112,7 @@ def breaches(world: World, folder: str) -> dict[str, str]:
 
 WORDS = {
     "empty": "ended before its first sample",
-    "empty list": "It has length 0",
+    "empty list": "The length of the list is 0",
     "another length": "9 on rank 0, 10 on rank 1",
     "a loader": "loader.dataset, and collate_fn",
     "a number": "lacks __len__ or __getitem__",

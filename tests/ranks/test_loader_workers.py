@@ -46,7 +46,7 @@ def stuck(forks: int) -> None:
 
 def loop(run: Run[Any], forks: int) -> Any:
     if forks:
-        loader_workers.PATIENCE_SECONDS = 0.5
+        loader_workers.START_SECONDS = 0.5
         stuck(forks)
     return train(run, data=Numbers(23))
 
@@ -86,7 +86,7 @@ def test_workers_that_hang_are_started_again(tmp_path: Path) -> None:
 
 def test_workers_that_never_begin_are_told(tmp_path: Path) -> None:
     for told in run_ranks(losses, 2, str(tmp_path), 100):
-        assert "2 loader workers were to begin" in told
+        assert "Cannot start 2 loader workers" in told
         assert "--set loader.workers=0" in told
 
 
@@ -96,7 +96,7 @@ def test_a_worker_whose_process_is_gone_before_it_begins_goes_too() -> None:
 
     def orphan() -> None:
         register.parent += 1  # somebody else's child
-        register.arrived(0)
+        register.report(0)
 
     child = multiprocessing.get_context("fork").Process(target=orphan)
     child.start()
@@ -184,7 +184,7 @@ def fetched(world: World, mended: bool) -> dict[str, list[Any]]:
                     Kind(name),
                     order,
                     Schedule(((0, 2),)),
-                    seat=Slot(0),
+                    slot=Slot(0),
                     first=0,
                     last=2,
                     device=cpu,

@@ -274,9 +274,11 @@ ONE = replace(SETTINGS, virtual_ranks=1)
 MEAN = "a loss that is a mean.*use reduction=.*mean=True"
 BREACHES = {
     # what the run is given
-    "no samples": Breach(lambda run: train(run, data=[]), "DataError: The training set is of class list.*length 0"),
+    "no samples": Breach(
+        lambda run: train(run, data=[]), "DataError: The training set has no samples.*length of the list is 0"
+    ),
     "a stream": Breach(
-        lambda run: train(run, data=Stream()), "DataError: The training set is of class Stream.*map-style"
+        lambda run: train(run, data=Stream()), "DataError: The training set is not a map-style data set.*class Stream"
     ),
     "a stream with a length": Breach(lambda run: train(run, data=LongStream()), "DataError: .* LongStream.*map-style"),
     "a loader": Breach(lambda run: train(run, data=DataLoader(Stream())), "a DataLoader.*loader.dataset.*--set batch"),
@@ -347,7 +349,7 @@ BREACHES = {
     "measured as one number": Breach(measured(lambda out, x, i: out.sum()), r"returned Tensor.*return \(sum, weight\)"),
     "measured in a dict": Breach(measured(lambda out, x, i: {"hits": 3}), r"returned int for 'hits'.*return \(sum"),
     "measured without weight": Breach(measured(lambda out, x, i: (out.sum(), 0)), "of 10 micro-batches is 0"),
-    "nothing to measure": Breach(measured(lambda *_: (0, 0), []), "data set of run.evaluate.*length 0"),
+    "nothing to measure": Breach(measured(lambda *_: (0, 0), []), "data set of run.evaluate has no samples"),
     # one virtual rank on one process takes another way through the engine, with the same contract
     "alone: a loss of NaN": Breach(rounds(nan_loss), "Step [012] has a loss of nan", ONE),
     "alone: a gradient of NaN": Breach(rounds(nan_gradient), "weight of shape", ONE),

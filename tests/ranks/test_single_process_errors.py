@@ -57,8 +57,8 @@ NOTE = r"while fetching the samples 9 of step 2, virtual rank 3\n$"
         ("raises", 0, rf"ValueError: number 9 is not readable\n{NOTE}"),
         ("raises", 1, rf"ValueError: Caught ValueError in .* not readable\n\n?{NOTE}"),
         ("ends", 0, rf"IndexError: list index out of range\n{NOTE}"),
-        ("exits", 1, rf"DataError: A loader worker .*{PLACE} on\..*died without a word.*loader\.workers=0"),
-        ("is killed", 1, rf"DataError: A loader worker .*{PLACE} on\..*died without a word.*loader\.workers=0"),
+        ("exits", 1, rf"DataError: A loader worker died 4 times in a row.*{PLACE} on\..*loader\.workers=0"),
+        ("is killed", 1, rf"DataError: A loader worker died 4 times in a row.*{PLACE} on\..*loader\.workers=0"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])

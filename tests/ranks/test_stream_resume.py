@@ -188,7 +188,7 @@ def test_a_damaged_shard_ends_every_process_or_is_passed_over(tmp_path: Path) ->
     path.write_bytes(path.read_bytes()[:5000])  # one sample is whole
     results = {n: run_ranks(damaged, n, str(tmp_path / "data"), str(tmp_path / str(n))) for n in (1, 2)}
     for ranks in results.values():
-        assert any(f"The shard {path} was to be read." in told["stop"] for told in ranks)
+        assert any(f"of the shard {path} is damaged." in told["stop"] for told in ranks)
         assert all(isinstance(told["stop"], str) for told in ranks)
         seen = Counter(sample for told in ranks for sample in told["skip"]["seen"])
         assert {i for epoch, i in seen if epoch == 0} == set(range(LENGTH - 5))

@@ -124,14 +124,14 @@ def test_killed_workers_are_started_again(
         assert isinstance(found, tuple), found
         assert found[0] == plain[virtual_ranks][0]
         assert found[1] >= len(notes)
-        assert all("was ended by SIGKILL" in note and "loader.workers=1" in note for note in notes)
+        assert all("was killed by SIGKILL" in note and "loader.workers=1" in note for note in notes)
     assert any(notes for _, notes in killed) == (how != "nothing left")
 
 
 def dealt(world: World, death: bool) -> list[Any]:
     """The places of a loader whose placement changes after step 2, with all its workers killed before and after."""
     order, schedule = BatchOrder(length=40, batch=8, virtual_ranks=4, seed=3), Schedule(((0, 2), (2, 4)))
-    options: dict[str, Any] = {"seat": Slot(0), "first": 0, "last": 10, "device": torch.device("cpu"), "workers": 2}
+    options: dict[str, Any] = {"slot": Slot(0), "first": 0, "last": 10, "device": torch.device("cpu"), "workers": 2}
     loader = Loader(Numbers(40), order, schedule, **options)
     found: list[Any] = []
     batches = iter(loader)
@@ -171,7 +171,7 @@ def deadly(run: Run[Any], folder: Path) -> None:
 
 def test_a_sample_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
     (told,) = run_ranks(fetched, 1, str(tmp_path))
-    assert "It died without a word, 4 times in a row" in told
+    assert "A loader worker died 4 times in a row" in told
     assert "SIGKILL" in told
     assert "--set loader.workers=0" in told
     assert len(list((tmp_path / "deaths").iterdir())) < 20
@@ -189,7 +189,7 @@ class Large(torch.utils.data.Dataset[Any]):
 
 def soaked(world: World, kills: int) -> Any:
     order = BatchOrder(length=64, batch=8, virtual_ranks=4, seed=3)
-    options: dict[str, Any] = {"seat": Slot(0), "first": 0, "last": 60, "device": torch.device("cpu"), "workers": 2}
+    options: dict[str, Any] = {"slot": Slot(0), "first": 0, "last": 60, "device": torch.device("cpu"), "workers": 2}
     loader = Loader(Large(), order, Schedule(((0, 4),)), collate=lambda samples: samples, **options)
     dice, found = random.Random(7), list[Any]()
     for number, (place, batch) in enumerate(loader):

@@ -11,7 +11,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from unisono.data.fast_collate import are_rows, collate, read_rows
-from unisono.data.loader_workers import tells_of_a_death
+from unisono.data.loader_workers import is_worker_death
 
 DEATHS = [
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
@@ -31,12 +31,12 @@ OWN = [
 
 @pytest.mark.parametrize("error", DEATHS, ids=repr)
 def test_a_worker_that_is_gone_is_told_from_an_error_of_the_data(error: Exception) -> None:
-    assert tells_of_a_death(error)
+    assert is_worker_death(error)
 
 
 @pytest.mark.parametrize("error", OWN, ids=repr)
 def test_the_data_sets_own_errors_stay_its_own(error: Exception) -> None:
-    assert not tells_of_a_death(error)
+    assert not is_worker_death(error)
 
 
 class Doubled(TensorDataset):

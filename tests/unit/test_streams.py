@@ -1,4 +1,4 @@
-"""Streams: every format at every address, what is damaged, and that nothing is read that nobody needs."""
+"""Streams: every format at every address, damaged shards, and that only needed samples are read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.utils.data import IterableDataset
 from tests.house.sources import ROOT
 from tests.shards import COUNTS, write_lines, write_tars
 from unisono.data.streaming import files, jsonl, tar
-from unisono.data.streaming.files import expand
-from unisono.data.streaming.stream import DamagedSample, ForwardReader, Stream
+from unisono.data.streaming.files import DamagedSample, expand
+from unisono.data.streaming.stream import ForwardReader, Stream
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.errors import DataError
@@ -54,12 +54,12 @@ def test_every_address_can_be_read_in_any_order(tmp_path: Path, form: str) -> No
     assert FORMATS[form](tmp_path / "again").shape == stream.shape
 
 
-def test_a_tar_gives_what_its_members_are(tmp_path: Path) -> None:
+def test_members_of_a_tar_are_decoded_by_extension(tmp_path: Path) -> None:
     sample = Stream.tar(write_tars(tmp_path))[2]
     assert sample == {"__key__": "a.dir/00002", "cls": 2, "txt": "üü", "more.json": {"half": 1.0}}
 
 
-def test_a_file_system_of_any_kind(tmp_path: Path) -> None:
+def test_shards_in_any_fsspec_file_system(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     folder = f"/{tmp_path.name}"
     write_lines(tmp_path)
@@ -80,10 +80,11 @@ def test_patterns(tmp_path: Path) -> None:
     assert expand(f"{here}/{{a,b}}-{{00..01}}.tar") == [f"{here}/{x}-0{i}.tar" for x in "ab" for i in (0, 1)]
     assert expand(f"{here}/{{b,a}}-*.tar") == [f"{here}/b-00.tar", f"{here}/a-00.tar", f"{here}/a-01.tar"]
     assert expand([tmp_path / "b-00.tar", f"{here}/a*"]) == [f"{here}/{x}.tar" for x in ("b-00", "a-00", "a-01")]
-    with pytest.raises(DataError, match=r"c\*\.tar.*\n.*No file fits"):
+    with pytest.raises(DataError, match=r"No file matches .*c\*\.tar"):
         expand(f"{here}/c*.tar")
-    with pytest.raises(DataError, match="no shards"):
+    with pytest.raises(DataError, match="at least one shard"):
         Stream.tar([])
+    assert expand([f"{here}/a{{b.tar", f"{here}/{{x}}.tar"]) == [f"{here}/a{{b.tar", f"{here}/{{x}}.tar"]
     with pytest.raises(DataError, match="FileNotFoundError"):
         len(Stream.tar(f"{here}/nothing.tar"))
 
@@ -93,28 +94,28 @@ def test_an_index_is_kept_until_its_file_changes(tmp_path: Path, monkeypatch: py
     scanned: list[str] = []
     scan = jsonl.LineReader._scan
 
-    def noticed(lines: jsonl.LineReader) -> list[list[int]]:
+    def counted_scan(lines: jsonl.LineReader) -> list[list[int]]:
         scanned.append("")
         return scan(lines)
 
-    monkeypatch.setattr(jsonl.LineReader, "_scan", noticed)
+    monkeypatch.setattr(jsonl.LineReader, "_scan", counted_scan)
     for _ in range(3):
         assert len(Stream.json_lines(pattern)) == 3
     assert len(scanned) == 1
     write_lines(tmp_path, (4,))
     assert len(Stream.json_lines(pattern)) == 4
-    monkeypatch.setattr(files, "_kept", lambda url: Path("/proc/nowhere/x.json"))  # it cannot be kept: no error
+    monkeypatch.setattr(files, "_index_path", lambda url: Path("/proc/nowhere/x.json"))  # not writable: no error
     assert len(Stream.json_lines(pattern)) == 4
 
 
-def test_what_is_known_is_not_counted(tmp_path: Path) -> None:
+def test_known_counts_are_not_counted_again(tmp_path: Path) -> None:
     pattern = write_lines(tmp_path, packed=True)
     stream = Stream.json_lines(pattern, counts=COUNTS)
     shutil.rmtree(tmp_path)
     assert len(stream) == LENGTH
 
 
-# -- what is damaged
+# -- damaged shards
 
 
 def cut(path: Path, size: int) -> Path:
@@ -123,7 +124,7 @@ def cut(path: Path, size: int) -> Path:
 
 
 def damage_tar(folder: Path, member: int, at: int, to: bytes | None) -> Path:
-    """The third shard, cut off so many bytes behind the beginning of a member, or with other bytes there."""
+    """Write the third shard, cut `at` bytes behind the beginning of a member, or with the bytes `to` there."""
     write_tars(folder)
     path = folder / "part-2.tar"
     with tarfile.open(path) as archive:
@@ -136,23 +137,23 @@ def damage_tar(folder: Path, member: int, at: int, to: bytes | None) -> Path:
 def stop(stream: Stream) -> str:
     with join(World()) as group:
         try:
-            stream.read_lengths(group, "stop")
+            stream.count_shards(group, "stop")
             stream.__getitems__(list(range(len(stream))))
         except DataError as error:
             return str(error)
-    pytest.fail("nothing was found")
+    pytest.fail("no damage was found")
 
 
 def skip(stream: Stream) -> list[int]:
     with join(World()) as group:
-        stream.read_lengths(group, "skip")
+        stream.count_shards(group, "skip")
         return numbers(stream.__getitems__(list(range(len(stream)))))
 
 
 @pytest.mark.parametrize(
-    ("member", "at", "to", "whole", "told"),
+    ("member", "at", "to", "whole", "problem"),
     [
-        (15, 100, None, 4, "There is no tar header at byte"),  # the first of the sixth sample: the fifth may lack one
+        (15, 100, None, 4, "There is no tar header at byte"),  # at the sixth sample: the fifth may be incomplete
         (13, 512 + 2, None, 4, "unexpected end of data"),
         (20, 0, b"x" * 512, 6, "There is no tar header at byte"),
         (0, 0, b"x" * 512, 0, "ReadError"),
@@ -160,17 +161,17 @@ def skip(stream: Stream) -> list[int]:
     ids=["a header", "content", "garbage", "no tar"],
 )
 def test_a_damaged_tar_is_named_with_its_offset(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, member: int, at: int, to: bytes | None, whole: int, told: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, member: int, at: int, to: bytes | None, whole: int, problem: str
 ) -> None:
     path = damage_tar(tmp_path, member, at, to)
     pattern = str(tmp_path / "part-{0..3}.tar")
     message = stop(Stream.tar(pattern))
-    assert f"The shard {path} was to be read." in message
-    assert f"Sample {whole} of it cannot be: {told}" in message.replace("ReadError: unexpected", "unexpected")
+    expected = f"Sample {whole} of the shard {path} is damaged.\n  {problem}"
+    assert expected in message.replace("ReadError: unexpected", "unexpected")
     assert "--set loader.on_error=skip" in message
     with caplog.at_level(logging.WARNING):
         assert skip(Stream.tar(pattern)) == [*range(7), *range(7, 7 + whole), *range(20, 25)]
-    assert f"{path}: sample {whole} is skipped." in caplog.text
+    assert f"Skipped sample {whole} of {path}: " in caplog.text
 
 
 def test_a_damaged_line_is_named_and_can_be_skipped(tmp_path: Path) -> None:
@@ -178,20 +179,20 @@ def test_a_damaged_line_is_named_and_can_be_skipped(tmp_path: Path) -> None:
     path = tmp_path / "part-2.jsonl"
     path.write_text(path.read_text().replace('"cls": 9,', '"cls": 9'))
     message = stop(Stream.json_lines(pattern))
-    assert f"The shard {path} was to be read.\n  Sample 2 of it cannot be: JSONDecodeError" in message
+    assert f"Sample 2 of the shard {path} is damaged.\n  JSONDecodeError" in message
     assert skip(Stream.json_lines(pattern)) == [i for i in range(LENGTH) if i != 9]
 
 
 @pytest.mark.parametrize("form", ["packed tar", "packed lines"])
-def test_a_packed_shard_that_breaks_off(tmp_path: Path, form: str) -> None:
+def test_a_compressed_shard_that_breaks_off(tmp_path: Path, form: str) -> None:
     FORMATS[form](tmp_path)
     (path,) = tmp_path.glob("part-2.*")
     cut(path, path.stat().st_size * 2 // 3)
     stream = Stream.tar if "tar" in form else Stream.json_lines
-    assert f"The shard {path} was to be read." in stop(stream(str(tmp_path / "part-*")))
-    left = skip(stream(str(tmp_path / "part-*")))
-    assert left == [i for i in range(LENGTH) if i in left]
-    assert {*range(7), *range(20, 25)} <= {*left} < {*range(LENGTH)}
+    assert f"of the shard {path} is damaged." in stop(stream(str(tmp_path / "part-*")))
+    kept = skip(stream(str(tmp_path / "part-*")))
+    assert kept == [i for i in range(LENGTH) if i in kept]
+    assert {*range(7), *range(20, 25)} <= {*kept} < {*range(LENGTH)}
 
 
 def test_a_shard_that_shrank_after_it_was_counted(tmp_path: Path) -> None:
@@ -200,17 +201,17 @@ def test_a_shard_that_shrank_after_it_was_counted(tmp_path: Path) -> None:
         assert len(stream) == LENGTH
         (path,) = (tmp_path / form).glob("part-3.*")
         cut(path, 200 if "packed" not in form else 40)
-        with pytest.raises(DataError, match=r"part-3.* was to be read"):
+        with pytest.raises(DataError, match=r"of the shard .*part-3.* is damaged"):
             stream.__getitems__([20, 21, 22, 23, 24])
 
 
-def test_a_micro_batch_without_a_whole_sample(tmp_path: Path) -> None:
+def test_a_micro_batch_of_damaged_samples_only(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("1\n2\nno\nnor this\n")
     stream = Stream.json_lines(tmp_path / "x.jsonl")
     with join(World()) as group:
-        stream.read_lengths(group, "skip")
+        stream.count_shards(group, "skip")
     assert stream.__getitems__([0, 2]) == [1]
-    with pytest.raises(DataError, match="All of them are damaged"):
+    with pytest.raises(DataError, match="All 2 samples of a micro-batch are damaged"):
         stream.__getitems__([2, 3])
 
 
@@ -221,22 +222,22 @@ def test_what_map_raises_is_the_users(tmp_path: Path) -> None:
         stream.__getitems__([0, 1])
     assert caught.value.__notes__ == [f"while mapping sample 1 of {tmp_path}/x.jsonl"]
     with join(World()) as group:
-        stream.read_lengths(group, "skip")
+        stream.count_shards(group, "skip")
     assert stream.__getitems__([0, 1, 2]) == [1.0, 0.5]
 
 
 # -- what is read
 
 
-class Watched:
-    """Shards of numbers that remember how far they were read."""
+class CountedShards:
+    """Shards of numbers that count how far they were read."""
 
     names = ("a", "b")
 
     def __init__(self) -> None:
         self.begun = self.read = 0
 
-    def open(self, shard: int) -> Watched:
+    def open(self, shard: int) -> CountedShards:
         return self
 
     def decode(self, raw: int) -> int:
@@ -249,8 +250,8 @@ class Watched:
             yield i
 
 
-def test_a_shard_that_is_read_forwards_is_read_once_within_a_window() -> None:
-    shards = Watched()
+def test_a_forward_reader_reads_a_shard_once_within_a_window() -> None:
+    shards = CountedShards()
     stream = Stream(shards, window=10, counts=(100, 100))
     read = [stream[i] for i in (0, 9, 3, 50, 45, 41, 99)]
     assert read == [0, 9, 3, 50, 45, 41, 99]
@@ -258,11 +259,11 @@ def test_a_shard_that_is_read_forwards_is_read_once_within_a_window() -> None:
     assert stream[12] == 12  # further back than the window
     assert (shards.begun, shards.read) == (2, 113)
     with pytest.raises(DamagedSample, match="longer when it was counted"):
-        ForwardReader(Watched(), 3)[100]
+        ForwardReader(CountedShards(), 3)[100]
 
 
 class Rows(IterableDataset[int]):
-    """As many people have it; torch gives it a __getitem__, which only raises."""
+    """A common data set; torch gives it a __getitem__ that only raises."""
 
     def __init__(self, shard: int) -> None:
         self.shard = shard
@@ -286,15 +287,15 @@ def test_a_shard_may_be_torchs_iterable_data_set() -> None:
     assert stream.__getitems__([0, 4, 5, 10, 17]) == [0, 4, 10, 15, 26]
 
 
-def test_what_has_no_shards_is_told() -> None:
+def test_an_object_without_shards_is_refused() -> None:
     with pytest.raises(DataError, match=r"of Rows\.\n  It lacks names and open and decode.*\n.*Stream.tar"):
         Stream(Rows(0))  # type: ignore[arg-type]
 
 
-def test_a_plain_tar_is_not_read_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncompressed_tar_is_not_scanned_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream.tar(write_tars(tmp_path))
     assert len(stream) == LENGTH
-    monkeypatch.setattr(tar.TarReader, "_scan", None)  # known from the counting
+    monkeypatch.setattr(tar.TarReader, "_scan", None)  # the index is cached since the counting
     assert stream[19]["cls"] == 19
 
 

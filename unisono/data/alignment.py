@@ -1,11 +1,11 @@
-"""Batches at one alignment: every tensor and array of a micro-batch begins at a multiple of 64 bytes.
+"""Align batches: every tensor and array of a micro-batch begins at a multiple of 64 bytes.
 
-A kernel may round otherwise where its input begins in the middle of a vector register (a float32 Linear, say). torch
-allocates at multiples of 64 bytes, and so does the shared memory through which a loader worker sends a tensor; memory
-of numpy, and a slice of anything, begins anywhere. A batch must not show how it was fetched, so what is not aligned is
-copied, with its strides, and what is aligned is left alone.
+A kernel (a float32 Linear, say) may round differently if its input begins in the middle of a vector register. torch
+allocates at multiples of 64 bytes, and so does the shared memory through which a loader worker sends a tensor. numpy
+arrays and slices begin anywhere. The bits must not depend on how a batch was fetched. So tensors that are not aligned
+are copied, with their strides; aligned ones are not.
 
-What cannot be aligned here: arrays that the loop itself makes (torch.from_numpy(numpy.stack(...))), and bytes.
+Not aligned here: arrays that the loop itself makes (torch.from_numpy(numpy.stack(...))), and bytes objects.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import Dataset
 
 ALIGNMENT = 64
-"""Bytes: a cache line, a register of AVX-512, and what torch's own allocator gives."""
+"""Bytes: a cache line, an AVX-512 register, and the alignment of torch's own allocator."""
 
 MOST_CONTAINERS = 10_000
-"""Containers and objects that are searched in one batch. An object may refer to a whole tokenizer."""
+"""Containers and objects searched in one batch. An object may refer to a whole tokenizer."""
 
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None), range, slice})
 _CLOSED = (type, ModuleType, FunctionType, MethodType, torch.nn.Module, Dataset)
-"""Objects that are no data of a batch, whatever they refer to."""
+"""Types of objects that are not searched."""
 
 Memo = dict[int, tuple[Any, Any]]
-"""By id: what was found, which keeps the id in use, and what became of it."""
+"""By id: the original, a reference that keeps the id in use, and its aligned form."""
 
 
 def align(batch: Any) -> Any:
     """Return the batch with every tensor and numpy array in it at an address that is a multiple of ALIGNMENT.
 
-    Looks into mappings, lists, tuples, and objects with attributes, at any depth. Containers with nothing to copy are
-    returned as they are; others are copied, never changed, since a data set may own them. Conjugate and negative views
-    are resolved, and arrays that are not contiguous are made so: a loader worker cannot send either as it is.
+    Searches mappings, lists, tuples, and objects with attributes, at any depth. Containers of aligned values are
+    returned as they are. Others are copied, never changed, since a data set may own them. Conjugate and negative views
+    are resolved, and arrays that are not contiguous become so: a loader worker cannot send either of them.
     """
     kind = type(batch)
     parts = batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
@@ -48,7 +48,7 @@ def align(batch: Any) -> Any:
 
 
 def _is_aligned(value: Any) -> bool:
-    """Is this an ordinary tensor at such an address? The short way, which most batches take."""
+    """Return whether this is an ordinary, aligned tensor. Most batches need no more than this test."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
@@ -62,13 +62,13 @@ def _aligned(value: Any, memo: Memo) -> Any:
         return value
     if id(value) in memo:
         return memo[id(value)][1]
-    memo[id(value)] = value, value  # a cycle ends here
-    made = _remade(value, memo)
-    memo[id(value)] = value, made
-    return made
+    memo[id(value)] = value, value  # ends a cycle
+    result = _align_value(value, memo)
+    memo[id(value)] = value, result
+    return result
 
 
-def _remade(value: Any, memo: Memo) -> Any:
+def _align_value(value: Any, memo: Memo) -> Any:
     if isinstance(value, torch.Tensor):
         return _tensor(value, memo)
     if isinstance(value, np.ndarray):
@@ -94,53 +94,53 @@ def _sequence(value: Any, parts: list[Any]) -> Any:
         return type(value)(*parts)
     if isinstance(value, tuple):
         return type(value)(parts)
-    made = copy.copy(value)  # a list of one's own may have attributes
-    made[:] = parts
-    return made
+    clone = copy.copy(value)  # a subclass of list may have attributes
+    clone[:] = parts
+    return clone
 
 
 def _mapping(value: Mapping[Any, Any], memo: Memo) -> Any:
-    made = {key: _aligned(part, memo) for key, part in value.items()}
-    moved = {key: part for key, part in made.items() if part is not value[key]}
-    if not moved:
+    aligned = {key: _aligned(part, memo) for key, part in value.items()}
+    changed = {key: part for key, part in aligned.items() if part is not value[key]}
+    if not changed:
         return value
     if type(value) is dict:
-        return made
+        return aligned
     try:
         clone: Any = copy.copy(value)
-        for key, part in moved.items():
+        for key, part in changed.items():
             clone[key] = part
-    except Exception:  # a mapping that cannot be changed, or copied
-        return made
+    except Exception:  # a mapping that cannot be copied or changed
+        return aligned
     return clone
 
 
 def _object(value: Any, memo: Memo) -> Any:
-    """Of an object with attributes: a shallow copy with those that had to move."""
+    """Return a shallow copy of an object whose attributes had to be aligned, else the object."""
     attributes = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 attributes[name] = getattr(value, name)
-    moved = {name: made for name, part in attributes.items() if (made := _aligned(part, memo)) is not part}
-    if not moved:
+    changed = {name: new for name, part in attributes.items() if (new := _aligned(part, memo)) is not part}
+    if not changed:
         return value
     try:
         clone = copy.copy(value)
-    except Exception:  # it cannot be copied: then it is changed
+    except Exception:  # it cannot be copied, so it is changed in place
         clone = value
-    for name, part in moved.items():
-        object.__setattr__(clone, name, part)  # a frozen dataclass, too
+    for name, part in changed.items():
+        object.__setattr__(clone, name, part)  # works for a frozen dataclass
     return clone
 
 
 def _tensor(t: torch.Tensor, memo: Memo) -> torch.Tensor:
-    wrapper: bool = is_traceable_wrapper_subclass(t)  # else mypy takes the rest for unreachable
+    wrapper: bool = is_traceable_wrapper_subclass(t)  # annotated, or mypy considers the rest unreachable
     if wrapper:
         return _wrapped(t, memo)
     if t.layout is torch.sparse_coo:
-        old = t._indices(), t._values()
+        old = t._indices(), t._values()  # noqa: SLF001  (the public ones need a coalesced tensor)
         indices, values = (_tensor(part, memo) for part in old)
         if _same((indices, values), old):
             return t
@@ -153,51 +153,53 @@ def _tensor(t: torch.Tensor, memo: Memo) -> torch.Tensor:
         return t
     if t.is_conj() or t.is_neg():
         t = t.resolve_conj().resolve_neg()
-    return t if t.data_ptr() % ALIGNMENT == 0 else moved(t)
+    return t if t.data_ptr() % ALIGNMENT == 0 else aligned_copy(t)
 
 
 def _wrapped(t: Any, memo: Memo) -> torch.Tensor:
-    """A tensor that is made of others (a jagged NestedTensor, say)."""
+    """Align a tensor that wraps others (a jagged NestedTensor, say)."""
     names, context = t.__tensor_flatten__()
     old = [getattr(t, name) for name in names]
     parts = [_aligned(part, memo) for part in old]
     if _same(parts, old):
         return t
     inner = dict(zip(names, parts, strict=True))
-    made: torch.Tensor = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
-    return made
+    aligned: torch.Tensor = type(t).__tensor_unflatten__(inner, context, t.size(), t.stride())
+    return aligned
 
 
 def _compressed(t: torch.Tensor, old: tuple[torch.Tensor, ...], memo: Memo) -> torch.Tensor:
     compressed, plain, values = (_tensor(part, memo) for part in old)
     if _same((compressed, plain, values), old):
         return t
-    build: Any = torch.sparse_compressed_tensor  # torch's stub has another order of arguments
-    made: torch.Tensor = build(compressed, plain, values, t.shape, layout=t.layout, check_invariants=False)
-    return made
+    build: Any = torch.sparse_compressed_tensor  # torch's stub orders the arguments differently
+    aligned: torch.Tensor = build(compressed, plain, values, t.shape, layout=t.layout, check_invariants=False)
+    return aligned
 
 
-def moved(t: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a strided tensor in memory of its own, which torch aligns: of the same class, with the same
-    strides, needing a gradient if it did. Gaps between its rows are kept, and what they hold is not."""
+def aligned_copy(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a strided tensor in memory that torch allocates, which is aligned.
+
+    The copy has the same class, strides and requires_grad. Gaps between its rows are kept, but not their content.
+    """
     with torch.no_grad() if t.grad_fn is None else nullcontext():
         plain = t if type(t) is torch.Tensor else t.as_subclass(torch.Tensor)
-        made = plain.clone()
-        if made.stride() != plain.stride() and not plain.is_nested:
-            made = _with_strides(plain)
+        clone = plain.clone()
+        if clone.stride() != plain.stride() and not plain.is_nested:
+            clone = _clone_with_strides(plain)
         if type(t) is not torch.Tensor:
-            made = made.as_subclass(type(t))
-            made.__dict__.update(t.__dict__)
-    return made if t.grad_fn is not None else made.requires_grad_(t.requires_grad)
+            clone = clone.as_subclass(type(t))
+            clone.__dict__.update(t.__dict__)
+    return clone if t.grad_fn is not None else clone.requires_grad_(t.requires_grad)
 
 
 def _span(t: torch.Tensor) -> int:
-    """Elements from the first to the last, with the gaps between them."""
+    """Return the number of elements from the first to the last, gaps included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
-def _with_strides(t: torch.Tensor) -> torch.Tensor:
-    """A copy that leaves gaps and overlaps as they are."""
+def _clone_with_strides(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same gaps and overlaps."""
     span = _span(t)
     memory = torch.empty(span, dtype=t.dtype, device=t.device)
     if _overlaps(t):
@@ -207,7 +209,7 @@ def _with_strides(t: torch.Tensor) -> torch.Tensor:
 
 
 def _overlaps(t: torch.Tensor) -> bool:
-    """May two elements have one address? As of an expanded tensor, and of windows that slide."""
+    """Return whether two elements may share an address, as in an expanded tensor or in sliding windows."""
     reach = 0
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -223,23 +225,23 @@ def _array(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if a.flags[order] and a.__array_interface__["data"][0] % ALIGNMENT == 0:
         return a
     memory = torch.empty(a.nbytes, dtype=torch.uint8).numpy()
-    made = memory.view(a.dtype).reshape(a.shape, order=order)
-    made[...] = a
-    return made if type(a) is np.ndarray else made.view(type(a))
+    aligned = memory.view(a.dtype).reshape(a.shape, order=order)
+    aligned[...] = a
+    return aligned if type(a) is np.ndarray else aligned.view(type(a))
 
 
 def align_(tensors: Iterable[torch.Tensor]) -> None:
-    """Move the memory of parameters and buffers that are not aligned; each tensor stays the same object.
+    """Align the memory of parameters and buffers in place; each tensor stays the same object.
 
-    A model that is built of numpy arrays, or of a file that is mapped into memory, has parameters at any address, which
-    may differ between processes; gathered from shards, they are aligned. Tensors that overlap each other stay where
-    they are, since a model may mean them to. So do those of an accelerator: cuDNN wants an LSTM's in one piece.
+    The parameters of a model that is built from numpy arrays, or from a memory-mapped file, have any address, which may
+    differ between processes; gathered from shards, they are aligned. Tensors that overlap each other are not moved,
+    since the model may intend that. Nor are those of an accelerator: cuDNN needs an LSTM's in one piece.
     """
     ordinary = [t for t in dict.fromkeys(tensors) if _is_ordinary(t)]
     shared = _overlapping(ordinary)
     for t in ordinary:
         if t.data_ptr() % ALIGNMENT and id(t) not in shared:
-            t.data = moved(t.detach())
+            t.data = aligned_copy(t.detach())
 
 
 def _is_ordinary(t: torch.Tensor) -> bool:
@@ -248,7 +250,7 @@ def _is_ordinary(t: torch.Tensor) -> bool:
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of those whose memory another one uses as well."""
+    """Return the ids of tensors whose memory overlaps that of another one."""
     found: set[int] = set()
     reach, last = 0, None
     for t in sorted(tensors, key=torch.Tensor.data_ptr):

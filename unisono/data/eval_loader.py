@@ -1,8 +1,8 @@
-"""A walk over data without training: every sample once, on any number of processes, in micro-batches of one shape.
+"""Load data for evaluation: every sample once, on any number of processes, in micro-batches of one shape.
 
-Data that can be indexed is dealt in stretches: each process reads its own. Any other iterable is read by everybody from
-beginning to end, and the micro-batches are dealt in turn. How it is cut depends on the settings alone, and so does the
-randomness of each micro-batch: it is seeded before its samples are read.
+Each process reads a contiguous part of a map-style data set. An iterable is read by every process from beginning to
+end, and its micro-batches are assigned round robin. The micro-batches depend on the settings alone, and so do their
+random numbers: the generators are seeded before the samples of each are read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset, default_collate
 
 from unisono.config import Settings
 from unisono.data import alignment
-from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_made_batches, same_length, to_device
+from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_data_loader, same_length, to_device
 from unisono.data.rng import seed_everything
-from unisono.data.streaming.stream import settle_streams
+from unisono.data.streaming.stream import count_stream
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
 from unisono.plan.assignment import Slot
@@ -26,9 +26,13 @@ from unisono.plan.rng_keys import EVALUATE, ROUND, micro_batch_key, mix
 
 
 class EvalBatch(NamedTuple):
-    """Its number, from 0 in the data's own order; how many samples it has; what they were collated into.
+    """One micro-batch.
 
-    spare  somebody else has it as well, for whom it counts
+    Attributes:
+        number: from 0, in the order of the data.
+        samples: how many samples it has.
+        batch: the collated samples.
+        spare: whether it is padding: another process has it as well, and only that one counts it.
     """
 
     number: int
@@ -38,11 +42,16 @@ class EvalBatch(NamedTuple):
 
 
 class EvalLoader:
-    """Iterate over it for this process's micro-batches; then `finish` says how many there are of all processes.
+    """Iterate over this process's micro-batches; `finish` then returns the number of all processes' micro-batches.
 
-    what      names the data in messages
-    abreast   every process must have equally many, since none can go on without the others (each holds a part of every
-              layer): who would have fewer has a spare one at the end
+    Args:
+        data: a map-style data set, a Stream, or any iterable.
+        what: the name of the data in messages.
+        settings: of the run.
+        group: the processes that share the data.
+        collate: as for DataLoader; None: default_collate.
+        lockstep: give every process equally many micro-batches, with a spare one at the end where needed. Needed where
+            each process holds a part of every layer, so that none can compute without the others.
     """
 
     def __init__(
@@ -53,50 +62,54 @@ class EvalLoader:
         group: ProcessGroup,
         collate: Collate | None,
         *,
-        abreast: bool = False,
+        lockstep: bool = False,
     ) -> None:
         self.data, self.what, self.settings, self.group, self.collate = data, what, settings, group, collate
-        self.abreast = abreast
+        self.lockstep = lockstep
         self.size = settings.micro_batch or -(-settings.batch // settings.virtual_ranks)
         self.key = mix(settings.seed, EVALUATE)
         self._count = self._samples = 0
 
     def __iter__(self) -> Iterator[EvalBatch]:
-        refuse_made_batches(self.data, self.what)
-        settle_streams(self.data, self.group, self.settings.loader.on_error)
+        refuse_data_loader(self.data, self.what)
+        count_stream(self.data, self.group, self.settings.loader.on_error)
         sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
         if sized and not isinstance(self.data, IterableDataset):
             return self._indexed()
         if not isinstance(self.data, Iterable):
-            length_of(self.data, self.what)  # says what it lacks
+            length_of(self.data, self.what)  # raises DataError
         return self._read()
 
     def finish(self) -> int:
-        """How many micro-batches there are. Raises DataError, on every process, if they have not all seen the same."""
+        """Return the number of micro-batches.
+
+        Raises:
+            DataError: the processes saw different data, or none. Raised on every process.
+        """
         same_length(self.group, self._samples, self.what)
         if self._samples == 0:
             raise DataError(
-                f"{self.what} is of class {type(self.data).__name__}.",
-                "It ended before its first sample.",
-                "check the path or the filter that makes it; an iterator can be walked through only once.",
+                f"{self.what} has no samples.",
+                f"The {type(self.data).__name__} ended before its first sample.",
+                "check the path or the filter; an iterator can be read only once.",
             )
         return self._count
 
     def _indexed(self) -> Iterator[EvalBatch]:
         length = length_of(self.data, self.what)
         same_length(self.group, length, self.what)
-        # one "step" per micro-batch, on one virtual rank: the order is the data's own
+        # one "step" per micro-batch on one virtual rank, which gives the order of the data
         order = BatchOrder(length=length, batch=self.size, virtual_ranks=1, seed=self.key, shuffle=False)
         self._count, self._samples = order.steps_per_epoch, length
         first, last = cut_batch(self._count, self.group.size, self.group.rank)
         ours = range(first, last)
-        if self.abreast and len(ours) < -(-self._count // self.group.size):  # a neighbour of ours
+        if self.lockstep and len(ours) < -(-self._count // self.group.size):  # add a neighboring one
             first, last = (first, last + 1) if last < self._count else (first - 1, last)
         loader = Loader(
             self.data,
             order,
             Schedule(((0, 1),)),
-            seat=Slot(0),
+            slot=Slot(0),
             first=first,
             last=last,
             device=self.group.device,
@@ -114,20 +127,20 @@ class EvalLoader:
         key, collate = mix(self.key, ROUND), self.collate or default_collate
         device = None if self.group.device.type == "cpu" else self.group.device
         seed_everything(self.key)
-        samples, last = iter(self.data), list[Any]()
+        iterator, last = iter(self.data), list[Any]()
 
-        def made(number: int, some: list[Any], *, spare: bool = False) -> EvalBatch:
-            batch = alignment.align(collate(some))
-            return EvalBatch(number, len(some), batch if device is None else to_device(batch, device), spare)
+        def build(number: int, samples: list[Any], *, spare: bool = False) -> EvalBatch:
+            batch = alignment.align(collate(samples))
+            return EvalBatch(number, len(samples), batch if device is None else to_device(batch, device), spare)
 
         while True:
             seed_everything(micro_batch_key(key, self._count, 0, 0), device)
-            some = list(islice(samples, self.size))
-            if not some:
+            samples = list(islice(iterator, self.size))
+            if not samples:
                 break
-            number, last = self._count, some
-            self._count, self._samples = number + 1, self._samples + len(some)
+            number, last = self._count, samples
+            self._count, self._samples = number + 1, self._samples + len(samples)
             if number % self.group.size == self.group.rank:
-                yield made(number, some)
-        if self.abreast and self.group.rank >= (self._count % self.group.size or self.group.size):
-            yield made(self._count - 1, last, spare=True)
+                yield build(number, samples)
+        if self.lockstep and self.group.rank >= (self._count % self.group.size or self.group.size):
+            yield build(self._count - 1, last, spare=True)

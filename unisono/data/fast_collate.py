@@ -1,7 +1,7 @@
-"""Batches to the bit as torch's default_collate makes them, by shorter ways.
+"""The batches of torch's default_collate, to the bit, in less time.
 
-Of a data set that is nothing but tensors a batch is one read of each, and no random number is drawn for it. Of tuples,
-which most data sets give, default_collate asks last whether they are tuples, after everything else that they might be.
+A batch of a data set that consists of tensors is one read of each tensor and draws no random number. For tuples, which
+most data sets return, default_collate tests for all other types first; here they are tested first.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 
 def are_rows(data: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Is this torch's TensorDataset, or a Subset of one (random_split makes it), collated as usual?
+    """Return whether this is torch's TensorDataset, or a Subset of one (as of random_split), with default_collate.
 
-    A class derived from them may do anything, so it is not. Nor are tensors that do not lie row by row in the CPU's
-    memory: what default_collate makes of them is laid out otherwise.
+    Derived classes are excluded, since they may do anything. So are tensors that are not contiguous in the CPU's
+    memory: default_collate gives their batches another layout.
     """
     while type(data) is Subset:
         data = data.dataset
-    return type(data) is TensorDataset and collate is default_collate and all(map(_plain, data.tensors))
+    return type(data) is TensorDataset and collate is default_collate and all(map(_is_plain, data.tensors))
 
 
 def read_rows(data: Any, samples: Sequence[int]) -> list[torch.Tensor]:
-    """The batch of these samples, to the bit what default_collate makes of them one by one, in a third of the time."""
+    """Return the batch of these samples: the bits of default_collate, in a third of its time."""
     while type(data) is Subset:
         samples, data = [data.indices[sample] for sample in samples], data.dataset
     index = torch.tensor(samples)
@@ -34,8 +34,8 @@ def read_rows(data: Any, samples: Sequence[int]) -> list[torch.Tensor]:
 
 
 def collate(samples: list[Any]) -> Any:
-    """default_collate, which see, in two thirds of its time for tuples."""
-    known = default_collate_fn_map  # by type; a script may have added to it
+    """Collate samples like default_collate, in two thirds of its time for tuples."""
+    known = default_collate_fn_map  # by type; scripts may add to it
     first = samples[0]
     if type(first) is not tuple or tuple in known or len(set(map(len, samples))) > 1:
         return default_collate(samples)
@@ -47,25 +47,25 @@ def collate(samples: list[Any]) -> Any:
     ]
 
 
-def collate_as_at_home() -> None:
-    """From now on this loader worker stacks tensors into the layout that the process itself would give them.
+def keep_memory_format() -> None:
+    """Let this loader worker stack tensors into the layout that they get without workers.
 
-    In a worker torch stacks into shared memory, contiguously; elsewhere samples in channels_last make such a batch.
+    In a worker torch stacks into shared memory, contiguously; without one, samples in channels_last make such a batch.
     """
     if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
         default_collate_fn_map[torch.Tensor] = _stack
 
 
 def _stack(samples: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-    if all(sample.dim() < 4 or _in_order(sample) for sample in samples):  # others have one layout
+    if all(sample.dim() < 4 or _is_contiguous_layout(sample) for sample in samples):  # fewer dimensions have one layout
         stacked: torch.Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
         return stacked
     return torch.stack(list(samples))
 
 
-def _in_order(tensor: torch.Tensor) -> bool:
+def _is_contiguous_layout(tensor: torch.Tensor) -> bool:
     return tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()

@@ -1,13 +1,13 @@
-"""Loader workers: processes that begin by fork, and may die.
+"""Loader workers: start them, and restart them when one dies.
 
-CPython before 3.12 can hang in the child of a fork, before any Python runs there, if one of the library's own threads
-was asking for the interpreter at that moment (it holds a lock that nobody gives back in the child). gloo's threads do
-that when a collective is over and a tensor is let go: about once in a thousand forks here. So workers report for duty,
-and those that do not are started again.
+CPython before 3.12 can hang in a forked child before any Python code runs there, if another thread was requesting the
+interpreter lock at that moment: the lock stays held in the child. gloo's threads do that when they release a tensor
+after a collective, which hangs about one fork in a thousand. So workers report that they run, and those that do not
+report are started again.
 
-A worker that dies later (killed by the system when memory runs out, say) is started again too, with all the others of
-its loader, since it may have died with the lock of the queue that they share. Each task names its samples and its key,
-so what was dealt and has not been delivered is fetched again, and has the same bits.
+When a worker dies later (killed when memory runs out, say), all workers of its loader are restarted, since it may have
+died holding the lock of the queue that they share. Each task contains its samples and its key, so the tasks that were
+not delivered are fetched again, with the same bits.
 """
 
 from __future__ import annotations
@@ -35,229 +35,245 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Begin = Callable[[Callable[[int], None]], Iterator[T]]
+"""begin(report) starts workers, each of which calls report(its number), and returns an iterator over their results."""
 
-PATIENCE_SECONDS = 5.0
-"""How long a worker may take to begin, at first; then twice as long, up to ATTEMPTS times. It usually takes 20 ms, and
-starting one again that was only slow costs nothing but time."""
+START_SECONDS = 5.0
+"""Time limit for a worker to start, doubled for each of ATTEMPTS attempts. Starting usually takes 20 ms, and restarting
+a worker that was only slow costs nothing but time."""
 
 ATTEMPTS = 4
 
 
 MOST_RESTARTS = 3
-"""Restarts in a row between which no micro-batch was delivered. The next death is an error: it is the fetch itself that
-kills."""
+"""Restarts in a row without a delivered micro-batch. After these the fetch itself is taken for the cause."""
 
 
 class WorkerIterator(Iterator[T]):
-    """What the workers of one loader fetch, in order; workers that die are started again.
+    """The results of one loader's workers, in order. Workers that die are restarted.
 
-    begin  begin(arrived) starts workers, each of which calls arrived(number), and returns an iterator over all that has
-           not been delivered
-    left   is there anything that has not been delivered? Called after a death
+    Args:
+        begin: starts the workers, and returns an iterator over all results that have not been delivered.
+        count: number of workers.
+        has_more: returns whether a result has not been delivered yet. Called after a death.
     """
 
-    def __init__(self, begin: Begin[T], count: int, left: Callable[[], bool]) -> None:
-        self._begin, self._count, self._left = begin, count, left
-        self._in_a_row, self._heard = 0, -1
+    def __init__(self, begin: Begin[T], count: int, has_more: Callable[[], bool]) -> None:
+        self._begin, self._count, self._has_more = begin, count, has_more
+        self._restarts_in_a_row = 0
+        self._signals = -1  # deaths.signals when the workers were last known to be alive
         self._batches, self._children = start(begin, count)
 
     def __next__(self) -> T:
         while True:
             try:
-                heard, fetched = deaths.heard, deaths.next(self._batches, self._children, self._heard)
+                signals, fetched = deaths.signals, deaths.next(self._batches, self._children, self._signals)
             except StopIteration:
                 raise
             except Exception as error:
-                if not self._count or not tells_of_a_death(error):
+                if not self._count or not is_worker_death(error):
                     raise
                 self._restart(error)
             else:
-                self._heard, self._in_a_row = heard, 0
+                self._signals, self._restarts_in_a_row = signals, 0
                 return fetched
 
     def _restart(self, error: Exception) -> None:
-        """Raises StopIteration if nothing is left to fetch, and `error` if restarts do not help."""
-        wait([child.sentinel for child in self._children], timeout=1.0)  # its socket may be gone before it is
+        """Start new workers. Raises StopIteration if nothing is left to fetch, and an error if restarts do not help."""
+        wait([child.sentinel for child in self._children], timeout=1.0)  # its socket may close before it ends
         dead = [child for child in self._children if child.exitcode is not None]
         self.close()
-        if not self._left():
+        if not self._has_more():
             raise StopIteration from error
-        self._in_a_row += 1
-        if self._in_a_row > MOST_RESTARTS:
-            raise _dead(dead) or error
+        self._restarts_in_a_row += 1
+        if self._restarts_in_a_row > MOST_RESTARTS:
+            raise _death_error(dead) or error
         deaths.restarts += 1
         if deaths.restarts & (deaths.restarts - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-            _log.warning("%s", _note(dead, deaths.restarts))
-        self._heard = -1
+            _log.warning("%s", _warning(dead, deaths.restarts))
+        self._signals = -1
         self._batches, self._children = start(self._begin, self._count)
 
     def close(self) -> None:
-        """End the workers. One that waits for a lock of a dead one would hold up torch's own way for five seconds."""
+        """End the workers. torch itself would wait five seconds for a worker that waits for the lock of a dead one."""
         if any(child.exitcode is not None for child in self._children):
             for child in self._children:
                 child.kill()
                 child.join()
-            _end_pinning(self._batches)
+            _end_pin_memory_thread(self._batches)
         self._batches, self._children = iter(()), []
 
 
-def _note(dead: Sequence[BaseProcess], restarts: int) -> str:
-    ends = " and ".join(f"process {child.pid} {_end(child.exitcode)}" for child in dead) or "a process is gone"
+def _warning(dead: Sequence[BaseProcess], restarts: int) -> str:
+    causes = " and ".join(f"process {child.pid} {_cause(child.exitcode)}" for child in dead) or "a process is gone"
     times = f" This was restart {restarts}." if restarts > 1 else ""
     return (
-        f"A loader worker died ({ends}). Workers were started again and fetch what was not delivered: the result stays "
-        f"the same.{times} If memory ran out, use fewer workers (--set loader.workers=1)."
+        f"A loader worker died ({causes}). The workers were restarted and fetch the missing samples again: the result "
+        f"stays the same.{times} If memory ran out, use fewer workers (--set loader.workers=1)."
     )
 
 
-def _end(code: int | None) -> str:
+def _cause(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     return f"ended with status {code}"
 
 
-def _end_pinning(batches: Any) -> None:
-    """End torch's thread that pins memory. Of a worker that died while it wrote, half a message is left, for whose
-    rest the thread would wait for ever, and torch for the thread."""
+def _end_pin_memory_thread(batches: Any) -> None:
+    """End torch's thread that pins memory.
+
+    A worker that died while writing leaves half a message. The thread would wait for the other half for ever, and torch
+    for the thread. torch has no public way to end it.
+    """
     thread = getattr(batches, "_pin_memory_thread", None)
     if thread is None:
         return
-    batches._pin_memory_thread_done_event.set()
-    batches._worker_result_queue.put((None, None))  # wakes it
-    thread.join(6.0)  # seconds; it looks every five
+    batches._pin_memory_thread_done_event.set()  # noqa: SLF001
+    batches._worker_result_queue.put((None, None))  # noqa: SLF001  (wakes it)
+    thread.join(6.0)  # seconds; the thread polls every five
     if thread.is_alive():
-        batches._shutdown = True  # so torch does not join it
+        batches._shutdown = True  # noqa: SLF001  (so that torch does not join it)
 
 
 def start(begin: Begin[T], workers: int) -> tuple[Iterator[T], list[BaseProcess]]:
-    """What `begin(arrived)` returns, when all its workers have arrived, and the workers.
+    """Call `begin` and wait until all workers have reported. Return its iterator, and the workers.
 
-    Raises DataError if they do not arrive, however often they are started.
+    Raises:
+        DataError: not all of them reported in any of the attempts.
     """
     before = {child.pid for child in multiprocessing.active_children()}
     if workers == 0 or multiprocessing.get_start_method() != "fork":
-        deaths.listen()
-        batches = begin(_nobody_waits)
-        return batches, _since(before)
-    deaths.listen()
+        deaths.install()
+        batches = begin(_ignore_report)
+        return batches, _children_since(before)
+    deaths.install()
     for attempt in range(ATTEMPTS):
         register = _Register(workers)
-        batches = begin(register.arrived)
-        children = _since(before)
-        deadline = time.monotonic() + PATIENCE_SECONDS * 2**attempt
+        batches = begin(register.report)
+        children = _children_since(before)
+        deadline = time.monotonic() + START_SECONDS * 2**attempt
         while time.monotonic() < deadline:
-            here = register.pids()
-            if all(child.pid in here or not child.is_alive() for child in children):  # a death is seen by the fetch
+            running = register.pids()
+            if all(child.pid in running or not child.is_alive() for child in children):  # the fetch notices a death
                 return batches, children
             time.sleep(0.001)
         for child in children:
-            if child.pid not in here:
+            if child.pid not in running:
                 child.kill()
                 child.join()
         del batches
     raise DataError(
-        f"{workers} loader workers were to begin.",
-        f"Not all of them did, {ATTEMPTS} times in a row.",
-        "--set loader.workers=0 fetches in the process itself.",
+        f"Cannot start {workers} loader workers.",
+        f"In each of {ATTEMPTS} attempts at least one did not start in time.",
+        "--set loader.workers=0 fetches without workers.",
     )
 
 
-def _since(before: set[int | None]) -> list[BaseProcess]:
-    """The children that this process has now and had not then."""
+def _children_since(before: set[int | None]) -> list[BaseProcess]:
+    """Return the children of this process whose ids are not in `before`."""
     return [child for child in multiprocessing.active_children() if child.pid not in before]
 
 
 class _Register:
-    """Memory that this process and its forks share: each worker writes its process number into its line."""
+    """Memory shared with forked workers: each worker writes its process id into its entry."""
 
     def __init__(self, workers: int) -> None:
-        self.lines = mmap.mmap(-1, 8 * workers)
+        self.entries = mmap.mmap(-1, 8 * workers)
         self.parent = os.getpid()
 
-    def arrived(self, worker: int) -> None:
-        if os.getppid() != self.parent:  # it was killed meanwhile; torch looks for a change after this
+    def report(self, worker: int) -> None:
+        if os.getppid() != self.parent:  # the parent was killed; torch notices only a later change of parent
             os._exit(1)
-        struct.pack_into("=q", self.lines, 8 * worker, os.getpid())
+        struct.pack_into("=q", self.entries, 8 * worker, os.getpid())
 
     def pids(self) -> set[int]:
-        return {pid for (pid,) in struct.iter_unpack("=q", self.lines[:])}
+        return {pid for (pid,) in struct.iter_unpack("=q", self.entries[:])}
 
 
-def _nobody_waits(worker: int) -> None:
+def _ignore_report(worker: int) -> None:
     pass
 
 
-def tells_of_a_death(error: Exception) -> bool:
-    """Is this how torch says that a worker is gone? What it had sent can then often not be opened any more."""
+def is_worker_death(error: Exception) -> bool:
+    """Return whether this error of a DataLoader means that a worker died. Often its tensors cannot be opened then."""
     if isinstance(error, RuntimeError):
         return str(error).startswith(("DataLoader worker (pid", "Pin memory thread exited"))
-    sent_home = str(error).startswith("Caught ")  # the data set's own error, from a worker that lives
-    return isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not sent_home
+    of_data_set = str(error).startswith("Caught ")  # an error of the data set, sent by a worker that is alive
+    return isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and not of_data_set
 
 
 class WorkerDeaths:
-    """Workers that died. torch raises wherever the main thread happens to be when it hears of one: here that is only
-    where it waits for one of the loader whose worker it was."""
+    """A SIGCHLD handler that reports dead workers only where their loader is waited for.
+
+    torch's own handler raises wherever the main thread happens to be.
+    """
 
     def __init__(self) -> None:
         self._awaited: Sequence[BaseProcess] = ()
         """Workers that the main thread waits for."""
-        self._torchs: Any = None
-        self.heard = 0
-        """How often a child of this process, any, was said to have ended. Asking each costs two microseconds."""
+        self._torch_handler: Any = None
+        self.signals = 0
+        """Number of SIGCHLD signals. A change means that some child has ended; polling each costs 2 microseconds."""
         self.restarts = 0
-        """How often workers were started again in this process, by any loader."""
+        """How often the workers of any loader were restarted in this process."""
 
-    def listen(self) -> None:
-        """Come between the signal and torch's handler, before the first worker starts."""
+    def install(self) -> None:
+        """Install the handler in front of torch's. Call it before the first worker starts."""
         if threading.current_thread() is not threading.main_thread():
             return
-        signal_handling._set_SIGCHLD_handler()
+        signal_handling._set_SIGCHLD_handler()  # noqa: SLF001  (torch installs its own once, with the first worker)
         handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler != self._hear:
-            self._torchs = handler
-            signal.signal(signal.SIGCHLD, self._hear)
+        if callable(handler) and handler != self._on_sigchld:
+            self._torch_handler = handler
+            signal.signal(signal.SIGCHLD, self._on_sigchld)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.heard += 1
+    def _on_sigchld(self, number: int, frame: FrameType | None) -> None:
+        self.signals += 1
         try:
-            self._torchs(number, frame)
-        except RuntimeError:  # not where one ends as it should: torch waits for that within a fetch, at the end
+            self._torch_handler(number, frame)
+        except RuntimeError:  # a worker that ends as planned raises nothing: at the end torch waits within a fetch
             self._raise_if_dead(self._awaited)
 
-    def next(self, batches: Iterator[T], children: Sequence[BaseProcess], heard: int) -> T:
-        """The next of what these workers fetch. Raises RuntimeError if one of them has died; `heard`: when they were
-        last seen to live."""
+    def next(self, batches: Iterator[T], children: Sequence[BaseProcess], signals: int) -> T:
+        """Return the next result of these workers.
+
+        Args:
+            batches: their iterator.
+            children: the workers.
+            signals: `self.signals` when they were last known to be alive.
+
+        Raises:
+            RuntimeError: one of them has died.
+        """
         try:
-            if threading.current_thread() is threading.main_thread():  # where signals are handled
+            if threading.current_thread() is threading.main_thread():  # signals are handled there
                 self._awaited = children
-            if self.heard != heard:
+            if self.signals != signals:
                 self._raise_if_dead(children)
             return next(batches)
         finally:
             self._awaited = ()
 
     @contextmanager
-    def later(self) -> Iterator[None]:
-        """What happens in this block is not interrupted; a death that is heard meanwhile is raised behind it."""
-        (awaited, self._awaited), heard = (self._awaited, ()), self.heard
+    def deferred(self) -> Iterator[None]:
+        """Do not interrupt this block; report a death in it at its end."""
+        (awaited, self._awaited), signals = (self._awaited, ()), self.signals
         try:
             yield
         finally:
             self._awaited = awaited
-        if self.heard != heard:
+        if self.signals != signals:
             self._raise_if_dead(awaited)
 
     def _raise_if_dead(self, children: Sequence[BaseProcess]) -> None:
-        if (dead := _dead(children)) is not None:
-            raise dead
+        if (error := _death_error(children)) is not None:
+            raise error
 
 
-def _dead(children: Sequence[BaseProcess]) -> RuntimeError | None:
-    """An error in torch's words, if one of these has died."""
+def _death_error(children: Sequence[BaseProcess]) -> RuntimeError | None:
+    """Return an error with torch's words if one of these has died."""
     for child in children:
         if child.exitcode is not None:
-            return RuntimeError(f"DataLoader worker (pid {child.pid}) {_end(child.exitcode)}.")
+            return RuntimeError(f"DataLoader worker (pid {child.pid}) {_cause(child.exitcode)}.")
     return None
 
 

@@ -52,7 +52,7 @@ def read_lengths(context: RunContext, data: Any) -> None:
     if isinstance(data, Stream):
         if data.counts is None:
             context.monitor.note(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
-        data.read_lengths(context.group, context.settings.loader.on_error)
+        data.count_shards(context.group, context.settings.loader.on_error)
 
 
 def build_loop(
@@ -190,7 +190,7 @@ def _build_parts(
             data,
             order,
             schedule,
-            seat=slot,
+            slot=slot,
             first=first,
             last=last,
             device=mesh.world.device,

@@ -1,4 +1,4 @@
-"""Files as shards: which ones a pattern means, how they are opened, and where their samples begin."""
+"""Files as shards: expand patterns, open files, and cache an index of where the samples of a file begin."""
 
 from __future__ import annotations
 
@@ -6,102 +6,116 @@ import glob
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import fsspec  # type: ignore[import-untyped]
+from braceexpand import braceexpand
 from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
 from unisono import environment
 from unisono.errors import DataError
 
-BRACES = re.compile(r"\{([^{}]*)\}")
-VERSION = 1
-"""Of what `indexed` keeps."""
+INDEX_VERSION = 1
+"""Version of the cached indexes; part of their file names."""
+
+
+class DamagedSample(Exception):
+    """A sample cannot be read, or a shard cannot be read any further.
+
+    Args:
+        offset: number of samples before the damage.
+        why: a sentence that names the byte.
+    """
+
+    def __init__(self, offset: int, why: str) -> None:
+        super().__init__(offset, why)
+        self.offset, self.why = offset, why
 
 
 def expand(urls: str | Path | Sequence[str | Path]) -> list[str]:
-    """The files that are meant, sorted within each pattern. Raises DataError for a pattern that means none.
+    """Return the files that the patterns match, sorted within each pattern.
 
-    {000..099} and {train,more} stand for each of their values, * and ? for what is there.
+    `{000..099}` and `{train,more}` expand as in bash; `*` and `?` match existing files. Unbalanced braces are taken
+    literally.
+
+    Raises:
+        DataError: a pattern matches no file.
     """
     found: list[str] = []
     for url in [urls] if isinstance(urls, (str, Path)) else urls:
-        some: list[str] = []
-        for each in _braces(str(url)):
-            files, path = fsspec.core.url_to_fs(each)
+        matches: list[str] = []
+        for pattern in _expand_braces(str(url)):
+            file_system, path = fsspec.core.url_to_fs(pattern)
             if glob.has_magic(path):
-                some += sorted(files.unstrip_protocol(p) if "://" in each else p for p in files.glob(path))
+                paths = file_system.glob(path)
+                matches += sorted(map(file_system.unstrip_protocol, paths) if "://" in pattern else paths)
             else:
-                some.append(each)
-        if not some:
-            raise DataError(f"Shards were to come from {url}.", "No file fits.", "look at the path and the pattern.")
-        found += some
+                matches.append(pattern)
+        if not matches:
+            raise DataError(f"No file matches {url}.", "A stream needs at least one shard.", "check the pattern.")
+        found += matches
     return found
 
 
-def _braces(url: str) -> Iterator[str]:
-    match = BRACES.search(url)
-    if match is None:
-        yield url
-        return
-    first, dots, last = match[1].partition("..")
-    if dots and first.isdigit() and last.isdigit():
-        values = [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
-    else:
-        values = match[1].split(",")
-    for value in values:
-        yield from _braces(url[: match.start()] + value + url[match.end() :])
+def _expand_braces(url: str) -> list[str]:
+    try:
+        return list(braceexpand(url, escape=False))
+    except ValueError:  # unbalanced braces
+        return [url]
 
 
 def compression(url: str) -> str | None:
-    """How a file is compressed, by its name; None: it can be entered anywhere."""
-    return "gzip" if url.endswith(".tgz") else infer_compression(url)
+    """Return the compression that the file name implies; None if there is none, so that reading can start anywhere."""
+    return "gzip" if url.endswith(".tgz") else infer_compression(url)  # fsspec does not know .tgz
 
 
-def opened(url: str) -> IO[bytes]:
-    """The file, unpacked while it is read. Raises DataError where it cannot be opened."""
+def open_file(url: str) -> IO[bytes]:
+    """Open a file for reading, and decompress it while it is read.
+
+    Raises:
+        DataError: the file cannot be opened.
+    """
     try:
         file: IO[bytes] = fsspec.open(url, "rb", compression=compression(url)).open()
     except (OSError, ImportError, ValueError) as error:
         raise DataError(
-            f"The shard {url} was to be opened.", f"{type(error).__name__}: {error}", "look at it."
+            f"Cannot open the shard {url}.", f"{type(error).__name__}: {error}", "check the path and its permissions."
         ) from None
     return file
 
 
-def indexed(url: str, make: Callable[[], Any]) -> Any:
-    """What `make` finds out about a file, as JSON can hold it: from the last time, if the file is still the same.
+def cached_index(url: str, build: Callable[[], Any]) -> Any:
+    """Return `build()`, a JSON value that describes a file, or the cached value if the file has not changed since.
 
-    It is kept in the cache of the user; that it cannot be kept is no error, it only costs the time.
+    The cache is in the user's cache folder. A cache that cannot be written is not an error: it only costs time.
     """
-    known = _kept(url)
-    if known is not None:
+    path = _index_path(url)
+    if path is not None:
         with suppress(OSError, ValueError):
-            return json.loads(known.read_bytes())
-    index = make()
-    if known is not None:
+            return json.loads(path.read_bytes())
+    index = build()
+    if path is not None:
         with suppress(OSError):
-            known.parent.mkdir(parents=True, exist_ok=True)
-            half = known.with_suffix(f".{os.getpid()}")
-            half.write_text(json.dumps(index), encoding="utf-8")
-            half.replace(known)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(index), encoding="utf-8")
+            partial.replace(path)
     return index
 
 
-def _kept(url: str) -> Path | None:
-    """Where what is known of a file is; None: nobody could tell that it has become another one."""
+def _index_path(url: str) -> Path | None:
+    """Return the path of a file's cached index; None if the file system reports no modification time or ETag."""
     try:
-        files, path = fsspec.core.url_to_fs(url)
-        facts = files.info(path)
+        file_system, path = fsspec.core.url_to_fs(url)
+        info = file_system.info(path)
     except (OSError, ImportError, ValueError):
         return None
-    changed = next((facts[key] for key in ("mtime", "ETag", "etag", "LastModified", "updated") if facts.get(key)), None)
-    if changed is None:
+    version = next((info[key] for key in ("mtime", "ETag", "etag", "LastModified", "updated") if info.get(key)), None)
+    if version is None:
         return None
     where = os.path.abspath(path) if "://" not in url else url
-    name = hashlib.sha256(repr((VERSION, where, facts.get("size"), str(changed))).encode()).hexdigest()
+    name = hashlib.sha256(repr((INDEX_VERSION, where, info.get("size"), str(version))).encode()).hexdigest()
     return environment.cache() / "shards" / f"{name[:40]}.json"

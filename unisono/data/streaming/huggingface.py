@@ -12,14 +12,14 @@ from unisono.errors import DataError
 
 
 class HuggingFaceShards:
-    """Shards: see unisono.data.streaming.stream.Shards."""
+    """Shards (unisono.data.streaming.stream.Shards) of a Hugging Face data set."""
 
     def __init__(self, dataset: Any) -> None:
-        if not hasattr(dataset, "num_shards") or hasattr(dataset, "__len__"):  # a data set of rows has both
+        if not hasattr(dataset, "num_shards") or hasattr(dataset, "__len__"):  # a map-style data set has both
             raise DataError(
-                f"Stream.hugging_face was given a {type(dataset).__name__}.",
-                "It takes an IterableDataset, as load_dataset(..., streaming=True) returns it.",
-                "any other data set goes into run.steps as it is.",
+                f"Stream.hugging_face cannot read a {type(dataset).__name__}.",
+                "It reads an IterableDataset, as load_dataset(..., streaming=True) returns it.",
+                "pass any other data set to run.steps directly.",
             )
         self.dataset = dataset
         count = dataset.num_shards
@@ -33,7 +33,7 @@ class HuggingFaceShards:
 
 
 class HuggingFaceShard:
-    """One shard, from its beginning, as often as asked."""
+    """One shard; each iteration reads it from its beginning."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset

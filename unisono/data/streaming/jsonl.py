@@ -1,4 +1,4 @@
-"""JSON lines: a JSON value in each line of a file, one sample each."""
+"""JSON lines: a JSON value in each line of a file is one sample."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.streaming.files import compression, expand, indexed, opened
-from unisono.data.streaming.stream import DamagedSample
+from unisono.data.streaming.files import DamagedSample, cached_index, compression, expand, open_file
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
+"""Size of a read while a file is indexed."""
 
 
 class JsonLines:
-    """Shards: see unisono.data.streaming.stream.Shards."""
+    """Shards (unisono.data.streaming.stream.Shards) of JSON-lines files."""
 
     def __init__(self, urls: str | Path | Sequence[str | Path]) -> None:
         self.names = expand(urls)
 
-    def open(self, shard: int) -> LineReader | PackedLineReader:
+    def open(self, shard: int) -> LineReader | CompressedLineReader:
         url = self.names[shard]
-        return PackedLineReader(url) if compression(url) else LineReader(url)
+        return CompressedLineReader(url) if compression(url) else LineReader(url)
 
     def decode(self, raw: bytes) -> Any:
         return json.loads(raw)
 
 
 class LineReader:
-    """The lines of a file that can be entered anywhere."""
+    """The lines of an uncompressed file, by number."""
 
     def __init__(self, url: str) -> None:
-        self._file = opened(url)
-        self._bounds: list[list[int]] = indexed(url, self._scan)
+        self._file = open_file(url)
+        self._bounds: list[list[int]] = cached_index(url, self._scan)
 
     def _scan(self) -> list[list[int]]:
-        """[begin, end] of every line that is not empty, in bytes."""
+        """Return [begin, end] in bytes of every line that is not empty."""
         ends: list[int] = []
-        at = 0
+        position = 0
         self._file.seek(0)
-        while block := self._file.read(BLOCK):
-            ends += (np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + at).tolist()
-            at += len(block)
-        cuts = [-1, *ends, *([at] if at > (ends[-1] + 1 if ends else 0) else [])]
-        bounds = [[before + 1, end] for before, end in pairwise(cuts)]
+        while block := self._file.read(BLOCK_BYTES):
+            ends += (np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + position).tolist()
+            position += len(block)
+        unfinished = [position] if position > (ends[-1] + 1 if ends else 0) else []
+        bounds = [[before + 1, end] for before, end in pairwise([-1, *ends, *unfinished])]
         return [[a, b] for a, b in bounds if b - a > 1 or (b > a and self._read(a, b).strip())]
 
     def _read(self, begin: int, end: int) -> bytes:
@@ -60,14 +60,14 @@ class LineReader:
         begin, end = self._bounds[offset]
         line = self._read(begin, end)
         if len(line) < end - begin:
-            raise DamagedSample(offset, f"The file ends at byte {begin + len(line):,}, though it was longer.")
+            raise DamagedSample(offset, f"The file ends at byte {begin + len(line):,}, but was longer when indexed.")
         return line
 
     def close(self) -> None:
         self._file.close()
 
 
-class PackedLineReader:
+class CompressedLineReader:
     """The lines of a compressed file, from its beginning."""
 
     def __init__(self, url: str) -> None:
@@ -75,12 +75,12 @@ class PackedLineReader:
 
     def __iter__(self) -> Iterator[bytes]:
         offset = 0
-        with opened(self._url) as file:
+        with open_file(self._url) as file:
             while True:
                 try:
                     line = file.readline()
-                except Exception as error:  # zlib, lzma and bz2 have errors of their own
-                    raise DamagedSample(offset, f"It cannot be unpacked: {error}") from error
+                except Exception as error:  # zlib, lzma and bz2 raise errors of their own types
+                    raise DamagedSample(offset, f"It cannot be decompressed: {error}") from error
                 if not line:
                     return
                 if line.strip():

@@ -92,7 +92,7 @@ class BatchSource:
         """
         if self.order.virtual_ranks == 1:
             had_seeded, self._has_seeded = self._has_seeded, True
-            if had_seeded or self._generators.give():
+            if had_seeded or self._generators.apply():
                 return
         seed_everything(mix(self._keys[STEP], step), self._accelerator)
 

@@ -38,7 +38,7 @@ def collective_pass(
     """
     models, progress, settings = context.models, context.progress, context.settings
     loader = EvalLoader(
-        data, f"The data set of {verb}", settings, context.mesh.data, collate, abreast=models.needs_lockstep
+        data, f"The data set of {verb}", settings, context.mesh.data, collate, lockstep=models.needs_lockstep
     )
     context.loop.refresh()
     all_models = [model, *models.modules, *models.tracked]

@@ -52,7 +52,7 @@ class ModelOutputs:
 
     def __iter__(self) -> Iterator[tuple[EvalBatch, Any]]:
         for micro_batch in self.loader if self.pipeline is None else ():
-            if self.must_leave() and not self.loader.abreast:  # otherwise peers would wait for our part of a layer
+            if self.must_leave() and not self.loader.lockstep:  # otherwise peers would wait for our part of a layer
                 break
             self.restore()
             with self.part(micro_batch.batch) as batch:
