@@ -43,7 +43,7 @@ def build(course: Course, loop: str) -> Iterator[Turn]:
         case "DDP":
             return ddp(course)
         case "messages":
-            return ours(course, course.settings, replace(course.group, neighbours={}), loop)
+            return ours(course, course.settings, replace(course.group, neighbors={}), loop)
         case "allreduce":
             return ours(course, replace(course.settings, exchange="allreduce"), course.group, loop)
     return ours(course, course.settings, course.group, loop)

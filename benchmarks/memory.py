@@ -83,7 +83,7 @@ def rise(world: World, who: str, virtual_ranks: int, width: int, folder: str) ->
         before = begin()
         twice = 0
         if who in ("ours", "messages"):
-            group = group if who == "ours" else replace(group, neighbours={})
+            group = group if who == "ours" else replace(group, neighbors={})
             settings = Settings(steps=STEPS, batch=2 * virtual_ranks, virtual_ranks=virtual_ranks)
             run = build_run(settings, world, group, Path(folder))
             model = run.place(placed)

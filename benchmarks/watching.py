@@ -6,7 +6,7 @@
 Two processes with a meeting place train a model whose step takes some 30 ms, in turns of 100 steps: with everything
 that looks after a run, and with nothing of it. On is what a run under `unisono run` has by default:
 
-    in every process      thread "company", a heartbeat a second to the rendezvous server   distributed/membership
+    in every process      thread "membership", a heartbeat a second to the rendezvous server   distributed/membership
                           thread "watch", the status of the main thread, each second         monitor/status_thread.py
                           a count of progress; the loss is observed, for spikes              monitor/loss_spikes.py
                           a comparison of weights and gradients, now and then                train/diagnostics
@@ -44,7 +44,7 @@ from benchmarks.tasks import TASKS, loss_of
 from unisono import phases
 from unisono.config import DivergenceSettings, Settings, WatchdogSettings
 from unisono.distributed.init import join_process_group as join
-from unisono.distributed.membership.membership import SCHEME, Membership
+from unisono.distributed.membership.membership import SCHEME, Membership, membership_of
 from unisono.environment import World
 from unisono.launcher import failure_record
 from unisono.launcher.elastic_policy import ElasticLauncher
@@ -65,22 +65,22 @@ GPT_WARM_UP = 2
 class Threads:
     """The watching threads of one process, turned on and off, and what they used while they were on (seconds)."""
 
-    def __init__(self, world: World, company: Membership, place: Path) -> None:
-        self.world, self.company, self.place = world, company, place
+    def __init__(self, world: World, membership: Membership, place: Path) -> None:
+        self.world, self.membership, self.place = world, membership, place
         self.used = {"heartbeat": 0.0, "watch": 0.0}
-        company._left.set()  # the heartbeat that it has begun with ends
+        membership._stopped.set()  # the heartbeat that it has begun with ends
 
     @contextmanager
     def on(self) -> Iterator[None]:
         with StatusThread(WatchdogSettings(), self.world) as watch:
-            self.company._left.clear()
-            beat = threading.Thread(target=self.company._beat, name="company", daemon=True)
+            self.membership._stopped.clear()
+            beat = threading.Thread(target=self.membership._send_heartbeats, name="membership", daemon=True)
             beat.start()
             clocks = {"heartbeat": clock_of(beat), "watch": clock_of(watch._thread)}
             yield
             for name, clock in clocks.items():
                 self.used[name] += time.clock_gettime(clock)
-            self.company._left.set()
+            self.membership._stopped.set()
             beat.join()
         self.place.unlink(missing_ok=True)  # so the lookout has nothing to read
 
@@ -110,13 +110,14 @@ def turns(
     found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
     lived, used = 0.0, dict.fromkeys(beside, 0.0)
     with join(world) as group:
-        assert group.company is not None
+        membership = membership_of(group)
+        assert membership is not None
         run = build_run(config, world, group, Path(folder) / "run")
         layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(6)]
         model = run.place(lambda: nn.Sequential(*layers, nn.Linear(width, 10)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
-        threads = Threads(world, group.company, told.with_suffix(".place"))
+        threads = Threads(world, membership, told.with_suffix(".status"))
         left, divergence = iter(run.steps(data)), extension_of(run, DivergenceCheck)
         assert divergence is not None
         for turn in range(-1, 2 * pairs):  # the first is to warm up; then on, off, off, on, on, off, ...
@@ -205,9 +206,9 @@ def measure(pairs: int, steps: int, width: int, compared: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         door, survival = Path(folder) / "door", ElasticLauncher(1, build=lambda *_: None)  # type: ignore[arg-type]
         with survival.open(door, 2, [sys.executable, "-u", "-P"]), HangWatcher(Path(folder)) as lookout:
-            assert survival.meeting is not None
+            assert survival.server is not None
             beside = {
-                "meeting place": f"{survival.meeting.pid}",
+                "meeting place": f"{survival.server.pid}",
                 "lookout": f"{os.getpid()}/task/{lookout._thread.native_id}",
             }
             found = run_ranks(turns, 2, pairs, steps, width, folder, str(door), beside, seconds=900)

@@ -57,8 +57,8 @@ from unisono.config.mesh_shape import fill, layout, wanted
 from unisono.config.validate import examine
 from unisono.data.rng import seed_everything
 from unisono.distributed.existing_group import take_over
+from unisono.distributed.init import device_kind
 from unisono.distributed.init import join_process_group as join
-from unisono.distributed.init import kind_of
 from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World, in_a_kernel, variables
 from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
@@ -146,7 +146,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         differences = agree(group, facts)
         if group.mixed and (problems := problems_on_mixed_devices(flatten(loaded.settings), asked.line())):
             raise SettingsError.of(problems)
-        kinds = group.all_gather_object(kind_of(group.device))
+        kinds = group.all_gather_object(device_kind(group.device))
         if group.mixed:  # whoever speaks for all now or later
             facts["device"] = " and ".join(sorted(set(group.all_gather_object(facts["device"]))))
         parallel = loaded.settings.parallel
@@ -384,7 +384,7 @@ def _on_main(group: ProcessGroup, decide: Callable[[], Any]) -> Any:
     """What the main process decides, on every process; its error is raised on all of them."""
     decided: Any = None
     error: UnisonoError | None = None
-    if group.decides:
+    if group.is_main:
         try:
             decided = decide()
         except UnisonoError as caught:
@@ -434,7 +434,7 @@ def _signals(context: RunContext) -> Iterator[None]:
             signal.signal(s, handler)
         is_main = context.group.rank == 0 and not context.waits
         if is_main and context.world.launcher != "unisono":  # which has said it
-            words = "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
+            words = "Stopping: the current step is finished and saved. A second Ctrl-C kills all processes.\n"
             with suppress(OSError):  # not print: what it was called into may be printing itself
                 os.write(2, ("\n" * context.world.terminal + words).encode())
         lifecycle.leave(context)

@@ -1,7 +1,7 @@
-"""Where this process stands among the processes of its run, as a plain value. The one reader of the environment.
+"""This process's place in its run, as a plain value. The only reader of environment variables.
 
-Our own launcher hands every process its World on the command line; torchrun, and Slurm's srun, say the same in
-variables. Nothing here is ever written to the environment: we do not talk to ourselves through it.
+Our own launcher passes a World to every process on the command line. torchrun, Slurm's srun and mpirun set variables
+instead. Nothing here writes to the environment: Unisono's processes do not communicate through it.
 """
 
 from __future__ import annotations
@@ -13,55 +13,72 @@ import shlex
 import socket
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from unisono.errors import WorldError
 
 _folder = "."
-with contextlib.suppress(OSError):  # somebody may have removed it
+with contextlib.suppress(OSError):  # the folder may have been removed
     _folder = os.getcwd()
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One process's place in its run."""
+    """One process's place in its run.
 
-    rank: int = 0  # 0 to size - 1
-    size: int = 1  # processes in the run
-    local_rank: int = 0  # 0 to local_size - 1, on this host
-    local_size: int = 1  # processes of this run on this host
+    Attributes:
+        rank: 0 to size - 1.
+        size: number of processes in the run.
+        local_rank: 0 to local_size - 1, on this host.
+        local_size: number of processes of the run on this host.
+        host: the name of this host.
+        store: where the processes find each other: unix:///path (launcher/rendezvous_server.py), file:///path, env://
+            (torchrun's variables), hosted://host:port/name (rendezvous/hosted_store.py), group:// (a torch group
+            exists: distributed/existing_group.py); None for a single process.
+        number: of this process, which never changes; None: its rank.
+        restarts: how often torchrun or Slurm has restarted all processes.
+        joins: whether it joins processes that are training already.
+        least: processes that must remain for the run to continue (--ranks MIN:MAX); 0: not given.
+        on_cpu: ranks from the first to before the second compute on the CPU, beside others on accelerators.
+        launcher: python, unisono, torchrun, srun or mpirun; script: the script has made a process group itself.
+        folder: where the command was typed; relative paths in it begin there.
+        terminal: whether rank 0 may draw live lines on its standard output.
+        columns: width of that terminal, as the launcher found it; 0: unknown.
+        dry: a folder, in the one process of a dry run, before any other starts.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
     host: str = field(default_factory=socket.gethostname)
-    store: str | None = (
-        None  # where the processes meet: unix:///path (launcher/rendezvous_server.py), file:///path, env://
-    )
-    # (torchrun's variables), hosted://host:port/name (process 0 is its host: distributed/rendezvous/hosted_store.py),
-    # group:// (torch's group is there: distributed/existing_group.py); None: alone
-    number: int | None = None  # of this process for good, whatever its rank becomes; None: its rank
-    restarts: int = 0  # how often a manager (torchrun, Slurm) has begun all of this again, as after a death
-    joins: bool = False  # does it come in addition, to processes that are in the midst of it?
-    least: int = 0  # processes that must be left for it to go on, if somebody has said so (--ranks MIN:MAX)
-    on_cpu: tuple[int, int] = (0, 0)  # ranks from the first to before the second leave accelerators to the others
-    launcher: str = "python"  # python, unisono, torchrun, srun, mpirun; script: it has made the group itself
-    folder: str = field(default_factory=lambda: _folder)  # where the request was typed: its relative paths begin there
-    terminal: bool = False  # may rank 0 draw live lines on its standard output?
-    columns: int = 0  # of that terminal, as the launcher found it; 0: look yourself
-    dry: str = ""  # a folder for the one process that goes through the script before any other starts
+    store: str | None = None
+    number: int | None = None
+    restarts: int = 0
+    joins: bool = False
+    least: int = 0
+    on_cpu: tuple[int, int] = (0, 0)
+    launcher: str = "python"
+    folder: str = field(default_factory=lambda: _folder)
+    terminal: bool = False
+    columns: int = 0
+    dry: str = ""
 
     @property
     def is_main(self) -> bool:
-        """Rank 0 speaks for all."""
+        """Whether this process prints for all."""
         return self.rank == 0 and not self.dry
 
     @property
     def cpu_ranks(self) -> int:
-        """So many compute on the CPU beside others."""
+        """The number of ranks that compute on the CPU, beside others on accelerators."""
         return self.on_cpu[1] - self.on_cpu[0]
 
     @property
-    def seat(self) -> int | None:
-        """The number of its accelerator on this host; None: it is to leave them alone."""
+    def device_index(self) -> int | None:
+        """The index of its accelerator on this host; None if it computes on the CPU."""
         first, end = self.on_cpu
         if first <= self.rank < end:
             return None
@@ -69,16 +86,20 @@ class World:
 
     @property
     def foreign(self) -> bool:
-        """Has somebody else's launcher started all processes of this run?"""
+        """Whether another launcher than ours has started all processes of this run."""
         return self.launcher in ("torchrun", "srun", "mpirun", "script")
 
     @classmethod
     def current(cls) -> World:
-        """The World that our launcher assigned, or torchrun's, or srun's, or one plain process. Raises WorldError."""
+        """Return the World of our launcher, or of mpirun, srun or torchrun, or of a single process.
+
+        Raises:
+            WorldError: the variables of a launcher are incomplete or contradict each other.
+        """
         if _assigned is not None:
             return _assigned
         if "RANK" not in os.environ:
-            if (world := _from_mpirun()) is not None:  # it may start its processes by srun, whose tasks are hosts then
+            if (world := _from_mpirun()) is not None:  # mpirun may use srun, whose tasks are then hosts
                 return world
             if os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
                 return _from_srun()
@@ -86,45 +107,44 @@ class World:
 
 
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-"""https://docs.pytorch.org/docs/2.13/elastic/run.html and https://slurm.schedmd.com/sbatch.html: how often it was begun
-again."""
+"""Variables with the number of restarts.
+https://docs.pytorch.org/docs/2.13/elastic/run.html and https://slurm.schedmd.com/sbatch.html"""
 
 PORTS = range(20_000, 32_768)
-"""Where a job's processes meet unless MASTER_PORT says where: below the ports that Linux gives to whoever asks for any
-(ip(7): ip_local_port_range)."""
+"""Ports for a job without MASTER_PORT: below those that Linux assigns to programs (ip(7): ip_local_port_range)."""
 
 _assigned: World | None = None
 
 
 def assign(world: World | None) -> None:
-    """From now on this process is there. None: forget it again."""
+    """Set this process's place in its run. None: unset it."""
     global _assigned
     _assigned = world
 
 
 def assigned() -> bool:
-    """Has our launcher started this process?"""
+    """Return whether our launcher has started this process."""
     return _assigned is not None
 
 
 def draws_live_lines() -> bool:
-    """Is standard output a terminal that can redraw a line?"""
+    """Return whether standard output is a terminal that can redraw a line."""
     return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
-    """Those of the named environment variables that are set: for what a library reads, to show and to record."""
+    """Return those of the named environment variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def cache() -> Path:
-    """Where what can be made or fetched again is kept: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    return (Path(named) if named else Path.home() / ".cache") / "unisono"
+    """Return the cache folder: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "unisono"
 
 
 def host_of(store: str | None) -> tuple[str, int] | None:
-    """Host and port of the store that a World names, if it is one that processes connect to: env:// or hosted://."""
+    """Return host and port of a World's store, if it has them: env:// or hosted://."""
     if store == "env://":
         at = variables(("MASTER_ADDR", "MASTER_PORT"))
         return (at["MASTER_ADDR"], int(at["MASTER_PORT"])) if len(at) == 2 and at["MASTER_PORT"].isdecimal() else None
@@ -135,37 +155,43 @@ def host_of(store: str | None) -> tuple[str, int] | None:
 
 
 def job() -> str | None:
-    """What Slurm calls the step that this process is in, as in 17.0 (17: the batch script itself); None: Slurm did not
-    start it. It stays when a job is put back into the queue."""
-    about = variables(("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return ".".join(about.values()) if "SLURM_JOB_ID" in about else None
+    """Return Slurm's name of this process's step, such as 17.0 (17: the batch script itself); None without Slurm.
+
+    It does not change when a job is requeued.
+    """
+    ids = variables(("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return ".".join(ids.values()) if "SLURM_JOB_ID" in ids else None
 
 
 def inherited(changes: dict[str, str]) -> dict[str, str]:
-    """The environment for a process that we start: ours, and the variables that its libraries read."""
+    """Return the environment for a process that Unisono starts: this one's, with changes for its libraries."""
     return {**os.environ, **changes}
 
 
 def _from_torchrun() -> World | None:
-    """What torchrun's variables say, None without them. Half of them is a mistake, and training alone would hide it."""
+    """Return the World of torchrun's variables; None without them.
+
+    Raises:
+        WorldError: only some of them are set. Training with one process would hide that mistake.
+    """
     given = variables(("RANK", "WORLD_SIZE"))
     if not given:
         return None
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
-    asked = "Join the processes that torchrun's variables describe: " + ", ".join(f"{k}={v}" for k, v in given.items())
+    error_line = "Invalid torchrun variables: " + ", ".join(f"{k}={v}" for k, v in given.items()) + "."
     alone = shlex.join(["env", "-u", "RANK", "-u", "WORLD_SIZE", "python", *sys.argv])
-    do = f"{alone} (one process), or start it with torchrun, which sets all of them."
+    next_step = f"{alone} (one process), or start it with torchrun, which sets all of them."
     if missing:
-        raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
-    rank, size = _number("RANK", asked, do), _number("WORLD_SIZE", asked, do)
+        raise WorldError(error_line, _not_set(missing), next_step)
+    rank, size = _number("RANK", error_line, next_step), _number("WORLD_SIZE", error_line, next_step)
     local = variables(("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    local_rank = _number("LOCAL_RANK", asked, do) if "LOCAL_RANK" in local else 0
-    local_size = _number("LOCAL_WORLD_SIZE", asked, do) if "LOCAL_WORLD_SIZE" in local else max(1, local_rank + 1)
-    if rank >= size or local_rank >= local_size or local_size > size:
-        true = f"Rank {rank} of {size}, and {local_rank} of {local_size} on this host, cannot be."
-        raise WorldError(asked, true, do)
-    _port(asked)
+    local_rank = _number("LOCAL_RANK", error_line, next_step) if "LOCAL_RANK" in local else 0
+    local_size = max(1, local_rank + 1)
+    if "LOCAL_WORLD_SIZE" in local:
+        local_size = _number("LOCAL_WORLD_SIZE", error_line, next_step)
+    _check_ranks(rank, size, local_rank, local_size, error_line, next_step)
+    _port(error_line)
     return World(
         rank=rank,
         size=size,
@@ -179,35 +205,35 @@ def _from_torchrun() -> World | None:
 
 
 def _from_srun() -> World:
-    """What Slurm says to each task of a step (https://slurm.schedmd.com/srun.html, output environment variables).
+    """Return the World of a task of a Slurm step (https://slurm.schedmd.com/srun.html, output environment variables).
 
-    Only a step that srun starts has several processes: a batch script is one, whatever SLURM_NTASKS says there. The
-    tasks meet on the step's first host, where task 0 is, at a port that follows from the job's number; MASTER_ADDR and
-    MASTER_PORT say otherwise, for hosts with names of Slurm's own, and ports that a firewall keeps shut.
+    Only a step that srun starts has several processes: a batch script is one, whatever SLURM_NTASKS is there. The store
+    is on the step's first host, where task 0 is, at a port that follows from the job's number. MASTER_ADDR and
+    MASTER_PORT override that, where Slurm's host names do not resolve or a firewall blocks the port.
     """
-    asked = f"Join the {os.environ['SLURM_STEP_NUM_TASKS']} tasks of Slurm's step {job()}."
-    do = f"srun -n 2 {shlex.join(['python', *sys.argv])}, which sets all of its variables"
+    error_line = f"Cannot join the {os.environ['SLURM_STEP_NUM_TASKS']} tasks of Slurm's step {job()}."
+    next_step = f"srun -n 2 {shlex.join(['python', *sys.argv])}, which sets all of its variables"
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
     missing = [name for name in needed if name not in os.environ]
     if missing:
-        raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
+        raise WorldError(error_line, _not_set(missing), next_step)
     restarts = _restarts()
     name = f"{job()}-{restarts}"
     address = os.environ.get("MASTER_ADDR") or first_host(os.environ["SLURM_STEP_NODELIST"])
     port = PORTS[zlib.crc32(name.encode()) % len(PORTS)]
     if "MASTER_PORT" in os.environ:
-        port = _port(asked)
+        port = _port(error_line)
     tasks = [
         int(count)
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ["SLURM_STEP_TASKS_PER_NODE"])
         for _ in range(int(times or 1))
-    ]  # 4(x2),3: four on two hosts, three on the last
-    rank, size = _number("SLURM_PROCID", asked, do), _number("SLURM_STEP_NUM_TASKS", asked, do)
-    local_rank, node = _number("SLURM_LOCALID", asked, do), _number("SLURM_NODEID", asked, do)
+    ]  # 4(x2),3: four on each of two hosts, three on the last
+    rank = _number("SLURM_PROCID", error_line, next_step)
+    size = _number("SLURM_STEP_NUM_TASKS", error_line, next_step)
+    local_rank = _number("SLURM_LOCALID", error_line, next_step)
+    node = _number("SLURM_NODEID", error_line, next_step)
     local_size = tasks[node] if node < len(tasks) else 0
-    if rank >= size or local_rank >= local_size or local_size > size:  # others would wait for it in vain
-        true = f"Task {rank} of {size}, and {local_rank} of {local_size} on node {node}, cannot be."
-        raise WorldError(asked, true, do)
+    _check_ranks(rank, size, local_rank, local_size, error_line, next_step)
     return World(
         rank=rank,
         size=size,
@@ -229,52 +255,53 @@ MPI = {
     ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""What mpirun says to each process: rank, size, and the same among those of its host. Intel MPI says what MPICH does.
+"""The variables of mpirun: rank, size, local rank and local size. Intel MPI sets those of MPICH.
 https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html"""
 
 
 def _from_mpirun() -> World | None:
-    """What mpirun's variables say; None without them, for one process, and where Slurm or PMI alone says it.
+    """Return the World of mpirun's variables; None without them, for one process, and under Slurm's or PMI's launcher.
 
-    mpirun gives no address: MASTER_ADDR and MASTER_PORT do. Without them processes of Open MPI that are all on one host
-    meet there, at a port that follows from the job's name.
+    mpirun gives no address, so MASTER_ADDR and MASTER_PORT are needed. Without them processes of Open MPI that are all
+    on one host use a port there that follows from the job's name.
+
+    Raises:
+        WorldError: the variables are incomplete or contradict each other, or an address is missing.
     """
-    maker = next((each for each, names in MPI.items() if os.environ.get(names[1], "1") not in ("", "1")), None)
+    implementation = next((each for each, names in MPI.items() if os.environ.get(names[1], "1") not in ("", "1")), None)
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if maker is None:
+    if implementation is None:
         if os.environ.get("PMIX_RANK", "0") not in ("", "0") and tasks in ("", "1"):
-            true = f"PMIX_RANK is {os.environ['PMIX_RANK']}, and no variable says how many processes there are."
-            raise WorldError("Join the processes of a PMIx launcher.", true, _instead_of_mpirun(2))
+            fact = f"PMIX_RANK is {os.environ['PMIX_RANK']}, and no variable gives the number of processes."
+            raise WorldError("Cannot join the processes of a PMIx launcher.", fact, _instead_of_mpirun(2))
         return None
-    rank_name, size_name, local_rank_name, local_size_name = MPI[maker]
-    if maker == "MPICH" and tasks == os.environ[size_name]:  # srun --mpi=pmi2
+    rank_name, size_name, local_rank_name, local_size_name = MPI[implementation]
+    if implementation == "MPICH" and tasks == os.environ[size_name]:  # srun --mpi=pmi2
         return None
-    asked = f"Join the {os.environ[size_name]} processes that mpirun ({maker}) has started."
-    size = _number(size_name, asked, do := _instead_of_mpirun(2))
-    do = _instead_of_mpirun(size)
-    missing = [name for name in MPI[maker] if name not in os.environ]
+    error_line = f"Cannot join the {os.environ[size_name]} processes that mpirun ({implementation}) has started."
+    size = _number(size_name, error_line, _instead_of_mpirun(2))
+    next_step = _instead_of_mpirun(size)
+    missing = [name for name in MPI[implementation] if name not in os.environ]
     if missing:
-        raise WorldError(asked, f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.", do)
-    rank = _number(rank_name, asked, do)
-    local_rank, local_size = _number(local_rank_name, asked, do), _number(local_size_name, asked, do)
-    if rank >= size or local_rank >= local_size or local_size > size:
-        true = f"Rank {rank} of {size}, and {local_rank} of {local_size} on this host, cannot be."
-        raise WorldError(asked, true, do)
+        raise WorldError(error_line, _not_set(missing), next_step)
+    rank = _number(rank_name, error_line, next_step)
+    local_rank = _number(local_rank_name, error_line, next_step)
+    local_size = _number(local_size_name, error_line, next_step)
+    _check_ranks(rank, size, local_rank, local_size, error_line, next_step)
     name = next(iter(variables(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")).values()), "")
-    at = variables(("MASTER_ADDR", "MASTER_PORT"))
-    if len(at) < 2 and (not name or local_size < size):
-        missing = [each for each in ("MASTER_ADDR", "MASTER_PORT") if each not in at]
-        true = f"mpirun gives no address at which they could meet, and {' and '.join(missing)} "
-        true += f"{'is' if len(missing) == 1 else 'are'} not set."
-        raise WorldError(asked, true, do)
+    address = variables(("MASTER_ADDR", "MASTER_PORT"))
+    if len(address) < 2 and (not name or local_size < size):
+        missing = [each for each in ("MASTER_ADDR", "MASTER_PORT") if each not in address]
+        fact = f"mpirun gives no address for their rendezvous, and {_not_set(missing)}"
+        raise WorldError(error_line, fact, next_step)
     name = re.sub(r"\W", "-", name or "mpirun")
-    port = _port(asked) if "MASTER_PORT" in at else PORTS[zlib.crc32(name.encode()) % len(PORTS)]
+    port = _port(error_line) if "MASTER_PORT" in address else PORTS[zlib.crc32(name.encode()) % len(PORTS)]
     return World(
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
-        store=f"hosted://{at.get('MASTER_ADDR', '127.0.0.1')}:{port}/{name}",
+        store=f"hosted://{address.get('MASTER_ADDR', '127.0.0.1')}:{port}/{name}",
         launcher="mpirun",
         restarts=_restarts(),
         terminal=rank == 0 and draws_live_lines(),
@@ -282,7 +309,7 @@ def _from_mpirun() -> World | None:
 
 
 def _instead_of_mpirun(size: int) -> str:
-    """What to type where mpirun does not say enough."""
+    """Return commands to use where mpirun's variables are not enough."""
     script = shlex.join(sys.argv)
     here = f"unisono run {script} --ranks {size} (one host)"
     flag, equals = ("-genv", " ") if "PMI_SIZE" in os.environ else ("-x", "=")
@@ -293,33 +320,45 @@ def _instead_of_mpirun(size: int) -> str:
 
 
 def first_host(hosts: str) -> str:
-    """The first name of one of Slurm's lists, as in a[01-04,7],b2 (`scontrol show hostnames` writes all of them)."""
+    """Return the first host of a Slurm host list such as a[01-04,7],b2 (see `scontrol show hostnames`)."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else hosts)
 
 
 def _restarts() -> int:
-    """How often a manager has begun all of this again."""
+    """Return how often torchrun or Slurm has restarted all processes."""
     given = variables(RESTARTS).values()
     return sum(int(count) for count in given if count.isdecimal())
 
 
-def _port(asked: str) -> int:
-    """MASTER_PORT, which somebody may have written by hand."""
-    port = _number("MASTER_PORT", asked, do := f"export MASTER_PORT={PORTS[0]} (any port from 1 to 65535 that is free)")
+def _not_set(names: Sequence[str]) -> str:
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not set."
+
+
+def _check_ranks(rank: int, size: int, local_rank: int, local_size: int, error_line: str, next_step: str) -> None:
+    """Raise WorldError for ranks that contradict the sizes: other processes would wait in vain."""
+    if rank >= size or local_rank >= local_size or local_size > size:
+        fact = f"Rank {rank} of {size} is impossible with local rank {local_rank} of {local_size} on this host."
+        raise WorldError(error_line, fact, next_step)
+
+
+def _port(error_line: str) -> int:
+    """Return MASTER_PORT, which may be written by hand. Raises WorldError if it is not a port."""
+    next_step = f"export MASTER_PORT={PORTS[0]} (any port from 1 to 65535 that is free)"
+    port = _number("MASTER_PORT", error_line, next_step)
     if not 0 < port < 1 << 16:
-        raise WorldError(asked, f"MASTER_PORT is {port}, and ports are numbers from 1 to 65535.", do)
+        raise WorldError(error_line, f"MASTER_PORT is {port}; ports are numbers from 1 to 65535.", next_step)
     return port
 
 
-def _number(name: str, asked: str, do: str) -> int:
+def _number(name: str, error_line: str, next_step: str) -> int:
     text = os.environ[name]
     if not text.isdecimal():
-        raise WorldError(asked, f"{name} is {text!r}, which is not a number of 0 or more.", do)
+        raise WorldError(error_line, f"{name} is {text!r}, which is not a non-negative integer.", next_step)
     return int(text)
 
 
 def in_a_kernel() -> bool:
-    """Does a notebook's kernel run this process?"""
+    """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return "ipykernel" in sys.modules and shell is not None

@@ -1,11 +1,10 @@
-"""The one list of phases, and who watches them.
+"""The phases of training, and their observers.
 
-A training process is always in exactly one phase. The loop says `enter("forward")`, which ends the phase before it;
-a block says `with phase("evaluate"):`, which comes back to the phase it found. Whoever wants to know registers an
-observer: the clock behind "where the time went", the timeline, profiler ranges, injected faults. One mechanism for
-all of them, and about 100 ns a change when nobody watches.
+A training process is always in exactly one phase. The loop calls `enter("forward")`, which ends the previous phase; a
+block `with phase("evaluate"):` returns to the phase around it. Observers are called at every change: the clock behind
+"where the time went", the timeline, profiler ranges, injected faults. A change takes about 100 ns without observers.
 
-Only the thread that trains changes phases: loader workers and autograd's threads do not.
+Only the training thread changes phases; loader workers and autograd's threads do not.
 """
 
 from __future__ import annotations
@@ -16,34 +15,38 @@ from contextlib import contextmanager
 PHASES = ("other", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate")
 
 Observer = Callable[[str, str], None]
-"""Called as observer(left, entered) at every change; it must be quick and must not raise (faults excepted)."""
+"""Called as observer(left, entered) at every change. It must be fast and must not raise (injected faults may)."""
 
 
 class CommWait:
-    """How long this process has waited for messages of others, in whatever phase, in seconds since it began. Who looks
-    at it twice knows what of a phase was its own work."""
+    """Seconds that this process has waited for messages of others, in any phase, since its start.
+
+    The difference of two readings tells how much of a phase was this process's own work.
+    """
 
     seconds = 0.0
 
 
 class Position:
-    """Where in the run this process is, beside its phase: for whoever asks which step, and whose share of it. Written
-    where steps and micro-batches begin, read by faults, by the table of who is stuck, by a replay's debugger."""
+    """The position of this process in the run: the step and the virtual rank.
+
+    Written where steps and micro-batches begin. Read by injected faults, hang reports and the debugger of a replay.
+    """
 
     step: int | None = None
-    """The step under way, or the last one that was; None: the first has not begun."""
+    """The step in progress, or the last one; None before the first."""
 
     steps = 0
-    """How many steps this process has begun."""
+    """The number of steps that this process has begun."""
 
     virtual_rank: int | None = None
-    """Whose micro-batch is in its round; None: no round is."""
+    """The virtual rank whose micro-batch is being computed; None outside a micro-batch."""
 
     compiles = 0
-    """How many compilations (torch.compile) are under way here."""
+    """The number of compilations (torch.compile) in progress in this process."""
 
     moves = 0
-    """How often anything has gone on here: a phase, a micro-batch. Whoever looks twice knows whether something does."""
+    """A count of changes (phases, micro-batches). If it has not changed since the last look, nothing makes progress."""
 
 
 _now = "other"
@@ -51,12 +54,12 @@ _observers: tuple[Observer, ...] = ()
 
 
 def now() -> str:
-    """The phase this process is in."""
+    """Return the phase of this process."""
     return _now
 
 
 def enter(name: str) -> str:
-    """End the phase we are in, begin `name` (one of PHASES), and return the phase that ended; or go on in it."""
+    """End the present phase, begin `name` (one of PHASES), and return the ended phase. The same phase continues."""
     global _now
     left, _now = _now, name
     if left == name:
@@ -68,14 +71,14 @@ def enter(name: str) -> str:
 
 
 def begin_step(number: int) -> None:
-    """The step of this number begins here."""
+    """Begin the step with this number."""
     Position.step = number
     Position.steps += 1
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """A block that is its own phase; afterwards the phase around it goes on."""
+    """Run a block in a phase; afterwards the phase around it continues."""
     before = enter(name)
     try:
         yield
@@ -90,6 +93,6 @@ def observe(observer: Observer) -> None:
 
 
 def unobserve(observer: Observer) -> None:
-    """Stop calling `observer`. Unknown observers are ignored."""
+    """Stop calling `observer`. Does nothing for an unknown observer."""
     global _observers
     _observers = tuple(o for o in _observers if o is not observer)

@@ -84,7 +84,7 @@ def test_the_others_go_on_when_a_worker_dies_or_stands_still(command: Command) -
     told = result(command)
     assert told["lost_workers"] == [2]
     assert [number for number, _ in updates(command)] == list(range(150))
-    assert "Rank 2 of 4 died of signal 9 (SIGKILL); the others go on without it. Its log is" in ended.err
+    assert "Rank 2 of 4 died of signal 9 (SIGKILL); the others continue without it. Its log is" in ended.err
     assert "Worker 2 is gone." in ended.out
     assert [word for word in command.words if word.startswith("behind")] == ["behind 0"]
 

@@ -179,11 +179,11 @@ def test_who_waits_for_processes_that_nobody_starts_says_so(command: Command, mo
     command.script("""
         import unisono.distributed.init
 
-        unisono.distributed.init.LATE_SECONDS = 0.5
+        unisono.distributed.init.SLOW_START_SECONDS = 0.5
         unisono.main(lambda run: None)
         """)
     waiting = command.start_python("script.py", "--set", "steps=1")
     assert waiting.stderr is not None
-    said = f"process 0 of 2 waits for the others at 127.0.0.1:{port}: have all of them been started?"
+    said = f"Process 0 of 2 waits for the others at 127.0.0.1:{port}: have all of them been started?"
     assert any(said in line for line in waiting.stderr)
     assert waiting.poll() is None

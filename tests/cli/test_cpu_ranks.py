@@ -17,7 +17,7 @@ import torch
 
 from tests.cli.asking import Ask
 from tests.cli.command import PRELUDE, ROOT, Command
-from tests.cli.test_deaths import DYING
+from tests.cli.test_deaths import DYING, JOIN_REQUESTED
 from tests.cli.test_training import SCRIPT, result
 from tests.standin import standin
 from unisono.environment import variables
@@ -65,7 +65,7 @@ def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Comm
 
 @pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: str, dies: int) -> None:
-    wait = "        while step.number == 4 and not run.context.group.company.knocks:\n            time.sleep(0.01)\n"
+    wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     script = DYING.replace("        step.update(", wait + "        step.update(")
     command.script(script.replace("    x = torch.randn(", TELLING))
     words = ("--ranks", "2", "--cpu-ranks", "1", "--run-dir", "out", "--set", f"deaths=2:{dies}")
@@ -128,7 +128,7 @@ def test_more_processes_than_accelerators_are_told_how(command: Command, kind: s
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
-    assert f"Process 1 was asked to use {kind} device 1.\n  This host has 1.\n" in ended.err
+    assert f"Process 1 has no {kind} device.\n  It would use device 1, and this host has 1.\n" in ended.err
     assert "start 1 process here, or hide the devices from some" in ended.last
     assert "--cpu-ranks N" in ended.last
 

@@ -1,4 +1,4 @@
-"""A process dies in a run of the command: who goes on, who takes its place, and what is said of it."""
+"""A process dies in a run of the command: the others continue, a replacement joins, and messages report it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.command import Command
 from tests.cli.test_training import SCRIPT, result, undisturbed
+
+JOIN_REQUESTED = "run.context.group.monitor.join_requested"
 
 DYING = SCRIPT.replace(
     "        step.update(",
@@ -26,7 +28,7 @@ DYING = SCRIPT.replace(
 
 
 def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
-    wait = "        while step.number == 4 and not run.context.group.company.knocks:\n            time.sleep(0.01)\n"
+    wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
     ended = command.run(
         *("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0", "--set", "checkpoint.dir=kept")
@@ -44,8 +46,8 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
     assert joined in (5, 6)
     told = ended.err.splitlines()
     assert told[0].startswith("Process 0 died of SIGKILL after ")
-    assert told[0].endswith(" steps; 2 finish its step and go on. Its log is out/log/rank-0.log")
-    assert told[1:] == [f"Process 3 has joined, after {joined} steps: 3 go on."]
+    assert told[0].endswith(" steps; 2 processes finish its step and continue. Its log is out/log/rank-0.log")
+    assert told[1:] == [f"Process 3 joined after {joined} steps; 3 processes continue."]
     assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
     command.script(SCRIPT)
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
@@ -61,7 +63,6 @@ FAILING = DYING.replace(
 )
 """Process 1 dies, in step 2; when another one has joined, processes of these numbers fail by themselves."""
 SLOW = pytest.mark.slow
-KNOCKS = "run._group.company.knocks"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ KNOCKS = "run._group.company.knocks"
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            "0, 1, 2", "SystemExit(3)", 3, "the script left with exit status 3", id="by exit", marks=pytest.mark.slow
+            "0, 1, 2", "SystemExit(3)", 3, "the script exited with status 3", id="by exit", marks=pytest.mark.slow
         ),
         pytest.param("2,", "SystemExit(os._exit(3))", 3, "Its log is empty: out/log/rank-2.log", id="without a word"),
     ],
@@ -85,14 +86,14 @@ KNOCKS = "run._group.company.knocks"
 def test_what_was_survived_is_no_reason_for_a_later_failure(
     command: Command, numbers: str, error: str, status: int, last: str
 ) -> None:
-    text = FAILING.replace("NUMBERS", numbers).replace("JOINED", KNOCKS).replace("ERROR", error)
+    text = FAILING.replace("NUMBERS", numbers).replace("JOINED", JOIN_REQUESTED).replace("ERROR", error)
     command.script(text)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=2:1")
     assert ended.status == status, ended.err
     told = ended.err.splitlines()
     assert told[0].startswith("Process 1 died of SIGKILL after ")
-    assert told[1].startswith("Process 2 has joined, after ")
-    failed = r"(failed; its log is out/log/rank-[02]\.log|left with exit status 3 and no word \(os\._exit\?\)\.)"
+    assert told[1].startswith("Process 2 joined after ")
+    failed = r"(failed; its log is out/log/rank-[02]\.log|exited with status 3 and no error message \(os\._exit\?\)\.)"
     assert re.fullmatch(rf"(Rank 0 of 2|Process 2, which joined,) {failed}", told[2]), told
     assert told[2].startswith("Process 2") or numbers != "2,"
     assert told[-1] == last
@@ -142,7 +143,7 @@ def main("""
 
 @pytest.mark.slow
 def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
-    wait = "        while step.number == 4 and not run.context.group.company.knocks:\n            time.sleep(0.01)\n"
+    wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
     words = ("--ranks", "4", "--run-dir", "out", "--set", "parallel.shard=2", "--set", "deaths=2:1")
     ended = command.run("run", "script.py", *words, times=3)
@@ -153,8 +154,8 @@ def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
     assert sorted(each["process"] for each in found["joined"]) == [4, 5]
     told = ended.err.splitlines()
     assert told[0].startswith("Process 1 died of SIGKILL after ")
-    assert "steps; 2 finish its step and go on." in told[0]
-    assert told[1].startswith("Process 0, which shared its model, was ended.")
+    assert "steps; 2 processes finish its step and continue." in told[0]
+    assert told[1].startswith("Process 0 was killed too: it shared a model with it.")
     command.script(SCRIPT)
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
 
@@ -194,7 +195,7 @@ def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) 
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
     assert ended.status == 0, ended.err
     told = ended.err.splitlines()
-    assert told[0] == "Process 1 leaves its group: it is killed. Its log is out/log/rank-1.log"
+    assert told[0] == "Process 1 hangs while leaving its group and is killed. Its log is out/log/rank-1.log"
     assert {line.split(" after ")[0] for line in told[1:3]} == {
         "Process 0 died of SIGKILL",
         "Process 1 died of SIGKILL",
@@ -211,8 +212,8 @@ def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
     command.script(STANDING.replace("NUMBERS", "1, 2"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:0", times=2)
     assert ended.status == 0, ended.err
-    assert "Process 1 leaves its group: it is killed." in ended.err
-    assert "Process 2 leaves its group: it is killed." in ended.err
+    assert "Process 1 hangs while leaving its group and is killed." in ended.err
+    assert "Process 2 hangs while leaving its group and is killed." in ended.err
     assert "Restarting from the checkpoint after step 4 (1 of 3)." in ended.err
     found = result(command, "out")
     assert found["resumed_at"] == 4

@@ -97,7 +97,7 @@ def test_two_at_once_and_again_after_the_restart(command: Command, words: tuple[
 @pytest.mark.parametrize(
     ("sign", "why"),
     [
-        (9, "(SIGKILL): usually the machine had no memory left"),
+        (9, "(SIGKILL): usually the machine ran out of memory"),
         (11, "(SIGSEGV): a crash in compiled code"),
     ],
 )

@@ -12,8 +12,8 @@ from tests.cli.command import Command
 from unisono.distributed.rendezvous.host_names import (
     interface,
     require_own_host_name,
+    resolution_error,
     resolve_rendezvous_host,
-    unresolved,
 )
 from unisono.environment import World
 from unisono.errors import UnreachableHostError
@@ -34,13 +34,13 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_meeting_host_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", NOWHERE)
     with pytest.raises(UnreachableHostError) as caught:
-        resolve_rendezvous_host(AWAY, patience=0.0)
+        resolve_rendezvous_host(AWAY, timeout=0.0)
     (problem,) = caught.value.problems
     assert problem.asked.endswith(f"on host {NOWHERE}, port 20000 (MASTER_ADDR).")
     assert problem.true.startswith(f"The name {NOWHERE} does not resolve on here: ")
     assert problem.do == "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
     with pytest.raises(UnreachableHostError, match="torchrun --local-addr"):
-        resolve_rendezvous_host(World(size=2, local_size=2, store="env://"), patience=0.0)
+        resolve_rendezvous_host(World(size=2, local_size=2, store="env://"), timeout=0.0)
 
 
 def test_one_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,15 +56,15 @@ def test_one_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    resolve_rendezvous_host(AWAY, patience=60.0)
+    resolve_rendezvous_host(AWAY, timeout=60.0)
     assert answers == []
 
 
 def test_an_address_and_a_known_name_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("127.0.0.1", "localhost"):
         monkeypatch.setenv("MASTER_ADDR", host)
-        resolve_rendezvous_host(AWAY, patience=0.0)
-    assert unresolved("a..b") != ""
+        resolve_rendezvous_host(AWAY, timeout=0.0)
+    assert resolution_error("a..b") != ""
 
 
 def test_a_host_whose_own_name_does_not_resolve_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_process_that_leaves_without_a_word_is_named(command: Command) -> None
     command.script("os._exit(7 if world.rank == 1 else 0)")
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 7
-    assert "Rank 1 of 2 left with exit status 7 and no word" in ended.err
+    assert "Rank 1 of 2 exited with status 7 and no error message" in ended.err
     assert ended.last == "Its log is empty: out/log/rank-1.log"
 
 
@@ -149,7 +149,7 @@ def test_a_process_that_leaves_in_peace_while_others_need_it_is_named(command: C
         """)
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "steps=1")
     assert ended.status == 1
-    assert "Rank 2 of 3 left with exit status 0 (sys.exit? os._exit?) while the others still needed it." in ended.err
+    assert "Rank 2 of 3 exited with status 0 (sys.exit? os._exit?) while other processes still needed it." in ended.err
 
 
 def test_a_wrong_request_is_told_once_and_without_a_traceback(command: Command) -> None:
@@ -235,7 +235,7 @@ def test_a_signal_is_passed_on_once_and_every_process_saves_and_leaves(
     running.send_signal(number)
     ended = command.end(running)
     assert ended.status == 0
-    assert ended.err == "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
+    assert ended.err == "Stopping: the current step is finished and saved. A second Ctrl-C kills all processes.\n"
     assert command.log(1) == "saved by rank 1\n"
 
 
@@ -300,7 +300,7 @@ def test_once_the_first_has_left_nobody_is_waited_for_for_ever(command: Command,
     running.send_signal(signal.SIGTERM)
     ended = command.end(running)
     assert ended.status == 0, ended.err
-    assert ended.last == "Killed: rank 1, still there 0.1 seconds after the first one had left."
+    assert ended.last == "Killed rank 1: it was still running 0.1 seconds after the first process had ended."
     command.wait_until_gone()
 
 

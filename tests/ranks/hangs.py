@@ -174,7 +174,7 @@ HANGS: dict[str, tuple[Body | str | None, Fault | None]] = {
 
 def play(folder: Path, name: str, size: int = 3) -> tuple[str, int]:
     """What is recorded of a hang, and for which rank."""
-    with HangWatcher(folder, say=False), contextlib.suppress(AssertionError, TimeoutError):
+    with HangWatcher(folder, verbose=False), contextlib.suppress(AssertionError, TimeoutError):
         run_ranks(train, size, str(folder), name, size, seconds=40)
     (path,) = folder.glob("rank-*.json")
     found = failure_record.read(path)

@@ -122,7 +122,11 @@ MEDIAN: Any = "median"
 WRONG: list[tuple[Callable[[Collectives], Any], list[str]]] = [
     (
         lambda c: c.all_gather({"a": [torch.ones(3 + (c.rank == 1), 2)]}),
-        ["all_gather was called on 2", "Rank 0 has float32 [3, 2], rank 1 float32 [4, 2] (at ['a'][0])", "pad what"],
+        [
+            "all_gather was called with different arguments",
+            "Rank 0 has float32 [3, 2], rank 1 float32 [4, 2] (at ['a'][0])",
+            "pad shorter",
+        ],
     ),
     (
         lambda c: c.all_reduce(torch.ones(3, dtype=torch.float64 if c.rank else torch.float32)),
@@ -133,13 +137,16 @@ WRONG: list[tuple[Callable[[Collectives], Any], list[str]]] = [
         ["rank 1 nothing (at ['b'])"],
     ),
     (lambda c: c.all_reduce(torch.ones(1), "max" if c.rank else "sum"), ["Rank 0 has sum, rank 1 max"]),
-    (lambda c: c.barrier() if c.rank else c.all_gather(torch.ones(1)), ["Rank 0 is at all_gather, rank 1 at barrier"]),
+    (
+        lambda c: c.barrier() if c.rank else c.all_gather(torch.ones(1)),
+        ["Rank 0 called all_gather, rank 1 called barrier"],
+    ),
     (lambda c: c.all_gather({"loss": 1.0 if c.rank else torch.ones(())}), ["Rank 1: ", "one thing is a float"]),
     (lambda c: c.all_gather({"loss": 1.0}), ["one thing is a float", "torch.tensor(value)"]),
-    (lambda c: c.all_reduce(torch.ones(1), MEDIAN), ["It knows sum, mean, max, min; this is median"]),
-    (lambda c: c.all_reduce(torch.ones(1, dtype=torch.int64), "mean"), ["mean of whole numbers"]),
+    (lambda c: c.all_reduce(torch.ones(1), MEDIAN), ["op is median; it must be one of sum, mean, max, min"]),
+    (lambda c: c.all_reduce(torch.ones(1, dtype=torch.int64), "mean"), ["Integers have no mean"]),
     (lambda c: c.all_reduce(torch.ones(1, dtype=torch.bool)), ["have no sum", 'op="max"']),
-    (lambda c: c.gather(torch.ones(1), to=2), ["Ranks are 0 to 1; this is 2"]),
+    (lambda c: c.gather(torch.ones(1), to=2), ["The rank is 2; ranks are 0 to 1"]),
     (lambda c: c.scatter([torch.ones(1)] if c.rank == 0 else None), ["scatter", "a list of 2 trees", "list of 1"]),
     (lambda c: c.all_to_all([torch.ones(1, 2 + (p > c.rank)) for p in range(2)]), ["Rank 0 has", "[None, 2]"]),
     (lambda c: c.broadcast(torch.eye(2).to_sparse() if c.rank == 0 else None), ["dense tensors", "to_dense()"]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks.company import Company, die_at
+from tests.ranks.elastic import ElasticProcesses, die_at
 from tests.ranks.training import MLP, Points, settings
 from unisono import Run
 from unisono.checkpoint import emergency_dump
@@ -56,12 +56,12 @@ def train(run: Run[Any]) -> None:
 def test_a_run_that_begins_again_loses_no_step(tmp_path: Path, dead: set[int], step: int) -> None:
     ((state, _),) = run_ranks(work, 1, settings(), tmp_path / "alone", set())
     config = settings(parallel=ParallelSettings(shard=3, replicate_shards=True))
-    with Company(work, 3, config, tmp_path / "run", dead) as company:
-        company.killed |= dead
-        assert set(company.results().values()) == {None}
+    with ElasticProcesses(work, 3, config, tmp_path / "run", dead) as processes:
+        processes.killed |= dead
+        assert set(processes.results().values()) == {None}
     assert emergency_dump.dumped_steps(tmp_path / "run") >= step
-    with Company(work, 3, config, tmp_path / "run", set()) as company:
-        found = set(company.results().values())
+    with ElasticProcesses(work, 3, config, tmp_path / "run", set()) as processes:
+        found = set(processes.results().values())
     ((again, resumed_at),) = found
     assert again == state
     assert resumed_at >= step if step else resumed_at == 0

@@ -100,9 +100,9 @@ def exchange_on(
 
 
 def on_hosts(group: ProcessGroup, hosts: str) -> ProcessGroup:
-    """As if rank r were on the host hosts[r]: only those on its own are neighbours."""
-    assert len(group.neighbours) == group.size - 1  # this machine can share memory
-    return replace(group, neighbours={r: pid for r, pid in group.neighbours.items() if hosts[r] == hosts[group.rank]})
+    """As if rank r were on the host hosts[r]: only those on its own are neighbors."""
+    assert len(group.neighbors) == group.size - 1  # this machine can share memory
+    return replace(group, neighbors={r: pid for r, pid in group.neighbors.items() if hosts[r] == hosts[group.rank]})
 
 
 def in_buckets(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:

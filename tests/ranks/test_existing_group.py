@@ -87,7 +87,7 @@ def test_a_group_made_inside_main_is_refused(tmp_path: Path) -> None:
     told = "This run has 1 process, and the group 2: each would train alone."
     assert (
         run_ranks(refused, 2, str(tmp_path), "inside")
-        == [("init_process_group was called inside the script's main.", told)] * 2
+        == [("init_process_group was called inside the script's main function.", told)] * 2
     )
 
 
@@ -103,7 +103,7 @@ def under_our_launcher(world: World, folder: str) -> str:
 
 
 def test_under_our_launcher_it_is_refused(tmp_path: Path) -> None:
-    told = "unisono run has started 2, and joins them itself."
+    told = "It made a group of 2; unisono run has started 2 and joins them itself."
     assert run_ranks(under_our_launcher, 2, str(tmp_path)) == [told] * 2
 
 

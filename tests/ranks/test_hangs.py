@@ -19,7 +19,8 @@ SAID = {
     "a rank sleeps": (1, r"Ranks 0 and 2 wait for rank 1: it sleeps at hangs\.py:\d+ in sleeps \(time\.sleep\(1e6\)\)"),
     "a rank is in another collective": (
         1,
-        rf"They wait for each other, in different places: rank 0 waits in all_reduce #\d+ of float64\[\d+\] {ROUNDS}; "
+        r"The ranks wait for each other in different places: "
+        rf"rank 0 waits in all_reduce #\d+ of float64\[\d+\] {ROUNDS}; "
         r"rank 1 waits for a message at hangs\.py:\d+ in in_another_collective",
     ),
     "a loader's worker blocks": (
@@ -31,16 +32,19 @@ SAID = {
         0,
         r"rank 0 waits in all_reduce .*; rank 1 waits in barrier #\d+ at hangs\.py:\d+ in uneven_loop",
     ),
-    "a dead store": (0, "All others wait for rank 0 to come to unisono.main"),
+    "a dead store": (0, "All other ranks wait for rank 0 to call unisono.main"),
     "a lock is taken twice": (
         1,
         r"Rank 0 waits for ranks 1 and 2: each sleeps at hangs\.py:\d+ in locked_twice \(lock\.acquire\(\)\)",
     ),
     "a file never comes": (1, r"wait for rank 1: it sleeps at hangs\.py:\d+ in waits_for_a_file"),
-    "all are elsewhere": (0, "All wait in the same place: what they wait for is sent by nobody, or does not arrive"),
+    "all are elsewhere": (0, "All ranks wait in the same place: no process sends the message, or it does not arrive"),
     "the system stops it": (1, "Ranks 0 and 2 wait for rank 1: it is stopped"),
-    "compiled code holds the interpreter": (1, r"wait for rank 1: it says nothing \(.*its interpreter\) at hangs\.py:"),
-    "packets are lost": (0, "All wait in the same place: .*, or does not arrive"),
+    "compiled code holds the interpreter": (
+        1,
+        r"wait for rank 1: it does not respond \(.*interpreter lock\) at hangs\.py:",
+    ),
+    "packets are lost": (0, "All ranks wait in the same place: .*, or it does not arrive"),
     "the checkpoint": (1, r"wait for rank 1: it sleeps at .* \(for step in run\.steps\(data\):\)"),
     "before the first step": (
         1,
@@ -53,7 +57,7 @@ QUICK = ("a rank sleeps", "a rank is in another collective")
 @slow
 @pytest.mark.parametrize("name", hangs.SLOW)
 def test_who_is_slow_is_not_ended(tmp_path: Path, name: str) -> None:
-    with HangWatcher(tmp_path, say=False):
+    with HangWatcher(tmp_path, verbose=False):
         run_ranks(hangs.train, 2, str(tmp_path), name, 2)
     assert not list(tmp_path.glob("rank-*.json"))
 

@@ -123,7 +123,7 @@ def test_who_is_stopped_is_named(tmp_path: Path, name: str) -> None:
         started = [begin(tmp_path, number, asked, variables(number)) for number in range(3)]
     said, seconds = said_of(started, tmp_path)
     assert re.search(expected, said), said
-    assert re.search(rf"\n    {rank}     nobody .* (is stopped|does not answer)", said), said
+    assert re.search(rf"\n    {rank}     - .* (is stopped|does not answer)", said), said
     limit = LIMIT_SECONDS * (1 if moment == "loop" else FIRST_STEP_TIMES)
     assert seconds < limit + LATE_SECONDS, f"{seconds:.1f} s"
 
@@ -151,7 +151,7 @@ def said_of(started: list[subprocess.Popen[str]], folder: Path) -> tuple[str, fl
     stopped, began = folder / "stopped", 0.0
     try:
         until = time.monotonic() + 60
-        while "Nothing has moved" not in (said := told(folder)):
+        while "No process has made progress" not in (said := told(folder)):
             assert time.monotonic() < until, f"nobody has said a word\n{said}"
             began = began or (time.monotonic() if stopped.exists() else 0.0)
             time.sleep(0.05)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.ranks.company import Company
+from tests.ranks.elastic import ElasticProcesses
 from unisono.distributed.init import join_process_group as join
+from unisono.distributed.membership.membership import membership_of
 from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
 
@@ -18,17 +19,17 @@ def total(group: ProcessGroup) -> float:
     return float(group.sum_(torch.tensor([1.0])).item())
 
 
-def confirm(company: Any, error: RuntimeError) -> None:
-    if not company.is_peer_loss(error):
+def confirm(membership: Any, error: RuntimeError) -> None:
+    if not membership.is_peer_loss(error):
         raise error
 
 
 def survive(world: World, victims: tuple[int, ...], *, chain: bool) -> Any:
     with join(world) as group:
-        company = group.company
-        assert company is not None
+        membership = membership_of(group)
+        assert membership is not None
         found = [total(group)]
-        if company.number in victims:
+        if membership.number in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             if chain and group.rank == 0:  # which waits for one that lives, and waits for the dead one itself
@@ -36,14 +37,14 @@ def survive(world: World, victims: tuple[int, ...], *, chain: bool) -> Any:
             else:
                 group.sum_(torch.ones(100_000))
         except RuntimeError as error:
-            confirm(company, error)
+            confirm(membership, error)
         while len(found) < 2:
-            formed = company.regroup(group, step=7)
+            formed = membership.regroup(group, step=7)
             try:
                 found.append(total(group))
             except RuntimeError as error:  # the second one died a little later
-                confirm(company, error)
-        return found, (group.rank, group.size), formed.roster, sorted(formed.lost), sorted(group.neighbours)
+                confirm(membership, error)
+        return found, (group.rank, group.size), formed.roster, sorted(formed.lost), sorted(group.neighbors)
 
 
 def _message(peer: int) -> Any:
@@ -53,16 +54,16 @@ def _message(peer: int) -> Any:
 
 
 def test_those_who_are_left_form_a_group(tmp_path: Any) -> None:
-    with Company(survive_alone, 4) as company:
-        company.killed = {0}
-        found = company.results()
+    with ElasticProcesses(survive_alone, 4) as processes:
+        processes.killed = {0}
+        found = processes.results()
     assert found == {
         number: ([4.0, 3.0], (number - 1, 3), (1, 2, 3), [0], [r for r in range(3) if r != number - 1])
         for number in (1, 2, 3)
     }
-    formed = [event for event in company.events if "formed" in event]
+    formed = [event for event in processes.events if "formed" in event]
     assert [event["formed"]["generation"] for event in formed] == [1, 2]
-    assert formed[1]["about"] == [{"step": 7}] * 3
+    assert formed[1]["facts"] == [{"step": 7}] * 3
 
 
 def survive_alone(world: World) -> Any:
@@ -74,54 +75,54 @@ def survive_chain(world: World) -> Any:
 
 
 def test_who_waits_for_one_that_waits_for_the_dead_is_woken() -> None:
-    with Company(survive_chain, 4) as company:
-        company.killed = {2, 3}
-        found = company.results()
+    with ElasticProcesses(survive_chain, 4) as processes:
+        processes.killed = {2, 3}
+        found = processes.results()
     assert [value[:3] for _, value in sorted(found.items())] == [([4.0, 2.0], (r, 2), (0, 1)) for r in range(2)]
 
 
 def last_one(world: World) -> Any:
     with join(world) as group:
-        company = group.company
-        assert company is not None
+        membership = membership_of(group)
+        assert membership is not None
         sizes = [group.size]
         for number in range(3):
-            if company.number == number:
+            if membership.number == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 while True:
                     total(group)
             except RuntimeError as error:
-                confirm(company, error)
-            company.regroup(group)
+                confirm(membership, error)
+            membership.regroup(group)
             sizes.append(group.size)
         return sizes, total(group)
 
 
 def test_one_after_the_other_dies_until_one_is_left() -> None:
-    with Company(last_one, 4) as company:
-        company.killed = {0, 1, 2}
-        assert company.results() == {3: ([4, 3, 2, 1], 1.0)}
+    with ElasticProcesses(last_one, 4) as processes:
+        processes.killed = {0, 1, 2}
+        assert processes.results() == {3: ([4, 3, 2, 1], 1.0)}
 
 
 def admit(world: World) -> Any:
     with join(world) as group:
-        company = group.company
-        assert company is not None
+        membership = membership_of(group)
+        assert membership is not None
         sizes: list[int] = [group.size]
         came: list[int] = []
         while group.size < 4:
-            if group.size == 1 or group.sum_(torch.tensor([float(company.knocks)])).item():
-                came += company.regroup(group, open_=True).joined
+            if group.size == 1 or group.sum_(torch.tensor([float(membership.join_requested)])).item():
+                came += membership.regroup(group, admit=True).joined
                 sizes.append(group.size)
         return sizes[0], sizes[-1], group.rank, came, total(group)
 
 
 def test_others_join() -> None:
-    with Company(admit, 2) as company:
-        company.start(2, joins=True)
-        company.start(3, joins=True)
-        found = company.results()
+    with ElasticProcesses(admit, 2) as processes:
+        processes.start(2, joins=True)
+        processes.start(3, joins=True)
+        found = processes.results()
     assert {number: value[:2] for number, value in found.items()} == {0: (2, 4), 1: (2, 4), 2: (1, 4), 3: (1, 4)}
     assert sorted(value[2] for value in found.values()) == [0, 1, 2, 3]
     assert sorted(found[0][3]) == sorted(found[1][3]) == [2, 3]

@@ -72,7 +72,7 @@ def every_collective(world: World, library: str) -> dict[str, Any]:
 
 def of_two_makers(world: World, library: str) -> tuple[bool, str, list[float]]:
     """Accelerators that torch calls by one name."""
-    init.kind_of = lambda device: ["cuda", "cuda", "rocm"][world.rank]
+    init.device_kind = lambda device: ["cuda", "cuda", "rocm"][world.rank]
     with join(equipped(world, library, 0, 1, 2)) as group:
         return group.mixed, torch.distributed.get_backend(), group.sum_(on(group, [1.0])).tolist()
 
@@ -89,7 +89,7 @@ def test_amds_devices_are_another_kind_than_nvidias(
     monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, kind: str
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert init.kind_of(torch.device(device)) == kind
+    assert init.device_kind(torch.device(device)) == kind
 
 
 def test_every_collective_brings_tensors_to_where_they_belong(accelerator: str) -> None:
@@ -128,7 +128,7 @@ def test_processes_of_one_kind_copy_nothing() -> None:
 
 def kinds(world: World) -> tuple[bool, str]:
     with join(equipped(world, "")) as group:
-        return group.mixed, group.wire.type
+        return group.mixed, group.comm_device.type
 
 
 def train(world: World, library: str, with_: tuple[int, ...], *more: Any, slow: int | None = None) -> dict[str, Any]:

@@ -15,11 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.company import Company
+from tests.ranks.elastic import ElasticProcesses
 from tests.ranks.test_step_recovery import right
 from tests.ranks.training import MLP, Points, settings
 from unisono.config import CheckpointSettings, Settings
-from unisono.distributed import process_group
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.membership import membership, regroup_timeout
 from unisono.distributed.membership.waiting import NcclWork
@@ -83,9 +82,9 @@ def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict
 @pytest.mark.parametrize("times", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 6, 7))])
 def test_a_loss_can_be_looked_at_although_somebody_has_died(tmp_path: Path, times: int) -> None:
     alone = run_ranks(looks_at_its_loss, 1, settings(), tmp_path / "alone", {})[0]
-    with Company(looks_at_its_loss, 3, settings(), tmp_path / "run", {1: times}, late=True) as company:
-        company.killed = {1}
-        assert company.results() == {0: alone, 2: alone}
+    with ElasticProcesses(looks_at_its_loss, 3, settings(), tmp_path / "run", {1: times}, nccl_like=True) as processes:
+        processes.killed = {1}
+        assert processes.results() == {0: alone, 2: alone}
 
 
 # -- at any moment
@@ -93,13 +92,13 @@ def test_a_loss_can_be_looked_at_although_somebody_has_died(tmp_path: Path, time
 
 ARMED: list[bool] = []
 MOMENTS: dict[str, tuple[Any, str, bool, int]] = {
-    "a collective begins": (process_group.ProcessGroup, "_watched", False, 300),
+    "a collective begins": (membership.Membership, "wrap", False, 300),
     "it is waited for": (NcclWork, "wait", False, 300),
     "it is over": (NcclWork, "wait", True, 300),
-    "they count each other": (connect, "count", False, 12),
-    "they have": (connect, "count", True, 12),
-    "it leaves": (membership.Membership, "_part", False, 6),
-    "it has left": (membership.Membership, "_part", True, 6),
+    "they count each other": (connect, "count_arrivals", False, 12),
+    "they have": (connect, "count_arrivals", True, 12),
+    "it leaves": (membership.Membership, "_leave_group", False, 6),
+    "it has left": (membership.Membership, "_leave_group", True, 6),
 }
 
 
@@ -144,11 +143,11 @@ def test_deaths_at_any_moment(tmp_path: Path, seed: int) -> None:
     spare = chance.randrange(size)
     deaths = {n: fate() for n in range(size) if n != spare and chance.random() < 0.8}
     deaths |= {n: fate() for n in range(size, size + 4) if chance.random() < 0.6}
-    with Company(does_everything, size, config, tmp_path / "run", deaths, late=True) as company:
-        company.killed = set(deaths)
+    with ElasticProcesses(does_everything, size, config, tmp_path / "run", deaths, nccl_like=True) as processes:
+        processes.killed = set(deaths)
         for number in range(size, size + 4):
-            company.start(number, joins=True)
-        found = company.results()
+            processes.start(number, joins=True)
+        found = processes.results()
     assert found[spare] == alone
     assert {value[1] for value in found.values() if value is not None} == {alone[1]}
 
@@ -175,10 +174,10 @@ def adds_up_by_itself(world: World, folder: Path) -> Any:
 
 
 def test_who_waits_for_a_device_that_waits_in_vain_is_told(tmp_path: Path) -> None:
-    with Company(adds_up_by_itself, 3, tmp_path, late=True) as company:
-        company.killed = {1}
-        why = company.await_("silent")["why"]
-        company.kill(0, 2)
-        company.results()
-    assert why.startswith("stands still at ")
-    assert why.endswith(" since another one died")
+    with ElasticProcesses(adds_up_by_itself, 3, tmp_path, nccl_like=True) as processes:
+        processes.killed = {1}
+        why = processes.await_("silent")["why"]
+        processes.kill(0, 2)
+        processes.results()
+    assert why.startswith("hangs at ")
+    assert why.endswith(" since a process was lost")

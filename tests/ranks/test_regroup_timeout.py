@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.company import Company
+from tests.ranks.elastic import ElasticProcesses
 from tests.ranks.test_membership import confirm, total
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.membership import membership, regroup_timeout
@@ -28,17 +28,17 @@ def send_into_the_end(world: World) -> int:
     """Send just after our sockets were shut to somebody who waits for it; how many sends then hang?"""
     hung = 0
     with join(world) as group:
-        company: Any = group.company
+        member: Any = membership.membership_of(group)
         for _ in range(12):
             if group.rank == 0:
                 time.sleep(0.02)  # it waits by now, and its word of that is here
-                company._abort_sockets()
+                member._abort_sockets()
             try:
                 (work,) = messages(group, 1 - group.rank, 10, sends=group.rank == 0)
                 work.work.wait(timedelta(seconds=0.5))
             except RuntimeError as error:
                 hung += group.rank == 0 and "Timed out" in str(error)
-            company.regroup(group)
+            member.regroup(group)
     return hung
 
 
@@ -48,74 +48,74 @@ def messages(group: ProcessGroup, peer: int, size: int, *, sends: bool) -> Any:
 
 
 def test_who_sends_while_the_sockets_are_shut_does_not_hang() -> None:
-    with Company(send_into_the_end, 2) as company:
-        assert company.results() == {0: 0, 1: 0}
+    with ElasticProcesses(send_into_the_end, 2) as processes:
+        assert processes.results() == {0: 0, 1: 0}
 
 
 def half_a_message(world: World) -> Any:
     """What gloo forgets: process 3 dies when a message to it is half on its way. Process 2 only computes, for long."""
     hurry()
     with join(world) as group:
-        company: Any = group.company
-        company.watchful = True
-        if company.number == 3:
+        member: Any = membership.membership_of(group)
+        member.tolerant = True
+        if member.number == 3:
             messages(group, 0, 20_000_000, sends=False)
             os.kill(os.getpid(), signal.SIGSTOP)
         try:
-            if company.number == 0:
+            if member.number == 0:
                 works = messages(group, 3, 20_000_000, sends=True)
                 time.sleep(0.2)
-                company.report(sent=True)
+                member.report(sent=True)
                 works[0].wait()
-            if company.number == 2:
+            if member.number == 2:
                 time.sleep(2.0)
             total(group)
         except RuntimeError as error:
-            confirm(company, error)
-        return company.regroup(group).roster, total(group)
+            confirm(member, error)
+        return member.regroup(group).roster, total(group)
 
 
 def test_who_hangs_in_gloo_is_left_behind_and_who_computes_is_waited_for() -> None:
-    with Company(half_a_message, 4) as company:
-        company.await_("sent")
-        company.kill(3)
-        found = company.await_("silent")
-        company.kill(0)
-        assert company.results() == {1: ((1, 2), 2.0), 2: ((1, 2), 2.0)}
-    assert found == {"silent": 0, "why": "waits in a collective of a group that is gone"}
+    with ElasticProcesses(half_a_message, 4) as processes:
+        processes.await_("sent")
+        processes.kill(3)
+        found = processes.await_("silent")
+        processes.kill(0)
+        assert processes.results() == {1: ((1, 2), 2.0), 2: ((1, 2), 2.0)}
+    assert found == {"silent": 0, "why": "hangs in a collective of a group that lost a process"}
 
 
 def stand_still(world: World, where: str) -> Any:
     """Process 2 dies, and process 1, which was to form a group with process 0 then, stands still."""
     hurry()
     with join(world) as group:
-        company: Any = group.company
-        company.watchful = True
-        if company.number == 1 and where == "stopped":
-            company._abort_sockets = lambda: os.kill(os.getpid(), signal.SIGSTOP)
-        elif company.number == 1:
+        member: Any = membership.membership_of(group)
+        member.tolerant = True
+        if member.number == 1 and where == "stopped":
+            member._abort_sockets = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        elif member.number == 1:
             setattr(membership, where, lambda *_, **__: time.sleep(1e6))
-        if company.number == 2:
+        if member.number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             group.sum_(torch.ones(100_000))
         except RuntimeError as error:
-            confirm(company, error)
-        return company.regroup(group).roster, total(group)
+            confirm(member, error)
+        return member.regroup(group).roster, total(group)
 
 
 @pytest.mark.parametrize(
     ("where", "why"),
     [
-        ("leave_group", "leaves its group"),
-        pytest.param("connect", "connects", marks=pytest.mark.slow),
+        ("leave_group", "hangs while leaving its group"),
+        pytest.param("connect", "hangs while connecting", marks=pytest.mark.slow),
         pytest.param("stopped", None, marks=pytest.mark.slow),
     ],
 )
 def test_the_others_go_on_without_one_that_stands_still(where: str, why: str | None) -> None:
-    with Company(stand_still, 3, where, silence=3.0) as company:
-        company.killed = {2}
-        found = company.await_("silent")
-        company.kill(1)
-        assert company.results() == {0: ((0,), 1.0)}
+    with ElasticProcesses(stand_still, 3, where, silence=3.0) as processes:
+        processes.killed = {2}
+        found = processes.await_("silent")
+        processes.kill(1)
+        assert processes.results() == {0: ((0,), 1.0)}
     assert (found["silent"], found.get("why")) == (1, why)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.pairs import every_pair
-from tests.ranks.company import Company
+from tests.ranks.elastic import ElasticProcesses
 from tests.ranks.test_step_recovery import evaluated, long_work, two_passes, undisturbed, work
 from tests.ranks.training import MLP, settings, tensors
 from unisono import phases
@@ -35,9 +35,9 @@ STEP_IS_SLOW = ["layer", pytest.param("step", marks=pytest.mark.slow)]
 def test_the_other_replica_finishes_the_step(tmp_path: Path, gather: Gather, death: tuple[str, int]) -> None:
     losses, state = undisturbed(tmp_path, noise=False)
     config = settings(parallel=ParallelSettings(shard=2, reshard=gather))
-    with Company(work, 4, config, tmp_path, {1: death}) as company:
-        company.killed = {1}
-        found = company.results()
+    with ElasticProcesses(work, 4, config, tmp_path, {1: death}) as processes:
+        processes.killed = {1}
+        found = processes.results()
     assert sorted(found) == [2, 3]
     for value in found.values():
         assert value[:2] == (losses, state)
@@ -59,8 +59,8 @@ def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead:
                 loss = F.cross_entropy(model(x), y, reduction="sum")
                 if step.number == 2 and not step.counts and config.parallel.shard > 1:
                     spare += 1
-                    assert group.company is not None
-                    while not group.company.has_lost_peer(0.2):
+                    assert group.monitor is not None
+                    while not group.monitor.has_lost_peer(0.2):
                         time.sleep(0.01)
                 step.backward(loss, weight=len(y))
             step.update(optimizer)
@@ -74,9 +74,9 @@ def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:
     """What a replica computes with layers that it could not gather is not compared."""
     (alone,) = run_ranks(dies_beside_spare_rounds, 1, settings(), tmp_path / "alone", -1)
     config = settings(parallel=ParallelSettings(shard=2, reshard="layer"))
-    with Company(dies_beside_spare_rounds, 4, config, tmp_path, 1) as company:
-        company.killed = {1}
-        found = company.results()
+    with ElasticProcesses(dies_beside_spare_rounds, 4, config, tmp_path, 1) as processes:
+        processes.killed = {1}
+        found = processes.results()
     assert sorted(found) == [2, 3]
     for losses, state, spare, result in found.values():
         assert (losses, state, result["promise"]) == (alone[0], alone[1], "exact")
@@ -87,11 +87,11 @@ def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:
 def test_a_replica_joins(tmp_path: Path, gather: Gather) -> None:
     losses, state = undisturbed(tmp_path, noise=False, steps=30)
     config = settings(steps=30, parallel=ParallelSettings(shard=2, reshard=gather))
-    with Company(work, 4, config, tmp_path, {3: ("forward", 9)}) as company:
-        company.killed = {3}
-        company.start(6, joins=True)
-        company.start(7, joins=True)
-        found = company.results()
+    with ElasticProcesses(work, 4, config, tmp_path, {3: ("forward", 9)}) as processes:
+        processes.killed = {3}
+        processes.start(6, joins=True)
+        processes.start(7, joins=True)
+        found = processes.results()
     assert found[0][:2] == (losses, state)
     assert found[0][2]["ranks"] == 4
     for new in (6, 7):
@@ -107,9 +107,9 @@ def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, gather: Ga
     expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
     config = settings(checkpoint=checkpoint, parallel=ParallelSettings(shard=2, reshard=gather))
     for death in (("evaluate", 2), ("checkpoint", 2)):
-        with Company(evaluated, 4, config, tmp_path / death[0], {0: death}) as company:
-            company.killed = {0}
-            found = company.results()
+        with ElasticProcesses(evaluated, 4, config, tmp_path / death[0], {0: death}) as processes:
+            processes.killed = {0}
+            found = processes.results()
         assert found == {2: expected, 3: expected}
         assert [path.name for path in sorted((tmp_path / death[0] / "checkpoints").iterdir())][-1] == "step-00000008"
 
@@ -128,9 +128,9 @@ def test_a_step_of_two_passes_goes_on(tmp_path: Path, gather: Gather) -> None:
     expected = run_ranks(two_passes, 1, settings(), tmp_path / "alone", {})[0]
     config = settings(parallel=ParallelSettings(shard=2, reshard=gather))
     for times in (4, 5, 8, 9):
-        with Company(two_passes, 4, config, tmp_path / str(times), {1: ("exchange", times)}) as company:
-            company.killed = {1}
-            assert company.results() == {2: expected, 3: expected}
+        with ElasticProcesses(two_passes, 4, config, tmp_path / str(times), {1: ("exchange", times)}) as processes:
+            processes.killed = {1}
+            assert processes.results() == {2: expected, 3: expected}
 
 
 def dies_with_its_result(world: World, config: Settings, folder: Path, step: int) -> Any:
@@ -152,9 +152,9 @@ def dies_with_its_result(world: World, config: Settings, folder: Path, step: int
 def test_what_all_hold_is_not_made_again(tmp_path: Path, gather: Gather) -> None:
     losses, state = undisturbed(tmp_path, noise=False)
     config = settings(parallel=ParallelSettings(shard=2, reshard=gather))
-    with Company(dies_with_its_result, 4, config, tmp_path, 3) as company:
-        company.killed = {1}
-        found = company.results()
+    with ElasticProcesses(dies_with_its_result, 4, config, tmp_path, 3) as processes:
+        processes.killed = {1}
+        found = processes.results()
     for value in found.values():
         assert value[:2] == (losses, state)
 
@@ -162,9 +162,9 @@ def test_what_all_hold_is_not_made_again(tmp_path: Path, gather: Gather) -> None
 def test_two_that_die_at_once_take_two_replicas_out(tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path, noise=False)
     config = settings(parallel=ParallelSettings(shard=2))
-    with Company(work, 6, config, tmp_path, {0: ("backward", 5), 3: ("backward", 5)}) as company:
-        company.killed = {0, 3}
-        found = company.results()
+    with ElasticProcesses(work, 6, config, tmp_path, {0: ("backward", 5), 3: ("backward", 5)}) as processes:
+        processes.killed = {0, 3}
+        found = processes.results()
     assert sorted(found) == [4, 5]
     for value in found.values():
         assert value[:2] == (losses, state)
@@ -179,24 +179,24 @@ def test_a_soak_of_kills(tmp_path: Path, gather: Gather) -> None:
     config = settings(
         steps=10_000, checkpoint=CheckpointSettings(every=7), parallel=ParallelSettings(shard=2, reshard=gather)
     )
-    with Company(long_work, 4, config, tmp_path / "soak", {}, seconds=120) as company:
+    with ElasticProcesses(long_work, 4, config, tmp_path / "soak", {}, seconds=120) as processes:
         kills = 0
         while kills < 15:
             time.sleep(chance.uniform(0.1, 1.0))
-            company.look(doomed=set())
-            begun = {event["number"] for event in company.events if "begun" in event}
-            units = [company.roster[at : at + 2] for at in range(0, len(company.roster), 2)]
-            safe = [unit for unit in units if set(unit) <= begun & set(company.alive)]
+            processes.look(doomed=set())
+            begun = {event["number"] for event in processes.events if "begun" in event}
+            units = [processes.roster[at : at + 2] for at in range(0, len(processes.roster), 2)]
+            safe = [unit for unit in units if set(unit) <= begun & set(processes.alive)]
             others = [
-                number for unit in units if safe and unit != safe[-1] for number in unit if number in company.alive
+                number for unit in units if safe and unit != safe[-1] for number in unit if number in processes.alive
             ]
             if others:
-                company.kill(chance.choice(others))
+                processes.kill(chance.choice(others))
                 kills += 1
                 for _ in range(2):  # an even number, and the next one: the first seat, and the second
-                    company.start(len(company.processes), joins=True)
+                    processes.start(len(processes.processes), joins=True)
         (tmp_path / "soak" / "enough").touch()
-        told = [value for value in company.results().values() if value is not None]
+        told = [value for value in processes.results().values() if value is not None]
     steps = told[0][0][-1] + 1
     ((_, state),) = run_ranks(long_work, 1, settings(steps=steps), tmp_path / "alone", {}, seconds=300)
     for finished, fingerprint in told:
@@ -224,9 +224,9 @@ def clips(world: World, config: Settings, folder: Path, dead: int) -> Any:
 def test_a_death_while_others_clip(tmp_path: Path, gather: Gather) -> None:
     losses, state = undisturbed(tmp_path, noise=False, clip=0.1)
     config = settings(clip=0.1, parallel=ParallelSettings(shard=2, reshard=gather))
-    with Company(clips, 4, config, tmp_path, 3) as company:
-        company.killed = {2, 3}
-        found = company.results()
+    with ElasticProcesses(clips, 4, config, tmp_path, 3) as processes:
+        processes.killed = {2, 3}
+        found = processes.results()
     assert sorted(found) == [0, 1]
     for value in found.values():
         assert value[:2] == (losses, state)

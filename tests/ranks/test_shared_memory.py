@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import wrap_peer_errors
-from unisono.distributed.shared_memory import LABEL, SharedMemory, SharedName, find_neighbours, map_shared_memory
+from unisono.distributed.shared_memory import LABEL, SharedMemory, SharedName, find_neighbors, map_shared_memory
 from unisono.environment import World
 from unisono.errors import PeerLostError, WorldError
 from unisono.exchange.tree.tree_fold import TreeExchange
@@ -35,7 +35,7 @@ def write_to_each_other(world: World) -> Any:
     with join(world) as group:
         mine = SharedMemory(size=group.size)
         everybody = [SharedName(*name) for name in group.all_gather_object(mine.name)]
-        theirs = {rank: map_shared_memory(pid, everybody[rank], group.size) for rank, pid in group.neighbours.items()}
+        theirs = {rank: map_shared_memory(pid, everybody[rank], group.size) for rank, pid in group.neighbors.items()}
         for memory in theirs.values():
             memory[group.rank] = 10 + group.rank
         group.barrier()
@@ -43,7 +43,7 @@ def write_to_each_other(world: World) -> Any:
         group.barrier()
         del mine, theirs, memory
         gc.collect()
-        return found, most, held(), os.getpid(), dict(group.neighbours)
+        return found, most, held(), os.getpid(), dict(group.neighbors)
 
 
 def test_what_one_writes_the_other_reads_and_nothing_is_left() -> None:
@@ -70,7 +70,7 @@ def some_may_not(world: World) -> Any:
         exchange.finish(3.0)
         exchange.commit()
         assert p.grad is not None
-        found = sorted(group.neighbours), p.grad.unique().tolist()
+        found = sorted(group.neighbors), p.grad.unique().tolist()
         group.barrier()
         gc.disable()
         before = held()
@@ -98,17 +98,17 @@ def one_leaves(world: World) -> str:
     _, name = (SharedName(*name) for name in group.all_gather_object(mine.name))
     if world.rank == 1:
         return "left"
-    path = Path(f"/proc/{group.neighbours[1]}/fd/{name.descriptor}")
+    path = Path(f"/proc/{group.neighbors[1]}/fd/{name.descriptor}")
     while os.path.lexists(path):
         time.sleep(0.01)
     with pytest.raises(PeerLostError) as caught, wrap_peer_errors("Step 3's exchange"):
-        map_shared_memory(group.neighbours[1], name, 8)
+        map_shared_memory(group.neighbors[1], name, 8)
     return str(caught.value)
 
 
 def test_a_neighbour_that_is_gone_is_named_as_what_it_is() -> None:
     told, _ = run_ranks(one_leaves, 2)
-    assert "Step 3's exchange needed every process of the run" in told
+    assert "Step 3's exchange failed: a process of the run is gone or silent" in told
     assert "memory closed by peer" in told
 
 
@@ -119,7 +119,7 @@ def no_more_descriptors(world: World) -> str:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         with pytest.raises(WorldError) as caught:
-            map_shared_memory(group.neighbours[1 - world.rank], name, 8)
+            map_shared_memory(group.neighbors[1 - world.rank], name, 8)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         group.barrier()
         return str(caught.value)
@@ -160,7 +160,7 @@ def strangers(world: World) -> Any:
         gather = type(group).all_gather_object
         changed = type(group)(group.rank, group.size, group.device)
         object.__setattr__(changed, "all_gather_object", lambda value: gather(group, next(told, value)))
-        return dict(find_neighbours(changed))
+        return dict(find_neighbors(changed))
 
 
 def test_only_who_holds_the_secret_is_a_neighbour() -> None:
@@ -169,7 +169,7 @@ def test_only_who_holds_the_secret_is_a_neighbour() -> None:
 
 def test_a_limit_of_the_system_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", refuse)
-    with pytest.raises(WorldError, match="5 bytes of memory were to be shared") as caught:
+    with pytest.raises(WorldError, match="Cannot share 5 bytes of memory") as caught:
         SharedMemory(5)
     assert "Operation not permitted" in str(caught.value)
     assert "ulimit -a" in str(caught.value)

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks.company import Company, die_at
+from tests.ranks.elastic import ElasticProcesses, die_at
 from tests.ranks.training import MLP, Points, loop, settings, train
 from unisono import phases
 from unisono.checkpoint.load import newest
 from unisono.config import BalanceSettings, CheckpointSettings, LoaderSettings, Settings
 from unisono.distributed.init import join_process_group as join
+from unisono.distributed.membership.membership import membership_of
 from unisono.environment import World
 from unisono.testing import build_run, close_run, finish_run, run_ranks, run_result
 
@@ -53,11 +54,11 @@ BACK_ENDS = pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
 @pytest.mark.parametrize(
     "death", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=lambda death: death[0]
 )
-def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int], late: bool) -> None:
+def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int], nccl_like: bool) -> None:
     losses, state = undisturbed(tmp_path)
-    with Company(work, 3, settings(), tmp_path, {1: death}, late=late) as company:
-        company.killed = {1}
-        found = company.results()
+    with ElasticProcesses(work, 3, settings(), tmp_path, {1: death}, nccl_like=nccl_like) as processes:
+        processes.killed = {1}
+        found = processes.results()
     for value in found.values():
         assert value[1] == state
         assert value[0] == losses
@@ -68,20 +69,20 @@ def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, in
 def test_one_after_the_other_dies_until_one_is_left(tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path)
     deaths = {0: ("backward", 3), 1: ("exchange", 8), 3: ("forward", 14)}
-    with Company(work, 4, settings(), tmp_path, deaths) as company:
-        company.killed = set(deaths)
-        (found,) = company.results().values()
+    with ElasticProcesses(work, 4, settings(), tmp_path, deaths) as processes:
+        processes.killed = set(deaths)
+        (found,) = processes.results().values()
     assert found[:2] == (losses, state)
     assert {each["process"] for each in found[2]["deaths"]} == {0, 1, 3}
 
 
 @BACK_ENDS
-def test_a_process_that_joins_takes_its_share(tmp_path: Path, late: bool) -> None:
+def test_a_process_that_joins_takes_its_share(tmp_path: Path, nccl_like: bool) -> None:
     losses, state = undisturbed(tmp_path, steps=30)
-    with Company(work, 2, settings(steps=30), tmp_path, {1: ("forward", 9)}, late=late) as company:
-        company.killed = {1}
-        company.start(2, joins=True)
-        found = company.results()
+    with ElasticProcesses(work, 2, settings(steps=30), tmp_path, {1: ("forward", 9)}, nccl_like=nccl_like) as processes:
+        processes.killed = {1}
+        processes.start(2, joins=True)
+        found = processes.results()
     assert found[0][:2] == (losses, state)
     assert found[2][1] == state
     assert 0 < len(found[2][0]) < 30
@@ -90,13 +91,13 @@ def test_a_process_that_joins_takes_its_share(tmp_path: Path, late: bool) -> Non
 
 
 @BACK_ENDS
-def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, late: bool) -> None:
+def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, nccl_like: bool) -> None:
     expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
     config = settings(checkpoint=CheckpointSettings(every=2))
     for death in (("evaluate", 2), ("checkpoint", 2)):
-        with Company(evaluated, 3, config, tmp_path / death[0], {0: death}, late=late) as company:
-            company.killed = {0}
-            found = company.results()
+        with ElasticProcesses(evaluated, 3, config, tmp_path / death[0], {0: death}, nccl_like=nccl_like) as processes:
+            processes.killed = {0}
+            found = processes.results()
         assert found == {1: expected, 2: expected}
         assert [path.name for path in sorted((tmp_path / death[0] / "checkpoints").iterdir())][-1] == "step-00000008"
 
@@ -128,9 +129,9 @@ def right(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, i
 def test_a_save_is_lost_with_the_process_that_writes_it_and_made_again_when_the_next_is_due(tmp_path: Path) -> None:
     config = settings(checkpoint=CheckpointSettings(every=2, keep=10))
     alone = run_ranks(large, 1, config, tmp_path / "alone", {})[0]
-    with Company(large, 3, config, tmp_path / "run", {0: 2}) as company:
-        company.killed = {0}
-        assert company.results() == {1: alone, 2: alone}
+    with ElasticProcesses(large, 3, config, tmp_path / "run", {0: 2}) as processes:
+        processes.killed = {0}
+        assert processes.results() == {1: alone, 2: alone}
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {"step-00000002", "step-00000006", "step-00000008"}  # after 4 it was being written
     assert newest(tmp_path / "run", print) == tmp_path / "run" / "checkpoints" / "step-00000008"
@@ -139,9 +140,9 @@ def test_a_save_is_lost_with_the_process_that_writes_it_and_made_again_when_the_
 def test_a_save_goes_on_if_its_writer_lives(tmp_path: Path) -> None:
     config = settings(checkpoint=CheckpointSettings(every=2, keep=10))
     alone = run_ranks(large, 1, config, tmp_path / "alone", {})[0]
-    with Company(large, 3, config, tmp_path / "run", {1: 2, 2: 2}) as company:
-        company.killed = {1, 2}
-        assert company.results() == {0: alone}
+    with ElasticProcesses(large, 3, config, tmp_path / "run", {1: 2, 2: 2}) as processes:
+        processes.killed = {1, 2}
+        assert processes.results() == {0: alone}
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {f"step-0000000{n}" for n in "2468"}
 
 
@@ -192,8 +193,8 @@ def long_work(
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             step.update(optimizer)
             finished.append(step.number)
-            if len(finished) == 1 and group.company is not None:
-                group.company.report(begun=True)
+            if len(finished) == 1 and (membership := membership_of(group)) is not None:
+                membership.report(begun=True)
             if step.every(20):
                 run.evaluate(model, points, right)
             if (folder / "enough").exists():
@@ -206,23 +207,25 @@ def long_work(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @BACK_ENDS
-def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path, late: bool) -> None:
+def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path, nccl_like: bool) -> None:
     config = settings(steps=10_000, checkpoint=CheckpointSettings(every=7))
     chance = random.Random(7)
     deaths = {number: (chance.choice(PHASES), chance.randrange(3, 60)) for number in range(200) if number % 2}
-    with Company(long_work, 4, config, tmp_path / "soak", deaths, seconds=120, late=late) as company:
+    with ElasticProcesses(
+        long_work, 4, config, tmp_path / "soak", deaths, seconds=120, nccl_like=nccl_like
+    ) as processes:
         gone: set[int] = set()
         while len(gone) < 36:
             time.sleep(chance.uniform(0.1, 0.6))
-            company.look(doomed=set(deaths))
-            company.kill(*next_victims(company, chance, doomed=set(deaths)))
-            fallen = set(company.processes) - set(company.alive) - gone
+            processes.look(doomed=set(deaths))
+            processes.kill(*next_victims(processes, chance, doomed=set(deaths)))
+            fallen = set(processes.processes) - set(processes.alive) - gone
             gone |= fallen
             for _ in fallen:
-                company.start(len(company.processes), joins=True)
+                processes.start(len(processes.processes), joins=True)
         (tmp_path / "soak" / "enough").touch()
-        company.killed |= set(deaths)
-        found = company.results()
+        processes.killed |= set(deaths)
+        found = processes.results()
     told = [value for value in found.values() if value is not None]  # None: too late to join
     assert told
     steps = told[0][0][-1] + 1
@@ -232,11 +235,11 @@ def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_pat
         assert finished == list(range(finished[0], steps))
 
 
-def next_victims(company: Company, chance: random.Random, doomed: set[int]) -> set[int]:
+def next_victims(processes: ElasticProcesses, chance: random.Random, doomed: set[int]) -> set[int]:
     """Who is killed now: one, sometimes two at once, sometimes the main process. Somebody who has the state of the run,
     and is not to die by itself, lives on: with the last one that has it, it is lost."""
-    begun = {event["number"] for event in company.events if "begun" in event}
-    members = [number for number in company.roster if number in company.alive]
+    begun = {event["number"] for event in processes.events if "begun" in event}
+    members = [number for number in processes.roster if number in processes.alive]
     safe = [number for number in members if number in begun and number not in doomed]
     others = [number for number in members if number != safe[-1]] if safe else []
     if len(others) < 2:
@@ -252,12 +255,12 @@ def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processe
     ((_, state),) = run_ranks(long_work, 1, config, tmp_path / "alone", {}, seconds=120)
     chance = random.Random(11)
     for _ in range(20):
-        with Company(long_work, chance.randrange(1, 6), config, tmp_path / "run", {}, True) as company:
+        with ElasticProcesses(long_work, chance.randrange(1, 6), config, tmp_path / "run", {}, True) as processes:
             time.sleep(chance.uniform(0.2, 2.0))
-            company.kill(*company.alive)
-            company.results(dead=True)
-    with Company(long_work, 3, config, tmp_path / "run", {}, True, seconds=200) as company:
-        assert {fingerprint for _, fingerprint in company.results().values()} == {state}
+            processes.kill(*processes.alive)
+            processes.results(dead=True)
+    with ElasticProcesses(long_work, 3, config, tmp_path / "run", {}, True, seconds=200) as processes:
+        assert {fingerprint for _, fingerprint in processes.results().values()} == {state}
 
 
 @pytest.mark.slow
@@ -265,9 +268,11 @@ def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processe
 def test_claims_loader_workers_and_odd_models_go_on(tmp_path: Path, kind: str) -> None:
     more = {"balance": BalanceSettings(work_stealing=True), "loader": LoaderSettings(workers=1), "micro_batch": 1}
     (alone,) = run_ranks(train, 1, kind, settings(micro_batch=1), str(tmp_path / "alone"), 101, False, None, None, True)
-    with Company(work, 3, settings(**more), tmp_path, {0: ("backward", 12), 2: ("exchange", 9)}, kind) as company:
-        company.killed = {0, 2}
-        (found,) = company.results().values()
+    with ElasticProcesses(
+        work, 3, settings(**more), tmp_path, {0: ("backward", 12), 2: ("exchange", 9)}, kind
+    ) as processes:
+        processes.killed = {0, 2}
+        (found,) = processes.results().values()
     assert found[:2] == (alone["losses"], alone["state"])
 
 
@@ -275,9 +280,9 @@ def test_claims_loader_workers_and_odd_models_go_on(tmp_path: Path, kind: str) -
 def test_a_step_of_two_passes_goes_on(tmp_path: Path) -> None:
     expected = run_ranks(two_passes, 1, settings(), tmp_path / "alone", {})[0]
     for times in (4, 5, 8, 9):
-        with Company(two_passes, 3, settings(), tmp_path / str(times), {1: ("exchange", times)}) as company:
-            company.killed = {1}
-            assert company.results() == {0: expected, 2: expected}
+        with ElasticProcesses(two_passes, 3, settings(), tmp_path / str(times), {1: ("exchange", times)}) as processes:
+            processes.killed = {1}
+            assert processes.results() == {0: expected, 2: expected}
 
 
 def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:
@@ -303,9 +308,9 @@ def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, t
 def test_a_death_in_an_evaluation_between_two_passes(tmp_path: Path, times: int) -> None:
     """Who is left walks over the virtual ranks of the dead in the second pass, which were not its own in the first."""
     expected = run_ranks(evaluates_between, 1, settings(steps=5), tmp_path / "alone", {})[0]
-    with Company(evaluates_between, 3, settings(steps=5), tmp_path, {1: ("evaluate", times)}) as company:
-        company.killed = {1}
-        assert company.results() == {0: expected, 2: expected}
+    with ElasticProcesses(evaluates_between, 3, settings(steps=5), tmp_path, {1: ("evaluate", times)}) as processes:
+        processes.killed = {1}
+        assert processes.results() == {0: expected, 2: expected}
 
 
 def evaluates_between(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]]) -> Any:

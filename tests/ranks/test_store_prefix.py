@@ -35,7 +35,7 @@ def part_of_them(world: World, port: int, there: list[int]) -> str:
     agent = dist.TCPStore(socket.gethostname(), port, is_master=False)
     if world.rank not in there:
         return ""
-    with pytest.raises(WorldError, match="Not all of them came") as error:
+    with pytest.raises(WorldError, match="Not all of them have started") as error:
         enter_round(agent, world.rank, world.size, SHORT)
     return str(error.value)
 

@@ -16,7 +16,7 @@ from tests.ranks.loops import train as small
 from tests.ranks.training import loop, settings, train
 from unisono.config import CheckpointSettings, ServerSettings, Settings
 from unisono.distributed.process_group import ProcessGroup
-from unisono.distributed.roles import ParameterAssignment, build_crew
+from unisono.distributed.roles import ParameterAssignment, assign_roles
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -159,7 +159,7 @@ def test_shares_are_even_to_one_parameter_and_stay_when_others_come() -> None:
     params = [torch.zeros(size) for size in (100, 3, 50, 50, 7, 200, 1, 90)]
     shares = ParameterAssignment(3)
     first = [shares.of(p) for p in params[:4]]
-    shares.know(params)
+    shares.assign(params)
     assert [shares.of(p) for p in params[:4]] == first
     total = sum(p.nbytes for p in params)
     assert sum(shares.bytes) == total
@@ -167,9 +167,9 @@ def test_shares_are_even_to_one_parameter_and_stay_when_others_come() -> None:
 
 
 def test_a_crew_has_roles() -> None:
-    crew = build_crew(ProcessGroup(rank=1, size=4), 2)
-    assert (crew.serves, list(crew.workers)) == (True, [2, 3])
-    assert not build_crew(ProcessGroup(rank=2, size=4), 2).serves
+    crew = assign_roles(ProcessGroup(rank=1, size=4), 2)
+    assert (crew.is_server, list(crew.workers)) == (True, [2, 3])
+    assert not assign_roles(ProcessGroup(rank=2, size=4), 2).is_server
 
 
 def test_all_of_torchs_optimizers_pass_over_what_has_no_gradient() -> None:

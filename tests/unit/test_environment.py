@@ -50,8 +50,8 @@ def test_torchruns_variables_are_understood(monkeypatch: pytest.MonkeyPatch) -> 
         ("MASTER_PORT", None, "MASTER_PORT is not set."),
         ("RANK", "x", "RANK is 'x', which is not a number of 0 or more."),
         ("RANK", "-1", "RANK is '-1', which is not a number of 0 or more."),
-        ("RANK", "4", "Rank 4 of 4, and 1 of 2 on this host, cannot be."),
-        ("LOCAL_RANK", "2", "Rank 3 of 4, and 2 of 2 on this host, cannot be."),
+        ("RANK", "4", "Rank 4 of 4 is impossible with local rank 1 of 2 on this host."),
+        ("LOCAL_RANK", "2", "Rank 3 of 4 is impossible with local rank 2 of 2 on this host."),
     ],
 )
 def test_variables_that_cannot_be_are_refused_rather_than_training_alone(
@@ -149,10 +149,10 @@ def test_what_is_missing_of_slurms_variables_is_named(in_a_step: pytest.MonkeyPa
     ("name", "value", "true"),
     [
         ("STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS is 'many', which is not a number of 0 or more."),
-        ("PROCID", "7", "Task 7 of 7, and 2 of 3 on node 2, cannot be."),
-        ("LOCALID", "3", "Task 6 of 7, and 3 of 3 on node 2, cannot be."),
-        ("NODEID", "3", "Task 6 of 7, and 2 of 0 on node 3, cannot be."),
-        ("STEP_TASKS_PER_NODE", "", "Task 6 of 7, and 2 of 0 on node 2, cannot be."),
+        ("PROCID", "7", "Rank 7 of 7 is impossible with local rank 2 of 3 on this host."),
+        ("LOCALID", "3", "Rank 6 of 7 is impossible with local rank 3 of 3 on this host."),
+        ("NODEID", "3", "Rank 6 of 7 is impossible with local rank 2 of 0 on this host."),
+        ("STEP_TASKS_PER_NODE", "", "Rank 6 of 7 is impossible with local rank 2 of 0 on this host."),
     ],
 )
 def test_variables_of_slurms_that_cannot_be_are_refused(
@@ -229,7 +229,7 @@ def test_one_process_of_mpirun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert (World.current().size, World.current().launcher) == (1, "python")
 
 
-NO_ADDRESS = "mpirun gives no address at which they could meet, and MASTER_ADDR and MASTER_PORT are not set."
+NO_ADDRESS = "mpirun gives no address for their rendezvous, and MASTER_ADDR and MASTER_PORT are not set."
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ NO_ADDRESS = "mpirun gives no address at which they could meet, and MASTER_ADDR 
         ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, NO_ADDRESS),
         ({**MPICH, "MASTER_ADDR": "a"}, NO_ADDRESS.replace("MASTER_ADDR and MASTER_PORT are", "MASTER_PORT is")),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "MPI_LOCALRANKID and MPI_LOCALNRANKS are not set."),
-        ({**OMPI, "OMPI_COMM_WORLD_RANK": "4"}, "Rank 4 of 4, and 3 of 4 on this host, cannot be."),
+        ({**OMPI, "OMPI_COMM_WORLD_RANK": "4"}, "Rank 4 of 4 is impossible with local rank 3 of 4 on this host."),
         ({"PMIX_RANK": "1"}, "PMIX_RANK is 1, and no variable says how many processes there are."),
     ],
 )

@@ -22,11 +22,11 @@ WAITS = replace(STILL, phase="exchange", waits="others", call="all_reduce #7 of 
 
 def test_a_place_is_read_as_it_was_written(tmp_path: Path) -> None:
     place = replace(WAITS, workers=("one", "two"))
-    assert read(tmp_path / "rank-0.place") is None
-    place.write(tmp_path / "rank-0.place")
-    assert read(tmp_path / "rank-0.place") == place
-    (tmp_path / "rank-0.place").write_text("{")
-    assert read(tmp_path / "rank-0.place") is None
+    assert read(tmp_path / "rank-0.status") is None
+    place.write(tmp_path / "rank-0.status")
+    assert read(tmp_path / "rank-0.status") == place
+    (tmp_path / "rank-0.status").write_text("{")
+    assert read(tmp_path / "rank-0.status") is None
 
 
 def test_as_long_as_somebody_moves_nobody_is_stuck() -> None:
@@ -43,7 +43,7 @@ def test_who_does_not_wait_is_to_blame() -> None:
     assert verdict.then == "end"
     said = str(verdict.error)
     assert said.startswith(
-        "Step 4 was to go on.\n  Nothing has moved for 70 s. Ranks 0 and 2 wait for rank 1: it sleeps"
+        "Step 4 makes no progress.\n  No process has made progress for 70 s. Ranks 0 and 2 wait for rank 1: it sleeps"
     )
     assert "at b.py:9 in f (g())." in said
     assert len([line for line in said.splitlines() if line.startswith("    ")]) == 4

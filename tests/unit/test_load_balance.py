@@ -8,17 +8,17 @@ from itertools import pairwise
 import pytest
 
 from unisono.plan.assignment import assign_evenly
-from unisono.plan.load_balance import FIRST, LONG_REST, REST, WINDOW, LoadBalancer, end
+from unisono.plan.load_balance import LONGEST_PAUSE, PAUSE, WARMUP_STEPS, WINDOW, LoadBalancer, end
 
 
 def after(dealer: LoadBalancer, steps: int, seconds: list[float]) -> list[int]:
     """The steps, of so many with the same times, at which virtual ranks were dealt anew."""
-    return [n for n in range(steps) if dealer.hear(seconds) is not None]
+    return [n for n in range(steps) if dealer.record(seconds) is not None]
 
 
 def test_a_slow_process_gets_less_once_it_is_known_to_be_slow() -> None:
     dealer = LoadBalancer(16, assign_evenly(16, 2))
-    assert after(dealer, 100, [1.0, 3.0]) == [max(REST, FIRST + WINDOW) - 1]
+    assert after(dealer, 100, [1.0, 3.0]) == [max(PAUSE, WARMUP_STEPS + WINDOW) - 1]
     assert dealer.spans == ((0, 12), (12, 16))
     assert dealer.slow == ()
     assert end(dealer.spans, [1.0, 3.0]) == 12.0
@@ -35,7 +35,7 @@ def test_noise_moves_nothing(virtual_ranks: int, size: int) -> None:
     for _ in range(500):
         seconds = [chance.uniform(0.97, 1.03) for _ in range(size)]
         seconds[chance.randrange(4 * size) % size] *= chance.choice([1.0, 1.0, 1.0, 3.0])
-        assert dealer.hear(seconds) is None
+        assert dealer.record(seconds) is None
 
 
 def test_who_is_so_slow_that_the_others_are_done_sooner_without_it_gets_nothing_and_is_named() -> None:
@@ -48,9 +48,9 @@ def test_who_is_so_slow_that_the_others_are_done_sooner_without_it_gets_nothing_
 def test_who_was_slow_is_looked_at_again_and_gets_its_part_when_it_is_not_any_more() -> None:
     dealer = LoadBalancer(4, assign_evenly(4, 4))
     after(dealer, 40, [1.0, 1.0, 9.0, 1.0])
-    for _ in range(6 * REST):
+    for _ in range(6 * PAUSE):
         idle = dealer.slow
-        dealer.hear([0.0 if rank in idle else 1.0 for rank in range(4)])
+        dealer.record([0.0 if rank in idle else 1.0 for rank in range(4)])
     assert dealer.slow == ()
     assert dealer.spans == assign_evenly(4, 4)
 
@@ -58,9 +58,9 @@ def test_who_was_slow_is_looked_at_again_and_gets_its_part_when_it_is_not_any_mo
 def test_who_goes_to_and_fro_is_dealt_for_less_and_less_often() -> None:
     """A machine that is slow for 30 steps, and quick for 30: no measurement of the past tells what comes."""
     dealer = LoadBalancer(16, assign_evenly(16, 2))
-    dealt = [n for n in range(6000) if dealer.hear([1.0, 3.0 if n // 30 % 2 else 1.0]) is not None]
+    dealt = [n for n in range(6000) if dealer.record([1.0, 3.0 if n // 30 % 2 else 1.0]) is not None]
     assert len(dealt) < 20
-    assert max(b - a for a, b in pairwise(dealt)) >= LONG_REST / 2
+    assert max(b - a for a, b in pairwise(dealt)) >= LONGEST_PAUSE / 2
 
 
 def test_what_was_dealt_is_what_all_would_have_dealt() -> None:
@@ -69,4 +69,4 @@ def test_what_was_dealt_is_what_all_would_have_dealt() -> None:
     told = [[chance.uniform(1, 4), chance.uniform(1, 2), chance.uniform(0.5, 1)] for _ in range(300)]
     dealers = [LoadBalancer(12, assign_evenly(12, 3)) for _ in range(3)]
     for seconds in told:
-        assert len({dealer.hear(seconds) for dealer in dealers}) == 1
+        assert len({dealer.record(seconds) for dealer in dealers}) == 1

@@ -61,7 +61,7 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
     log = RankLog(Path("/dev/full"))
     log.write(b"a line\n")
-    assert log.lost is not None
+    assert log.error is not None
     log.write(b"another\n")
     log.close()
 

@@ -301,7 +301,7 @@ def test_no_placement_that_ends_as_early_sends_less(leaves: int, size: int, data
 
     def judge(spans: assignment.Spans) -> tuple[float, int]:
         end = max((hi - lo) * s for (lo, hi), s in zip(spans, seconds, strict=True))
-        return end, sum(len(subtrees(leaves, lo, hi)) or assignment._IDLE for lo, hi in spans)
+        return end, sum(len(subtrees(leaves, lo, hi)) or assignment._IDLE_COST for lo, hi in spans)
 
     def every(at: int, left: int) -> Any:
         if left == 1:

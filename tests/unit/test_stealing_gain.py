@@ -26,7 +26,7 @@ def test_it_is_tried_where_somebody_is_always_waited_for_and_stays_where_it_pays
     modes = []
     for _ in range(200):
         seconds = jittery(chance)
-        modes.append(mode.hear(SPANS, seconds, plain(seconds) / 2 if mode.on else plain(seconds)))
+        modes.append(mode.record(SPANS, seconds, plain(seconds) / 2 if mode.on else plain(seconds)))
     assert not any(modes[:WINDOW])
     assert all(modes[2 * WINDOW :])
 
@@ -36,7 +36,7 @@ def test_where_it_does_not_pay_it_is_tried_seldom_and_more_and_more_so() -> None
     modes = []
     for _ in range(20000):
         seconds = jittery(chance)
-        modes.append(mode.hear(SPANS, seconds, plain(seconds)))
+        modes.append(mode.record(SPANS, seconds, plain(seconds)))
     assert 0 < sum(modes) < 0.02 * len(modes)
     begun = [i for i in range(1, len(modes)) if modes[i] and not modes[i - 1]]
     assert begun[-1] - begun[-2] > begun[1] - begun[0]
@@ -46,15 +46,15 @@ def test_where_nobody_is_slow_it_is_not_tried() -> None:
     mode, chance = StealingGain(), random.Random(3)
     for _ in range(1000):
         seconds = [chance.uniform(0.95, 1.05) for _ in range(4)]
-        assert not mode.hear(SPANS, seconds, plain(seconds))
+        assert not mode.record(SPANS, seconds, plain(seconds))
 
 
 def test_when_nobody_is_slow_any_more_it_ends() -> None:
     mode, chance = StealingGain(), random.Random(4)
     for _ in range(100):
         seconds = jittery(chance)
-        mode.hear(SPANS, seconds, plain(seconds) / 2 if mode.on else plain(seconds))
-    assert mode.hear(SPANS, [3.0, 1.0, 1.0, 1.0], 12.0)
+        mode.record(SPANS, seconds, plain(seconds) / 2 if mode.on else plain(seconds))
+    assert mode.record(SPANS, [3.0, 1.0, 1.0, 1.0], 12.0)
     for _ in range(2 * WINDOW):
-        mode.hear(SPANS, [1.0] * 4, 8.0)
+        mode.record(SPANS, [1.0] * 4, 8.0)
     assert not mode.on

@@ -15,7 +15,7 @@ from unisono import environment
 from unisono.errors import WorldError
 from unisono.launcher.failure_record import FailureRecord, read, write, write_to
 from unisono.launcher.local_launch import loopback_name
-from unisono.launcher.supervisor import RunOutcome, WorkerSpec, _has_something, supervise
+from unisono.launcher.supervisor import RunOutcome, WorkerSpec, _is_readable, supervise
 
 
 def task(folder: Path, name: str, *command: str, log: Path | None = None) -> WorkerSpec:
@@ -35,7 +35,7 @@ def test_any_processes_are_watched(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_nothing_is_shown_where_nothing_is_wanted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo said; exit 3")], screen=None, say=False)
+    outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo said; exit 3")], screen=None, verbose=False)
     assert (outcome.exit_status, outcome.stopped) == (3, False)
     assert capfd.readouterr() == ("", "")
     assert "said" in str(outcome.failure)
@@ -43,7 +43,7 @@ def test_nothing_is_shown_where_nothing_is_wanted(tmp_path: Path, capfd: pytest.
 
 def test_when_one_cannot_be_started_the_others_are_ended(tmp_path: Path) -> None:
     tasks = [task(tmp_path, "a", "sleep", "1000"), task(tmp_path, "b", str(tmp_path / "no such program"))]
-    with pytest.raises(WorldError, match="Start process 1"):
+    with pytest.raises(WorldError, match="Cannot start process 1"):
         supervise(tasks)
     assert not [child for child in psutil.Process().children() if child.cmdline() == ["sleep", "1000"]]
 
@@ -54,7 +54,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, capfd
     assert outcome == RunOutcome(0)
     told = capfd.readouterr()
     assert told.out == "one\ntwo\n"
-    assert told.err == "The log /dev/full ends here: No space left on device. The run goes on.\n"
+    assert told.err == "Cannot write the log /dev/full: No space left on device. The run continues.\n"
 
 
 def test_outside_the_main_thread_signals_are_left_alone(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_a_record_says_what_where_and_how(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "status", "message"),
     [
-        (None, 0, "the script left with exit status 0"),
-        (3, 3, "the script left with exit status 3"),
-        (-1, 255, "the script left with exit status -1"),
+        (None, 0, "the script exited with status 0"),
+        (3, 3, "the script exited with status 3"),
+        (-1, 255, "the script exited with status -1"),
         ("sorry", 1, "sorry"),
     ],
 )
@@ -115,9 +115,9 @@ def test_a_descriptor_beyond_a_thousand_can_be_waited_for() -> None:
     os.dup2(reader, 1500)
     os.close(reader)
     with os.fdopen(1500, "rb", buffering=0) as file:
-        assert not _has_something(file, 0.0)
+        assert not _is_readable(file, 0.0)
         os.write(writer, b"word")
-        assert _has_something(file, 1.0)
+        assert _is_readable(file, 1.0)
         file.read(4)
         os.close(writer)
-        assert _has_something(file, 1.0)  # its end
+        assert _is_readable(file, 1.0)  # its end

@@ -34,20 +34,20 @@ class Work:
 
 
 def test_messages_are_done_in_their_order() -> None:
-    messenger = SendThread(News())  # type: ignore[arg-type]
+    thread = SendThread(News())
     works = [Work(), Work()]
-    first, second = map(messenger.take, works)
+    first, second = map(thread.add, works)
     works[0].done.set()
     first.wait()
     threading.Timer(0.1, works[1].done.set).start()
     second.wait()
     first.wait()
-    messenger.close()
+    thread.close()
 
 
 def test_one_that_fails_fails_for_whoever_waits() -> None:
-    messenger, work = SendThread(News()), Work("Connection reset by peer")  # type: ignore[arg-type]
-    posted = [messenger.take(work), messenger.take(Work())]
+    thread, work = SendThread(News()), Work("Connection reset by peer")
+    posted = [thread.add(work), thread.add(Work())]
     work.done.set()
     for each in posted:
         with pytest.raises(RuntimeError, match="reset by peer"):
@@ -56,12 +56,12 @@ def test_one_that_fails_fails_for_whoever_waits() -> None:
 
 def test_one_that_is_forgotten_is_left_behind_at_a_lost_peer() -> None:
     news = News()
-    messenger = SendThread(news)  # type: ignore[arg-type]
-    posted = messenger.take(Work())
+    thread = SendThread(news)
+    posted = thread.add(Work())
 
     def die() -> None:
         news.bad = True
-        messenger.heard()
+        thread.on_peer_loss()
 
     threading.Timer(0.1, die).start()
     began = time.monotonic()
@@ -73,10 +73,10 @@ def test_one_that_is_forgotten_is_left_behind_at_a_lost_peer() -> None:
 def test_a_collective_takes_its_time_until_somebody_dies() -> None:
     news, slow = News(), Work()
     threading.Timer(1.2, slow.done.set).start()
-    GlooWork(slow, news).wait()  # type: ignore[arg-type]
+    GlooWork(slow, news).wait()
     news.bad = True
     with pytest.raises(ConnectionError, match="closed by peer"):
-        GlooWork(Work(), news).wait()  # type: ignore[arg-type]
+        GlooWork(Work(), news).wait()
 
 
 class Queued:
@@ -98,17 +98,17 @@ def test_what_returns_at_once_is_waited_for_all_the_same() -> None:
     slow, failed = Queued(), Queued("remote process exited or there was a network error")
     threading.Timer(0.2, slow.done.set).start()
     began = time.monotonic()
-    assert NcclWork(slow, News()).wait()  # type: ignore[arg-type]
+    assert NcclWork(slow, News()).wait()
     assert time.monotonic() - began > 0.15
     threading.Timer(0.1, failed.done.set).start()
     with pytest.raises(RuntimeError, match="remote process"):
-        NcclWork(failed, News()).wait()  # type: ignore[arg-type]
+        NcclWork(failed, News()).wait()
 
 
 def test_what_nobody_tells_of_is_waited_for_until_somebody_dies() -> None:
     news, done = News(), Queued()
     threading.Timer(0.1, lambda: setattr(news, "bad", True)).start()
     with pytest.raises(ConnectionError, match="closed by peer"):
-        NcclWork(Queued(), news).wait()  # type: ignore[arg-type]
+        NcclWork(Queued(), news).wait()
     done.done.set()
-    assert NcclWork(done, news).wait()  # type: ignore[arg-type]  # it was over before, and is right
+    assert NcclWork(done, news).wait()  # it was over before, and is right

@@ -270,7 +270,7 @@ class CheckpointSaver:
             CheckpointError: The save failed. All processes raise it.
         """
         job = self._job
-        if job is None and self.group.company is None:  # then no process has a job
+        if job is None and self.group.monitor is None:  # then no process has a job
             return True
         if job is not None:
             job.written.wait()

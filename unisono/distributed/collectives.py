@@ -1,18 +1,18 @@
-"""The collectives for scripts, and for exchanges of their own: on tensors, and on trees of them.
+"""Collectives for scripts and custom exchanges, on tensors and on nested structures (trees) of them.
 
     total = run.collectives.all_reduce({"loss": loss, "hits": hits})
-    rows = run.collectives.all_gather(features)  # [that of rank 0, that of rank 1, ...]
+    rows = run.collectives.all_gather(features)  # [features of rank 0, features of rank 1, ...]
 
-Group (process_group.py) begins to move one contiguous tensor, in place, of a kind that the back end knows. This is what
-it gives to people: trees (pytree.py) of any kind of number go in, new ones come out, and a verb returns when they are
-there.
+ProcessGroup (process_group.py) moves one contiguous tensor of a dtype that the back end knows, in place, and does not
+wait. The functions here take trees (pytree.py) of any dtype, return new ones, and wait for the result.
 
-What processes hand in is compared before it travels, by one small all-reduce: a checksum of the verb, the forms and
-what else was said. (To leave that out for what has been seen before would leave it out where only one process has seen
-it.) Who differs is told on all processes, where a library would hang, or mix up bytes.
+The arguments of all processes are compared before any data travels, by one small all-reduce of a checksum of the
+function's name, the forms of the trees and the other arguments. (Skipping that for arguments seen before would skip it
+where only one process has seen them.) A difference raises LoopError on all processes, where a back end would hang or
+mix up bytes.
 
-Sums are made in the order of ranks, each process a chunk: the same bits on every process, and every time. But who adds
-what depends on how many processes there are; sums that do not are `step.add`'s and the exchange's.
+Sums are added in the order of ranks, each chunk by one process: the same bits on every process, every time. The order
+of addition depends on the number of processes. Sums that do not depend on it are those of `step.add` and the exchange.
 """
 
 from __future__ import annotations
@@ -57,105 +57,120 @@ FOLDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Collectives:
-    """What all processes do together: each calls the same verb, with trees of the same form.
+    """Collective operations. All processes call the same one, with trees of the same form.
 
-    rank, size  this process, and how many there are
-    device      where messages find their tensors; what comes back lies where that lay which was handed in
-    group       what this is built on: verbs that begin something, and do not wait
+    Attributes:
+        rank: of this process.
+        size: number of processes.
+        device: where messages find their tensors. Results are on the devices of the arguments.
+        group: the ProcessGroup below, whose operations do not wait.
     """
 
-    def __init__(self, group: ProcessGroup, *, ask: Callable[[], None] = lambda: None) -> None:
-        """`ask`: are the others about to call a verb too? Called first; raises on all of them if not."""
-        self.group, self._ask = group, ask
+    def __init__(self, group: ProcessGroup, *, check: Callable[[], None] = lambda: None) -> None:
+        """Make the collectives of a group.
+
+        Args:
+            group: the processes.
+            check: called before every collective; raises on all processes if one of them is not in a collective.
+        """
+        self.group, self._check = group, check
         self.rank, self.size, self.device = group.rank, group.size, group.device
 
-    # -- everybody has something, and everybody gets something
+    # -- from all processes to all processes
 
     def all_reduce(self, tree: Tree, op: Op = "sum") -> Tree:
-        """The sum of everybody's tensors, or `op`."""
-        with self._together("all_reduce", self._op(op, tree), form_of(tree)):
-            return map_rows(tree, self.device, lambda row: self._everybodys(self._fold(row, op))[: len(row)])
+        """Return the sum of all processes' tensors, or another `op`."""
+        with self._checked("all_reduce", self._valid_op(op, tree), form_of(tree)):
+            return map_rows(
+                tree, self.device, lambda row: self._all_gather_row(self._reduce_chunk(row, op))[: len(row)]
+            )
 
     def ring_all_reduce(self, tree: Tree) -> Tree:
-        """The sum, carried around a ring: each process talks to two others only (ring_allreduce.py draws it)."""
-        with self._together("ring_all_reduce", self._op("sum", tree), form_of(tree)):
+        """Return the sum, computed along a ring: each process talks to two others only (see ring_allreduce.py)."""
+        with self._checked("ring_all_reduce", self._valid_op("sum", tree), form_of(tree)):
             return map_rows(tree, self.device, lambda row: ring_all_reduce_(self.group, row))
 
     def all_gather(self, tree: Tree) -> list[Tree]:
-        """Everybody's tree, in the order of ranks."""
-        with self._together("all_gather", form := form_of(tree)):
-            rows = self._everybodys(pack(tree, self.device)).view(self.size, -1)
+        """Return the trees of all processes, in the order of ranks."""
+        with self._checked("all_gather", form := form_of(tree)):
+            rows = self._all_gather_row(pack(tree, self.device)).view(self.size, -1)
             return [unpack(row, form, tree) for row in rows]
 
     def shift(self, tree: Tree, by: int = 1) -> Tree:
-        """The tree of the process that is `by` places before this one, as on a ring: that of (rank - by) mod size."""
-        with self._together("shift", by, form := form_of(tree)):
+        """Return the tree of rank (rank - by) mod size, as on a ring."""
+        with self._checked("shift", by, form := form_of(tree)):
             mine = pack(tree, self.device)
-            arrived, to, source = mine, (self.rank + by) % self.size, (self.rank - by) % self.size
-            if to != self.rank:
-                arrived = torch.empty_like(mine)
-                wait_for(self.group.send_and_receive([Message(mine, to)], [Message(arrived, source)]))
-            return unpack(arrived, form, tree)
+            received, target, source = mine, (self.rank + by) % self.size, (self.rank - by) % self.size
+            if target != self.rank:
+                received = torch.empty_like(mine)
+                wait_for(self.group.send_and_receive([Message(mine, target)], [Message(received, source)]))
+            return unpack(received, form, tree)
 
     def all_to_all(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Process p gets trees[p]; returned is what came from each, in the order of ranks. How many rows (dim 0) a
-        tensor has may differ from tree to tree and from process to process."""
-        with self._together("all_to_all", *self._each(trees, rows=False)):
+        """Send trees[p] to each process p, and return the received trees in the order of ranks.
+
+        The number of rows (dim 0) of a tensor may differ between trees and between processes.
+        """
+        with self._checked("all_to_all", *self._forms(trees, rows=False)):
             counts = [[leaf.shape[0] for leaf in leaves(tree) if leaf.dim()] for tree in trees]
-            told = torch.tensor(counts, dtype=torch.int64, device=self.device)
-            theirs = self._trade(told.flatten(), [told[0].numel()] * self.size).view(told.shape).tolist()
-            forms = [_with_rows(form_of(trees[self.rank]), rows) for rows in theirs]
+            sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
+            received = self._all_to_all(sent.flatten(), [sent[0].numel()] * self.size).view(sent.shape).tolist()
+            forms = [_with_rows(form_of(trees[self.rank]), rows) for rows in received]
             packed, sizes = [pack(tree, self.device) for tree in trees], [size_of(form) for form in forms]
-            parts = self._trade(torch.cat(packed), [len(row) for row in packed], sizes).split(sizes)
+            parts = self._all_to_all(torch.cat(packed), [len(row) for row in packed], sizes).split(sizes)
             like = trees[self.rank]
             return [unpack(part, form, like) for part, form in zip(parts, forms, strict=True)]
 
     def reduce_scatter(self, trees: Sequence[Tree], op: Op = "sum") -> Tree:
-        """Process p gets the sum, or `op`, of everybody's trees[p]."""
-        with self._together("reduce_scatter", self._op(op, trees), *self._each(trees)):
+        """Return on each process p the sum, or another `op`, of all processes' trees[p]."""
+        with self._checked("reduce_scatter", self._valid_op(op, trees), *self._forms(trees)):
             mine, parts = trees[self.rank], [rows_by_kind(tree, self.device) for tree in trees]
-            found = {}
-            for kind in dict.fromkeys(kind for rows in parts for kind in rows):
-                nothing = torch.empty(0, dtype=kind, device=self.device)
-                rows = [part.get(kind, nothing) for part in parts]
+            reduced = {}
+            for dtype in dict.fromkeys(dtype for rows in parts for dtype in rows):
+                empty = torch.empty(0, dtype=dtype, device=self.device)
+                rows = [part.get(dtype, empty) for part in parts]
                 length = len(rows[self.rank])
-                came = self._trade(torch.cat(rows), [len(row) for row in rows], [length] * self.size)
-                found[kind] = _folded(came.view(self.size, length), op)
-            return from_rows(mine, found)
+                received = self._all_to_all(torch.cat(rows), [len(row) for row in rows], [length] * self.size)
+                reduced[dtype] = _reduce_rows(received.view(self.size, length), op)
+            return from_rows(mine, reduced)
 
     def barrier(self) -> None:
-        """Wait until everybody is here."""
-        with self._together("barrier"):
+        """Wait until every process is here."""
+        with self._checked("barrier"):
             return
 
-    # -- one has something, or one gets something
+    # -- from or to one process
 
     def reduce(self, tree: Tree, op: Op = "sum", to: int = 0) -> Tree:
-        """What all_reduce gives, on process `to`; None elsewhere."""
-        with self._together("reduce", self._op(op, tree), self._rank(to), form_of(tree)):
-            found = map_rows(tree, self.device, lambda row: self._at(to, self._fold(row, op)).flatten()[: len(row)])
-            return found if self.rank == to else None
+        """Return the result of all_reduce on process `to`, and None elsewhere."""
+        with self._checked("reduce", self._valid_op(op, tree), self._valid_rank(to), form_of(tree)):
+            reduced = map_rows(
+                tree, self.device, lambda row: self._gather_row(to, self._reduce_chunk(row, op)).flatten()[: len(row)]
+            )
+            return reduced if self.rank == to else None
 
     def gather(self, tree: Tree, to: int = 0) -> list[Tree] | None:
-        """Everybody's tree, in the order of ranks, on process `to`; None elsewhere."""
-        with self._together("gather", self._rank(to), form := form_of(tree)):
-            rows = self._at(to, pack(tree, self.device))
+        """Return the trees of all processes, in the order of ranks, on process `to`, and None elsewhere."""
+        with self._checked("gather", self._valid_rank(to), form := form_of(tree)):
+            rows = self._gather_row(to, pack(tree, self.device))
             return [unpack(row, form, tree) for row in rows] if self.rank == to else None
 
     def broadcast(self, tree: Tree = None, source: int = 0) -> Tree:
-        """The tree of process `source`, on all of them. The others need hand in nothing: forms travel too (and a named
-        tuple arrives as a tuple)."""
-        with self._together("broadcast", self._rank(source)):
-            form = self._told("broadcast", form_of(tree) if self.rank == source else None, source)
-            here = self.rank == source
-            row = pack(tree, self.device) if here else self._empty(form)
+        """Return the tree of process `source` on all processes. The others pass no tree.
+
+        The form travels as well. A named tuple arrives as a tuple.
+        """
+        with self._checked("broadcast", self._valid_rank(source)):
+            is_source = self.rank == source
+            form = self._broadcast_form("broadcast", form_of(tree) if is_source else None, source)
+            row = pack(tree, self.device) if is_source else self._empty(form)
             self.group.broadcast_([row], source)
-            return unpack(row, form, tree if here else None)
+            return unpack(row, form, tree if is_source else None)
 
     def scatter(self, trees: Sequence[Tree] | None = None, source: int = 0) -> Tree:
-        """Process p gets trees[p] of process `source`, of whatever form; the others hand in nothing."""
-        with self._together("scatter", self._rank(source)):
-            forms = self._told("scatter", self._each(trees) if self.rank == source else None, source)
+        """Return on each process p the trees[p] of process `source`, of any form. The others pass no trees."""
+        with self._checked("scatter", self._valid_rank(source)):
+            forms = self._broadcast_form("scatter", self._forms(trees) if self.rank == source else None, source)
             if self.rank != source or trees is None:
                 row = self._empty(forms[self.rank])
                 wait_for(self.group.send_and_receive([], [Message(row, source)]))
@@ -164,83 +179,88 @@ class Collectives:
             wait_for(self.group.send_and_receive([Message(rows[p], p) for p in self._others], []))
             return unpack(rows[source], forms[source], trees[source])
 
-    # -- what JSON carries
+    # -- JSON values
 
     def broadcast_object(self, value: Any = None, source: int = 0) -> Any:
-        """The value of process `source`, on all of them. Values travel as JSON, never as pickles: nothing that arrives
-        can run. (A tuple arrives as a list, the keys of a dict as strings.)"""
+        """Return the value of process `source` on all processes.
+
+        Values travel as JSON, never as pickles, so that received data cannot run code. A tuple arrives as a list, and
+        the keys of a dict as strings.
+        """
         value = value if self.rank == source else None
-        return self._objects("broadcast_object", value, self._rank(source))[source]
+        return self._objects("broadcast_object", value, self._valid_rank(source))[source]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of ranks."""
+        """Return the values of all processes, in the order of ranks."""
         return self._objects("all_gather_object", value)
 
     def gather_object(self, value: Any, to: int = 0) -> list[Any] | None:
-        """Everybody's value, in the order of ranks, on process `to`; None elsewhere."""
-        found = self._objects("gather_object", value, self._rank(to))
-        return found if self.rank == to else None
+        """Return the values of all processes, in the order of ranks, on process `to`, and None elsewhere."""
+        values = self._objects("gather_object", value, self._valid_rank(to))
+        return values if self.rank == to else None
 
-    def _objects(self, verb: str, value: Any, *said: Any) -> list[Any]:
-        unfit = []
+    def _objects(self, name: str, value: Any, *arguments: Any) -> list[Any]:
+        invalid = []
         try:
             json.dumps(value)
-        except (TypeError, ValueError) as error:  # told on all processes: the others would wait
-            unfit = [
-                invalid_form(f"It takes what JSON carries, and of this it says: {error}.", "str(value), or a tensor")
-            ]
-        with self._together(verb, *said, *unfit):
+        except (TypeError, ValueError) as error:  # raised on all processes below, since the others would wait
+            invalid = [invalid_form(f"The value is not a JSON value: {error}.", "str(value), or a tensor")]
+        with self._checked(name, *arguments, *invalid):
             return self.group.all_gather_object(value)
 
-    # -- before anything travels
+    # -- checks before data travels
 
     @contextmanager
-    def _together(self, verb: str, *said: Any) -> Iterator[None]:
-        """See that all processes are about to do the same; and if one is lost on the way, say what was being done."""
-        self._ask()
-        with wrap_peer_errors(verb):
-            told = json.dumps([verb, *said])
+    def _checked(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Check that all processes make the same call. Name the call in the error if a peer is lost in the block."""
+        self._check()
+        with wrap_peer_errors(name):
+            call = json.dumps([name, *arguments])
             if self.size > 1:
-                number = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
-                most, least = self.group.max_(torch.tensor([number, -number], device=self.device)).tolist()
-                if most != -least:
-                    raise _unlike(verb, self.group.all_gather_object(json.loads(told)))
-            _refuse_wrong(verb, list(said))
+                checksum = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7], "big")
+                largest, negative_smallest = self.group.max_(
+                    torch.tensor([checksum, -checksum], device=self.device)
+                ).tolist()
+                if largest != -negative_smallest:
+                    raise _difference_error(name, self.group.all_gather_object(json.loads(call)))
+            _raise_if_invalid(name, list(arguments))
             yield
 
-    def _told(self, verb: str, said: Any, source: int) -> Any:
-        """What process `source` says, on all of them; raises LoopError on all of them if it is wrong."""
-        found = self.group.all_gather_object(said)[source]
-        _refuse_wrong(verb, found)
-        return found
+    def _broadcast_form(self, name: str, form: Any, source: int) -> Any:
+        """Return the form of process `source` on all processes. Raises LoopError on all of them if it is invalid."""
+        received = self.group.all_gather_object(form)[source]
+        _raise_if_invalid(name, received)
+        return received
 
-    def _op(self, op: str, tree: Tree) -> Any:
+    def _valid_op(self, op: str, tree: Tree) -> Any:
         if op not in FOLDS:
-            return invalid_form(f"It knows {', '.join(FOLDS)}; this is {op}.", 'op="sum"')
-        kinds = {leaf.dtype for leaf in leaves(tree)} if first_error(form_of(tree)) is None else set()
-        if op == "mean" and not all(kind.is_floating_point or kind.is_complex for kind in kinds):
-            return invalid_form("The mean of whole numbers is none.", 'tensor.float(), or op="sum"')
-        if op in ("sum", "mean") and torch.bool in kinds:
+            return invalid_form(f"op is {op}; it must be one of {', '.join(FOLDS)}.", 'op="sum"')
+        dtypes = {leaf.dtype for leaf in leaves(tree)} if first_error(form_of(tree)) is None else set()
+        if op == "mean" and not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+            return invalid_form("Integers have no mean of the same dtype.", 'tensor.float(), or op="sum"')
+        if op in ("sum", "mean") and torch.bool in dtypes:
             return invalid_form(
-                "Yes and no have no sum.", 'op="max" (any of them), op="min" (all of them), or tensor.int()'
+                "Booleans have no sum.", 'op="max" (any of them), op="min" (all of them), or tensor.int()'
             )
         return op
 
-    def _rank(self, rank: int) -> Any:
-        return rank if 0 <= rank < self.size else invalid_form(f"Ranks are 0 to {self.size - 1}; this is {rank}.", "0")
+    def _valid_rank(self, rank: int) -> Any:
+        return (
+            rank if 0 <= rank < self.size else invalid_form(f"The rank is {rank}; ranks are 0 to {self.size - 1}.", "0")
+        )
 
-    def _each(self, trees: Any, *, rows: bool = True) -> list[Form]:
-        """The forms of a tree for each process; `rows`: with how many rows their tensors have."""
+    def _forms(self, trees: Any, *, rows: bool = True) -> list[Form]:
+        """Return the forms of one tree for each process; with `rows`, including the number of rows of each tensor."""
         if not isinstance(trees, (list, tuple)) or len(trees) != self.size:
             count = f" of {len(trees)}" if isinstance(trees, (list, tuple)) else ""
-            true = (
-                f"It takes a list of {self.size} trees, one for each process; this is a {type(trees).__name__}{count}."
+            fact = (
+                f"It needs a list of {self.size} trees, one for each process; this is a {type(trees).__name__}{count}."
             )
-            return [invalid_form(true, "[tree for rank in range(size)]")]
+            return [invalid_form(fact, "[tree for rank in range(size)]")]
         forms = [form_of(tree) for tree in trees]
         return forms if rows or first_error(forms) else [_with_rows(form, None) for form in forms]
 
-    # -- what travels
+    # -- messages
 
     @property
     def _others(self) -> list[int]:
@@ -249,39 +269,41 @@ class Collectives:
     def _empty(self, form: Form) -> torch.Tensor:
         return torch.empty(size_of(form), dtype=torch.uint8, device=self.device)
 
-    def _everybodys(self, mine: torch.Tensor) -> torch.Tensor:
-        """Everybody's row [n], one after the other."""
+    def _all_gather_row(self, mine: torch.Tensor) -> torch.Tensor:
+        """Return the rows [n] of all processes, concatenated."""
         if self.size == 1 or not len(mine):
             return mine.clone()
         out = mine.new_empty(self.size * len(mine))
         self.group.all_gather(out.view(torch.uint8), mine.view(torch.uint8)).wait()
         return out
 
-    def _at(self, to: int, mine: torch.Tensor) -> torch.Tensor:
-        """Everybody's row [size, n] on process `to`; elsewhere what is in it means nothing."""
+    def _gather_row(self, to: int, mine: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all processes [size, n] on process `to`. Elsewhere the content is meaningless."""
         out = mine.repeat(self.size, 1)
-        here = self.rank == to
-        sends = [] if here else [Message(mine, to)]
-        wait_for(self.group.send_and_receive(sends, [Message(out[r], r) for r in self._others] if here else []))
+        sends = [] if self.rank == to else [Message(mine, to)]
+        receives = [Message(out[rank], rank) for rank in self._others] if self.rank == to else []
+        wait_for(self.group.send_and_receive(sends, receives))
         return out
 
-    def _trade(self, mine: torch.Tensor, sizes: list[int], theirs: list[int] | None = None) -> torch.Tensor:
-        """Of a row process p gets sizes[p] elements; returned is what came, as many from each or `theirs`[p]."""
+    def _all_to_all(
+        self, mine: torch.Tensor, send_sizes: list[int], receive_sizes: list[int] | None = None
+    ) -> torch.Tensor:
+        """Send send_sizes[p] elements to each process p. Return the received elements, by default as many from each."""
         if self.size == 1:
             return mine
-        width, theirs = mine.element_size(), sizes if theirs is None else theirs
-        came = self.group.all_to_all(mine.view(torch.uint8), [width * n for n in sizes], [width * n for n in theirs])
-        return came.view(mine.dtype)
+        width = mine.element_size()
+        sends, receives = ([width * n for n in sizes] for sizes in (send_sizes, receive_sizes or send_sizes))
+        return self.group.all_to_all(mine.view(torch.uint8), sends, receives).view(mine.dtype)
 
-    def _fold(self, row: torch.Tensor, op: str) -> torch.Tensor:
-        """This process's chunk of everybody's rows, folded."""
+    def _reduce_chunk(self, row: torch.Tensor, op: str) -> torch.Tensor:
+        """Return this process's chunk of all processes' rows, reduced."""
         chunk = -(-len(row) // self.size)
         padded = torch.cat([row, row.new_zeros(self.size * chunk - len(row))])
-        return _folded(self._trade(padded, [chunk] * self.size).view(self.size, chunk), op)
+        return _reduce_rows(self._all_to_all(padded, [chunk] * self.size).view(self.size, chunk), op)
 
 
-def _folded(rows: torch.Tensor, op: str) -> torch.Tensor:
-    """The rows [size, n] as one, in their order."""
+def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce rows [size, n] to one row, in their order."""
     total, *others = rows
     for other in others:
         total = FOLDS[op](total, other)
@@ -289,30 +311,35 @@ def _folded(rows: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _with_rows(form: Form, rows: Sequence[int] | None) -> Form:
-    """The form with so many rows of its tensors, one number for each that has a dim; None: with none said."""
+    """Return the form with these numbers of rows, one for each tensor with a dim; None: without the numbers."""
     new = deepcopy(form)
     for i, leaf in enumerate(leaf for leaf in tensors_of(new) if leaf["shape"]):
         leaf["shape"][0] = None if rows is None else rows[i]
     return new
 
 
-def _refuse_wrong(verb: str, said: Any) -> None:
-    if (found := first_error(said)) is not None:
-        raise LoopError(f"{verb} was called with what it does not take.", *found)
+def _raise_if_invalid(name: str, arguments: Any) -> None:
+    if (error := first_error(arguments)) is not None:
+        raise LoopError(f"{name} was called with an invalid argument.", *error)
 
 
-def _unlike(verb: str, told: list[Any]) -> LoopError:
-    """Not all processes said the same: what is wrong, or differs first."""
-    asked, first = f"{verb} was called on {len(told)} processes.", told[0]
-    other = next(rank for rank, said in enumerate(told) if said != first)
-    if told[other][0] != first[0]:
-        do = "call the same collectives on every process, in the same order."
-        return LoopError(asked, f"Rank 0 is at {first[0]}, rank {other} at {told[other][0]}.", do)
-    for rank, said in enumerate(told):
-        if (found := first_error(said)) is not None:
-            return LoopError(asked, f"Rank {rank}: {found[0]}", found[1])
-    name, one, another = next(differences(first[1:], told[other][1:]))
-    inside = name.partition("]")[2]  # behind the number of what was handed in
-    true = f"Rank 0 has {one}, rank {other} {another}{f' (at {inside})' if inside else ''}."
-    do = "hand in the same on every process: pad what is shorter; or all_to_all, whose rows may differ."
-    return LoopError(asked, true, do)
+def _difference_error(name: str, calls: list[Any]) -> LoopError:
+    """Return the error for calls that differ between processes: an invalid argument, or the first difference."""
+    first = calls[0]
+    other = next(rank for rank, call in enumerate(calls) if call != first)
+    if calls[other][0] != first[0]:
+        return LoopError(
+            "The processes called different collectives.",
+            f"Rank 0 called {first[0]}, rank {other} called {calls[other][0]}.",
+            "call the same collectives on every process, in the same order.",
+        )
+    for rank, call in enumerate(calls):
+        if (error := first_error(call)) is not None:
+            return LoopError(f"{name} was called with an invalid argument.", f"Rank {rank}: {error[0]}", error[1])
+    path, one, another = next(differences(first[1:], calls[other][1:]))
+    inside = path.partition("]")[2]  # behind the index of the argument
+    return LoopError(
+        f"{name} was called with different arguments on different processes.",
+        f"Rank 0 has {one}, rank {other} {another}{f' (at {inside})' if inside else ''}.",
+        "pass the same form on every process: pad shorter tensors, or use all_to_all, whose rows may differ.",
+    )

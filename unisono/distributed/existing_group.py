@@ -1,10 +1,10 @@
-"""A process group that the script has made itself, before `unisono.main`: the run's processes are those of this group.
+"""Use a process group that the script itself has made before `unisono.main`.
 
     torch.distributed.init_process_group("gloo", init_method="tcp://10.0.0.1:29500", rank=rank, world_size=4)
     unisono.main(main, Settings)
 
-Rank and size are the group's, its store is where the processes meet, and its back end carries what they exchange. The
-group stays when the run is over: it is the script's to destroy.
+Rank and size are the group's. The run uses its store for the rendezvous and its back end for messages. The group stays
+when the run is over: the script destroys it.
 """
 
 from __future__ import annotations
@@ -14,87 +14,103 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from unisono.distributed.membership.waiting import TIMEOUT
+from unisono.distributed.process_group import TIMEOUT
+from unisono.distributed.torch_internals import backend_name, default_store, set_timeout
 from unisono.environment import World
 from unisono.errors import LoopError, WorldError
 
-TAKEN = "group://"
+EXISTING = "group://"
 """The store of a World whose processes have a group already."""
 
 REMOVE = "remove init_process_group and destroy_process_group: unisono.main does both (docs/start/from-ddp.md)."
 
 
 _runs = 0
-"""So many runs have used the script's group, this one included."""
+"""How many runs have used the script's group, this one included."""
 
 
 def existing_group_exists() -> bool:
-    """Has the script made a group of several processes?"""
+    """Return whether the script has made a group of several processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def take_over(world: World) -> World:
-    """`world`, or the place of this process in the group that the script has made. Every process of the group must call
-    this. Raises WorldError where the group cannot be the run's."""
+    """Return this process's place in the group that the script has made; `world` if there is none. Collective.
+
+    Raises:
+        WorldError: the run cannot use the group.
+    """
     if world.dry or not (dist.is_available() and dist.is_initialized()):
         return world
     rank, size = dist.get_rank(), dist.get_world_size()
-    asked = f"The script has called init_process_group: rank {rank} of {size}."
     if world.launcher == "unisono":
-        raise WorldError(asked, f"unisono run has started {world.size}, and joins them itself.", REMOVE)
+        raise WorldError(
+            "The script called init_process_group under unisono run.",
+            f"It made a group of {size}; unisono run has started {world.size} and joins them itself.",
+            REMOVE,
+        )
     if world.size > 1 and world.size != size:
-        raise WorldError(asked, f"{world.launcher} has started {world.size} processes.", REMOVE)
+        raise WorldError(
+            f"The script's process group has {size} processes, and {world.launcher} has started {world.size}.",
+            f"init_process_group was called for rank {rank} of {size}.",
+            REMOVE,
+        )
     if size == 1:
         return world
     global _runs
     _runs += 1
-    place = store()
-    place.set(f"host-{rank}", world.host)
-    hosts = [place.get(f"host-{other}").decode() for other in range(size)]
+    shared = store()
+    shared.set(f"host-{rank}", world.host)
+    hosts = [shared.get(f"host-{other}").decode() for other in range(size)]
     here = [other for other, host in enumerate(hosts) if host == world.host]
     launcher = world.launcher if world.foreign else "script"
     local = replace(world, local_rank=here.index(rank), local_size=len(here))
-    return replace(local, rank=rank, size=size, store=TAKEN, launcher=launcher, terminal=rank == 0 and world.terminal)
+    return replace(
+        local, rank=rank, size=size, store=EXISTING, launcher=launcher, terminal=rank == 0 and world.terminal
+    )
 
 
 def store() -> dist.Store:
-    """Where the processes of the script's group meet, for keys of ours."""
-    found: dist.Store = distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"unisono-{_runs}", found)
+    """Return the store of the script's group, with a prefix of this run."""
+    return dist.PrefixStore(f"unisono-{_runs}", default_store())
 
 
-def use_group(wire: torch.device, backend: str) -> None:
-    """The run's tensors travel by the script's group from now on: from `wire`, which needs this back end. Raises
-    WorldError if the group has none for such a device."""
+def use_group(device: torch.device, backend: str) -> None:
+    """Prepare the script's group for the run's messages.
+
+    Args:
+        device: from which tensors are sent.
+        backend: which the run needs for that device.
+
+    Raises:
+        WorldError: the group has another back end for the device.
+    """
     group = dist.group.WORLD
     assert group is not None
-    try:
-        found = group._get_backend(torch.device(wire.type)).name()
-    except RuntimeError:
-        found = ""
+    found = backend_name(group, torch.device(device.type))
     if found != backend:
-        asked = f"The script has called init_process_group with the back end {dist.get_backend()}."
-        true = (
-            f"Tensors of this run are on {wire.type}, for which it has {found or 'none'}, and the run needs {backend}."
+        raise WorldError(
+            f"The script's process group has the wrong back end: {dist.get_backend()}.",
+            f"This run sends tensors from {device.type}, for which it needs {backend}; the group has "
+            f"{found or 'none'}.",
+            f'init_process_group("{backend}", ...), or {REMOVE}',
         )
-        raise WorldError(asked, true, f'init_process_group("{backend}", ...), or {REMOVE}')
-    distributed_c10d._set_pg_timeout(TIMEOUT)
-    atexit.register(_leave)
+    set_timeout(TIMEOUT)
+    atexit.register(_destroy_group)
 
 
-def _leave() -> None:
-    """Destroy the group if the script has not: a process that exits with gloo's threads at work aborts now and then."""
+def _destroy_group() -> None:
+    """Destroy the group if the script has not: a process that exits while gloo's threads run aborts now and then."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def refuse_second_group(size: int) -> None:
-    """Raises LoopError if the script has made a group of several processes since a run of one process began."""
+    """Raise LoopError if the script has made a group of several processes since its run of one process began."""
     if size == 1 and existing_group_exists() and dist.get_backend() != "fake":
         raise LoopError(
-            "init_process_group was called inside the script's main.",
+            "init_process_group was called inside the script's main function.",
             f"This run has 1 process, and the group {dist.get_world_size()}: each would train alone.",
-            f"call it before unisono.main, which takes the group over; or {REMOVE}",
+            f"call it before unisono.main, which then uses the group; or {REMOVE}",
         )

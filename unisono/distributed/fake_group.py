@@ -1,16 +1,16 @@
-"""A group in which all the others do and say what this process does: one process tries what several will do together.
+"""A group in which this process stands for all others: one process tries what several will do.
 
     process 0 ── this one        sums are its own, times the size
     process 1 ┐
-       ...    ├─ nobody          whatever is gathered is its own, once for each
+       ...    ├─ do not exist    gathered values are its own, once for each
     process 3 ┘
 
-Nothing travels: torch's back end for dry runs ("fake") returns from every collective at once, with what it finds there.
-What is computed in such a group means nothing. What is refused in it is refused by the code that a run goes through.
+No data travels: torch's back end for dry runs ("fake") returns from every collective at once and changes nothing. The
+numbers computed in such a group are meaningless. The errors raised in it are those that a real run would raise.
 
-It serves twice: in a dry run, before there is anybody (train/diagnostics/dry_run.py); and for a process that is to join
-others with whom it will share a model (distributed/membership/membership.py). Until they let it in it places its part
-in a group like theirs.
+It has two uses: in a dry run, before other processes exist (train/diagnostics/dry_run.py); and in a process that joins
+others to share a model with them (distributed/membership/membership.py). Until they admit it, it builds its part of the
+model in a group like theirs.
 """
 
 from __future__ import annotations
@@ -18,46 +18,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it makes the back end known; a millisecond)
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the back end; takes a millisecond)
 
-from unisono.distributed.process_group import ProcessGroup
-
-if TYPE_CHECKING:
-    from unisono.distributed.membership.membership import Membership
+from unisono.distributed.process_group import PeerMonitor, ProcessGroup
 
 
 class FakeGroup(ProcessGroup):
-    """The group of this process, and of others that are not there; until it becomes another one."""
+    """A group whose other processes do not exist, until `regroup` makes it a real one."""
 
-    there = False
+    is_real = False
 
     @property
-    def decides(self) -> bool:
-        return super().decides if self.there else True
+    def is_main(self) -> bool:
+        return super().is_main if self.is_real else True
 
-    def regroup(self, *about: Any, **more: Any) -> None:
-        self.there = True
-        super().regroup(*about, **more)
+    def regroup(self, *args: Any, **kwargs: Any) -> None:
+        self.is_real = True
+        super().regroup(*args, **kwargs)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super().sum_(tensor) if self.there else tensor.mul_(self.size)
+        return super().sum_(tensor) if self.is_real else tensor.mul_(self.size)
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        return super().max_(tensor) if self.there else tensor
+        return super().max_(tensor) if self.is_real else tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return super().all_gather_object(value) if self.there else [value] * self.size
+        return super().all_gather_object(value) if self.is_real else [value] * self.size
 
     def broadcast_object(self, value: Any) -> Any:
-        return super().broadcast_object(value) if self.there else value
+        return super().broadcast_object(value) if self.is_real else value
 
 
 class _EchoStore(dist.Store):
-    """Where processes meet, if all of them always say the same: each number comes `size` times."""
+    """A rendezvous store that counts each call of this process as one of every process."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -76,12 +73,12 @@ class _EchoStore(dist.Store):
         return self.values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        assert all(key in self.values for key in keys), "all have said what they say"
+        assert all(key in self.values for key in keys), "no other process will set it"
 
 
 @contextmanager
 def dry_run_group(size: int) -> Iterator[ProcessGroup]:
-    """A group of so many processes on the CPU, of which this one is the first and the only one."""
+    """Join a group of `size` processes on the CPU, of which this one is rank 0 and the only one that exists."""
     if size == 1:
         yield ProcessGroup()
         return
@@ -90,8 +87,12 @@ def dry_run_group(size: int) -> Iterator[ProcessGroup]:
     dist.destroy_process_group()
 
 
-def fake_group(rank: int, size: int, company: Membership | None = None) -> tuple[ProcessGroup, object]:
-    """A group of so many processes, of which this one is there alone, as rank `rank`; and what must live as long."""
-    store = _EchoStore(size)  # torch keeps what is C++ of it, and that alone
+def fake_group(rank: int, size: int, monitor: PeerMonitor | None = None) -> tuple[ProcessGroup, object]:
+    """Make a group of `size` processes, of which this one is rank `rank` and the only one that exists.
+
+    Returns:
+        The group, and an object that must live as long as the group.
+    """
+    store = _EchoStore(size)  # torch keeps a reference to its C++ part only
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
-    return FakeGroup(rank, size, company=company), store
+    return FakeGroup(rank, size, monitor=monitor), store

@@ -1,4 +1,4 @@
-"""Into a group of processes and out of it again. A finished job leaves together, so that none aborts at exit."""
+"""Join and leave the group of a run's processes. All leave together, so that none aborts at exit."""
 
 from __future__ import annotations
 
@@ -16,90 +16,101 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from unisono.config.wording import plural
 from unisono.distributed import existing_group
 from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
-from unisono.distributed.membership.waiting import TIMEOUT
-from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.process_group import TIMEOUT, ProcessGroup
 from unisono.distributed.rendezvous.connect import (
     connect,
+    connect_all,
     count_arrivals,
     first_timeout,
-    number_groups_from,
     same_everywhere,
-    wait_for_all,
 )
 from unisono.distributed.rendezvous.host_names import require_own_host_name, resolve_rendezvous_host
 from unisono.distributed.rendezvous.hosted_store import HOSTED, host_store
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.rendezvous.store_prefix import enter_round
-from unisono.distributed.shared_memory import find_neighbours
+from unisono.distributed.shared_memory import find_neighbors
+from unisono.distributed.torch_internals import default_store, group_count, set_group_count, set_timeout
 from unisono.environment import World, host_of, variables
 from unisono.errors import WorldError
 
 
-def choose_device(world: World, seat: int | None) -> torch.device:
-    """The accelerator with this number, if there are any and it has one; else the CPU."""
+def choose_device(world: World, index: int | None) -> torch.device:
+    """Return the accelerator with this index; the CPU if there is no accelerator or `index` is None.
+
+    Raises:
+        WorldError: this host has accelerators, but not so many.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or seat is None:
+    if accelerator is None or index is None:
         return torch.device("cpu")
-    there = torch.accelerator.device_count()
-    if seat >= there:
+    count = torch.accelerator.device_count()
+    if index >= count:
         raise WorldError(
-            f"Process {world.rank} was asked to use {accelerator.type} device {seat}.",
-            f"This host has {there}.",
-            f"start {plural(there, 'process', 'processes')} here, or hide the devices from some, which then compute "
+            f"Process {world.rank} has no {accelerator.type} device.",
+            f"It would use device {index}, and this host has {count}.",
+            f"start {plural(count, 'process', 'processes')} here, or hide the devices from some, which then compute "
             "on the CPU (unisono run: --cpu-ranks N; torchrun and srun: CUDA_VISIBLE_DEVICES=).",
         )
-    torch.accelerator.set_device_index(seat)
-    return torch.device(accelerator.type, seat)
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
 
 
-def kind_of(device: torch.device) -> str:
-    """cpu, cuda, rocm, xpu, ...: devices of one kind share a back end of torch's. torch calls AMD's devices `cuda` as
-    well, but its NCCL is RCCL there, which does not connect to NVIDIA's."""
+def device_kind(device: torch.device) -> str:
+    """Return cpu, cuda, rocm, xpu, ...: devices of one kind share a back end.
+
+    torch calls AMD's devices `cuda` too, but uses RCCL for them, which does not connect to NVIDIA's NCCL.
+    """
     return "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
 
 
-SHOWS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Variables by which a process is shown some of its host's accelerators."""
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables that select which of a host's accelerators a process sees."""
 
 
 def visible_devices() -> str:
-    """What this process sees of its host's accelerators. Slurm may show each task another one under the same number;
-    but most tell their own names (CUDA's, ROCm's and XPU's: `uuid`)."""
+    """Return a text that identifies the accelerators which this process sees.
+
+    Slurm may show each task another device under the same index, but most devices (CUDA, ROCm, XPU) have a `uuid`.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return "none"
-    about = getattr(torch.get_device_module(accelerator), "get_device_properties", lambda seat: None)
-    names = [str(getattr(about(seat), "uuid", seat)) for seat in range(torch.accelerator.device_count())]
-    return f"{variables(SHOWS)} {names}"
+    properties = getattr(torch.get_device_module(accelerator), "get_device_properties", lambda index: None)
+    names = [str(getattr(properties(index), "uuid", index)) for index in range(torch.accelerator.device_count())]
+    return f"{variables(VISIBLE_DEVICES)} {names}"
 
 
 def find_device_index(world: World, store: dist.Store) -> int:
-    """The number of this process's accelerator among those that it sees, where somebody else has started it: its local
-    rank, if all processes of its host see the same ones; else those that do take them as they come. Everybody must
-    ask, and who sees none gets any number."""
-    those = f"seats of {world.host} with {visible_devices()}"
-    store.add(those, 1)
-    count_arrivals(store, world.size, "seats")
-    return world.local_rank if store.add(those, 0) == world.local_size else store.add(f"{those}, taken", 1) - 1
+    """Return the index of this process's accelerator among those that it sees, under another launcher. Collective.
+
+    The index is the local rank if all processes of a host see the same devices. Otherwise those that see the same ones
+    take them in any order. The index is meaningless in a process that sees none.
+    """
+    key = f"devices of {world.host} with {visible_devices()}"
+    store.add(key, 1)
+    count_arrivals(store, world.size, "devices")
+    return world.local_rank if store.add(key, 0) == world.local_size else store.add(f"{key}, taken", 1) - 1
 
 
 @contextmanager
 def join_process_group(world: World, *, divided: bool = False) -> Iterator[ProcessGroup]:
-    """The group of all processes of `world`, joined on entry and left together on exit. `divided`: a model is to lie
-    over several of them.
+    """Join the group of all processes of the run, and leave it together with them.
 
-    Leaving waits for everybody and then destroys the group: a process that exits with gloo's threads still talking to
-    peers aborts now and then (6 of 24 runs, measured). After an exception nobody is waited for, neither here nor when
-    the interpreter ends.
+    Leaving waits for all processes and then destroys the group: a process that exits while gloo's threads communicate
+    aborts now and then (6 of 24 runs, measured). After an exception no process is waited for, neither here nor at the
+    end of the interpreter.
+
+    Args:
+        world: this process's place in the run.
+        divided: whether several processes share a model.
     """
     if world.size == 1:
-        yield ProcessGroup(0, 1, choose_device(world, world.seat))
+        yield ProcessGroup(0, 1, choose_device(world, world.device_index))
         return
     atexit.register(exit_watchdog)
     gloo = world.cpu_ranks > 0 or not torch.accelerator.is_available()
@@ -112,17 +123,17 @@ def join_process_group(world: World, *, divided: bool = False) -> Iterator[Proce
     atexit.unregister(exit_watchdog)
 
 
-LATE_SECONDS = 20.0
-"""All processes of a run start together. Who has waited so long for the others says so, and waits on."""
+SLOW_START_SECONDS = 20.0
+"""All processes of a run start together. A process that has waited this long for the others warns, and waits on."""
 
 
 @contextmanager
 def warn_if_slow(world: World) -> Iterator[None]:
-    """A block in which this process waits for the others."""
-    where = host_of(world.store)
-    place = f" at {where[0]}:{where[1]}" if where is not None else ""
-    told = f"process {world.rank} of {world.size} waits for the others{place}: have all of them been started?"
-    timer = threading.Timer(LATE_SECONDS, logging.getLogger("unisono").warning, [told])
+    """Log a warning if this block, which waits for the other processes, takes long."""
+    host_and_port = host_of(world.store)
+    at = f" at {host_and_port[0]}:{host_and_port[1]}" if host_and_port is not None else ""
+    message = f"Process {world.rank} of {world.size} waits for the others{at}: have all of them been started?"
+    timer = threading.Timer(SLOW_START_SECONDS, logging.getLogger("unisono").warning, [message])
     timer.daemon = True
     if world.local_rank == 0:
         timer.start()
@@ -134,107 +145,115 @@ def warn_if_slow(world: World) -> Iterator[None]:
 
 @contextmanager
 def join_fixed(world: World) -> Iterator[ProcessGroup]:
-    """The same, where all stay until the end."""
+    """Join a group whose processes all stay until the end of the run."""
     with warn_if_slow(world):
         store = _store(world)
-        device = choose_device(world, find_device_index(world, store) if world.foreign else world.seat)
-        mixed = not same_everywhere(store, world.size, kind_of(device))
+        device = choose_device(world, find_device_index(world, store) if world.foreign else world.device_index)
+        mixed = not same_everywhere(store, world.size, device_kind(device))
     backend = backend_of(device, mixed=mixed)
     require_own_host_name(world, backend)
-    if world.store == existing_group.TAKEN:
+    if world.store == existing_group.EXISTING:
         existing_group.use_group(torch.device("cpu") if mixed else device, backend)
     else:
         connect(store, world.rank, world.size, backend)
     joined = build_group(world, device, mixed=mixed)
     yield joined
-    if dist.is_initialized():  # some part before: param_server/async_run.py
+    if dist.is_initialized():  # asynchronous workers have left before: param_server/async_run.py
         joined.barrier()
-        if world.store != existing_group.TAKEN:
+        if world.store != existing_group.EXISTING:
             dist.destroy_process_group()
 
 
 def backend_of(device: torch.device, *, mixed: bool) -> str:
-    """torch's, for this device; where not all processes have the same kind of it, the one that every process has."""
+    """Return torch's back end for this device; gloo, which every process has, if their devices differ."""
     return "gloo" if mixed else dist.get_default_backend_for_device(device)
 
 
-LEAVE_SECONDS = 30.0
-"""Who has failed is gone so long after its script's end. What a script has asked Python to do then may take as long."""
-LET_GO_SECONDS = 0.1
-"""A thread of gloo's that was waiting for the interpreter, to let go of a tensor, has it by then, many times over."""
+EXIT_SECONDS = 30.0
+"""A failed process ends this long after its script, at the latest. Its atexit handlers may take as long."""
+RELEASE_SECONDS = 0.1
+"""Enough for a thread of gloo's that waits for the interpreter lock to release a tensor."""
 
 
 def exit_watchdog() -> None:
-    """The interpreter of a process that has failed is about to end, with torch's group still there.
+    """End a failed process in time whose torch group still exists. Runs when its interpreter is about to end.
 
-    Its threads let go of the tensors of what is done, and need the interpreter for that; one that comes too late aborts
-    the process. And the group waits, in its destructor, until every collective under way is over, and so for others,
-    who may be waiting for this process: only a thread without Python can end that.
+    The group's threads release tensors, and need the interpreter lock for that; one that is too late aborts the
+    process. And the group's destructor waits until every collective is over, and so for peers that may wait for this
+    process. Only a thread without Python can end that.
     """
-    time.sleep(LET_GO_SECONDS)
-    nowhere = open(os.devnull, "w")  # noqa: SIM115  (until the end)
-    faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
+    time.sleep(RELEASE_SECONDS)
+    null = open(os.devnull, "w")  # noqa: SIM115  (open until the end of the process)
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=null)
 
 
 @contextmanager
 def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
-    """The same, where those who are left go on without one that dies. Who joins later is alone at first; if it is to
-    hold a part of a model, it pretends that the others who hold it are there."""
-    device = choose_device(world, world.seat)
-    mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
-    watched = Membership(world, backend_of(device, mixed=mixed))
-    joined, kept = ProcessGroup(0, 1, device, mixed, company=watched), None
-    if not world.joins:
-        watched.regroup(joined)
-    elif divided:
-        from unisono.distributed.fake_group import fake_group  # half a second
+    """Join a group whose processes continue without one that dies.
 
-        joined, kept = fake_group(world.rank, world.size, watched)
+    A process that joins later is alone at first. If it will hold a part of a model, it is in a fake group meanwhile.
+    """
+    device = choose_device(world, world.device_index)
+    mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
+    membership = Membership(world, backend_of(device, mixed=mixed))
+    joined, reference = ProcessGroup(0, 1, device, mixed, monitor=membership), None
+    if not world.joins:
+        membership.regroup(joined)
+    elif divided:
+        from unisono.distributed.fake_group import fake_group  # the import takes half a second
+
+        joined, reference = fake_group(world.rank, world.size, membership)
     yield joined
-    watched.leave()
-    del kept
+    membership.leave()
+    del reference
 
 
 def build_group(world: World, device: torch.device, *, mixed: bool = False) -> ProcessGroup:
-    """The processes of `world`, whose process group is there. Every one of them must call this."""
+    """Return the group of the run's processes, whose torch group exists. Collective."""
     group = ProcessGroup(world.rank, world.size, device, mixed)
-    return replace(group, neighbours=find_neighbours(group))
+    return replace(group, neighbors=find_neighbors(group))
 
 
 def new_line_group(
-    lines: Sequence[tuple[int, ...]], rank: int, size: int, *, watched: bool = False
+    lines: Sequence[tuple[int, ...]], rank: int, size: int, *, elastic: bool = False
 ) -> dist.ProcessGroup:
-    """torch's own group of that line of ranks which `rank` is in. All `size` processes must call this together.
-    `watched`: some may die in it, and the others try again without them."""
-    made: list[dist.ProcessGroup] = []
-    known = distributed_c10d._world.group_count
+    """Make torch's groups of these lines of a mesh, and return the one with `rank`. Collective.
 
-    def connect_here(attempt: int, patience: timedelta) -> None:
-        number_groups_from(known + (attempt - 1) * len(lines))  # what a failed attempt has left lies under other names
-        made.extend(dist.new_group(list(line), timeout=patience) for line in lines)
+    Args:
+        lines: the ranks of each line.
+        rank: of this process.
+        size: number of processes.
+        elastic: whether processes may die meanwhile, after which the others try again without them.
+    """
+    groups: list[dist.ProcessGroup] = []
+    count = group_count()
 
-    def part() -> None:
-        for group in made:
-            if isinstance(group, dist.ProcessGroup):  # torch returns a number for a line that we are not in
+    def connect_once(attempt: int, timeout: timedelta) -> None:
+        set_group_count(count + (attempt - 1) * len(lines))  # names that no failed attempt has used
+        groups.extend(dist.new_group(list(line), timeout=timeout) for line in lines)
+
+    def disconnect() -> None:
+        for group in groups:
+            if isinstance(group, dist.ProcessGroup):  # torch returns an int for a line without this process
                 dist.destroy_process_group(group)
-        made.clear()
+        groups.clear()
 
-    store = dist.PrefixStore(f"lines-{lines}", distributed_c10d._get_default_store())
-    first, limit = (first_timeout(size), FORM_SECONDS) if watched else (None, math.inf)
-    wait_for_all(store, rank, size, "connected", connect_here, part, first, limit)
-    mine = next(group for line, group in zip(lines, made, strict=True) if rank in line)
-    distributed_c10d._set_pg_timeout(TIMEOUT, mine)
+    store = dist.PrefixStore(f"lines-{lines}", default_store())
+    first, limit = (first_timeout(size), FORM_SECONDS) if elastic else (None, math.inf)
+    connect_all(store, rank, size, "connected", connect_once, disconnect, first, limit)
+    mine = next(group for line, group in zip(lines, groups, strict=True) if rank in line)
+    set_timeout(TIMEOUT, mine)
     return mine
 
 
 def _store(world: World) -> dist.Store:
-    """Where the processes meet."""
+    """Return the store by which the processes find each other."""
     assert world.store is not None
     if world.store.startswith(SCHEME):
         return RendezvousStore(world.store.removeprefix(SCHEME), TIMEOUT)
     if world.store.startswith("file://"):
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
-    if world.store == existing_group.TAKEN:
+    if world.store == existing_group.EXISTING:
         return existing_group.store()
     if world.store.startswith(HOSTED):
         return host_store(world.store, world.rank)

@@ -1,4 +1,4 @@
-"""The mesh of a run: where this process stands on each axis, and a group of processes for each line through it."""
+"""The mesh of a run: this process's rank on each axis, and a group for the line through it along each axis."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.config.mesh_shape import MeshShape
 from unisono.distributed.init import new_line_group
+from unisono.distributed.membership.membership import membership_of
 from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.torch_internals import replace_groups
 
 
 @dataclass(eq=False)
 class Mesh:
-    """The processes of a run in rows and columns (config/mesh_shape.py). This one is a member of all these groups.
+    """The processes of a run on a grid (config/mesh_shape.py). This process is a member of each of these groups.
 
-    world      all of them
-    data       those that see different samples; they hold the same part of a model, or shards of it
-    replicate  of these, those that hold the very same
-    shard      of these, those that share its parameters
-    tensor     those that share every matrix; they see the same samples, as those of the next two do
-    context    those that share every sequence
-    pipeline   those that hold one stretch of the layers each
-    torchs     the axes of more than one process as torch's own classes take them; None: there is none but replicate
+    Attributes:
+        axes: the size of each axis.
+        world: all processes.
+        data: those that see different samples; they hold the same part of a model, or shards of it.
+        replicate: of these, those that hold the same part.
+        shard: of these, those that share its parameters.
+        tensor: those that share every matrix. They see the same samples, as those of the next two axes do.
+        context: those that share every sequence.
+        pipeline: those that hold different stages of the model.
+        device_mesh: torch's mesh of the axes with more than one process; None if replicate is the only such axis.
     """
 
     axes: MeshShape = field(default_factory=MeshShape)
@@ -36,55 +40,52 @@ class Mesh:
     tensor: ProcessGroup = field(default_factory=ProcessGroup)
     context: ProcessGroup = field(default_factory=ProcessGroup)
     pipeline: ProcessGroup = field(default_factory=ProcessGroup)
-    torchs: DeviceMesh | None = None
-    _cut: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False)
+    device_mesh: DeviceMesh | None = None
+    _submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, init=False)
 
     def regroup(self) -> None:
-        """The world has more or fewer replicas than before (distributed/membership/membership.py): this is its mesh.
-        Everybody calls it.
+        """Adapt to a world that has more or fewer replicas than before (distributed/membership/). Collective.
 
-        Where this process stands among those that share its model is as it was, so what it holds stays where it is:
-        torch's own mesh, and whoever holds a part of it, only get to know the new groups.
+        This process keeps its rank among those that share its model, and so its part of the model. Only the groups in
+        torch's mesh, and in the modules that hold it, are replaced.
         """
         self.axes = self.axes._replace(replicate=self.world.size // self.unit)
-        if self.torchs is None:
+        if self.device_mesh is None:
             return
         for line, names in ((self.replicate, ["replicate"]), (self.shard, ["shard"])):
             new = _line(self.axes, self.world, *names)
-            line.regroup(new.rank, new.size, new.neighbours, new.members, new.handle)
+            line.regroup(new.rank, new.size, new.neighbors, new.members, new.handle)
         handles: dict[str, Any] = {}
-        for name in self.torchs.mesh_dim_names or ():
+        for name in self.device_mesh.mesh_dim_names or ():
             handles[name] = getattr(self, name).handle or dist.group.WORLD
-        self.torchs._get_root_mesh()._pg_registry = {handle.group_name: handle for handle in handles.values()}
-        for torchs in (self.torchs, *self._cut.values()):
-            torchs._dim_group_names = [handles[name].group_name for name in torchs.mesh_dim_names or ()]
+        replace_groups((self.device_mesh, *self._submeshes.values()), handles)
 
     @property
     def unit(self) -> int:
-        """So many processes hold a model together, and can only be lost together."""
+        """The number of processes that share a model, and are only lost together."""
         return self.axes.size // self.axes.replicate
 
     @property
     def is_leader(self) -> bool:
-        """Of those that see the same samples, is this the one that says what came of them (or of a slice of them)?"""
+        """Whether this process reports the results of its samples, of those that see the same (or a slice of them)."""
         return self.tensor.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
-        """torch's mesh of these axes, which have more than one process each."""
-        assert self.torchs is not None
-        if self.torchs.mesh_dim_names == axes:
-            return self.torchs
-        if axes not in self._cut:
-            self._cut[axes] = self.torchs[axes]
-        return self._cut[axes]
+        """Return torch's mesh of these axes, each of which has more than one process."""
+        assert self.device_mesh is not None
+        if self.device_mesh.mesh_dim_names == axes:
+            return self.device_mesh
+        if axes not in self._submeshes:
+            self._submeshes[axes] = self.device_mesh[axes]
+        return self._submeshes[axes]
 
 
 def build_mesh(axes: MeshShape, world: ProcessGroup) -> Mesh:
-    """The mesh over all processes. Every one of them must call this."""
+    """Build the mesh of all processes. Collective."""
     mesh = _build(axes, world)
-    if world.company is not None:
-        world.company.lines = mesh.regroup
-        world.company.own()
+    if (membership := membership_of(world)) is not None:
+        membership.on_regroup = mesh.regroup
+        membership.claim_sockets()
     return mesh
 
 
@@ -94,19 +95,18 @@ def _build(axes: MeshShape, world: ProcessGroup) -> Mesh:
         alone = ProcessGroup(device=world.device)
         return Mesh(axes, world, world, world, alone, alone, alone, alone)
     lines = {name: _line(axes, world, name) for name in axes._fields}
-    whole = axes.shard == 1  # then replicate is all there is to it
-    long = [name for name, size in zip(axes._fields, axes, strict=True) if size > 1]
-    handles = [lines[name].handle or dist.group.WORLD for name in long]
+    named = [name for name, size in zip(axes._fields, axes, strict=True) if size > 1]
+    handles = [lines[name].handle or dist.group.WORLD for name in named]
     return Mesh(
         axes,
         world,
-        lines["replicate"] if whole else _line(axes, world, "replicate", "shard"),
+        lines["replicate"] if axes.shard == 1 else _line(axes, world, "replicate", "shard"),
         **lines,
-        torchs=DeviceMesh.from_group(
-            handles if len(long) > 1 else handles[0],  # type: ignore[arg-type]  # all are there
+        device_mesh=DeviceMesh.from_group(
+            handles if len(named) > 1 else handles[0],  # type: ignore[arg-type]  # none of them is None
             world.device.type,
-            mesh=torch.arange(world.size).view([size for size in axes if size > 1]) if len(long) > 1 else None,
-            mesh_dim_names=tuple(long),
+            mesh=torch.arange(world.size).view([size for size in axes if size > 1]) if len(named) > 1 else None,
+            mesh_dim_names=tuple(named),
         ),
     )
 
@@ -116,9 +116,12 @@ class SiteMesh(NamedTuple):
 
         site 0      rank 0 --- rank 1          mesh     of this process's own site: its world is the site
                       |          |
-        site 1      rank 2 --- rank 3          across   those at the same place in every site, in the order of sites
+        site 1      rank 2 --- rank 3          across   the processes with the same rank in every site, by site
 
-    number  of this process's site
+    Attributes:
+        number: of this process's site.
+        mesh: see above.
+        across: see above.
     """
 
     number: int
@@ -127,11 +130,9 @@ class SiteMesh(NamedTuple):
 
 
 def build_sites(count: int, world: ProcessGroup) -> SiteMesh:
-    """All processes in `count` sites. Every one of them must call this."""
+    """Divide all processes into `count` sites. Collective."""
     size = world.size // count
-    axes = MeshShape(
-        pipeline=count, replicate=size
-    )  # any two axes, the outer one for sites: only to count through them
+    axes = MeshShape(pipeline=count, replicate=size)  # any two axes, the outer one for sites: only to number ranks
     site = replace(_line(axes, world, "replicate"), members=next(m for m in axes.lines("replicate") if world.rank in m))
     alone = ProcessGroup(device=world.device)
     mesh = Mesh(MeshShape(replicate=size), site, site, site, alone, alone, alone, alone)
@@ -139,13 +140,14 @@ def build_sites(count: int, world: ProcessGroup) -> SiteMesh:
 
 
 def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
-    """The processes that differ from this one on these axes only."""
+    """Return the group of the processes that differ from this one on these axes only."""
     lines = axes.lines(*names)
     mine = next(line for line in lines if world.rank in line)
     if len(mine) == 1:
-        return ProcessGroup(device=world.device, company=world.company)
+        return ProcessGroup(device=world.device, monitor=world.monitor)
     if len(mine) == world.size:
         return world
-    near = {i: world.neighbours[member] for i, member in enumerate(mine) if member in world.neighbours}
-    handle = new_line_group(lines, world.rank, world.size, watched=world.company is not None)
-    return ProcessGroup(mine.index(world.rank), len(mine), world.device, world.mixed, near, mine, handle, world.company)
+    neighbors = {i: world.neighbors[member] for i, member in enumerate(mine) if member in world.neighbors}
+    handle = new_line_group(lines, world.rank, world.size, elastic=world.monitor is not None)
+    rank, size = mine.index(world.rank), len(mine)
+    return ProcessGroup(rank, size, world.device, world.mixed, neighbors, mine, handle, world.monitor)

@@ -1,6 +1,15 @@
-"""The group of processes, and the collectives on it. One process needs no group: everything here is then the identity.
+"""The group of processes, and its collectives. With one process each of them is the identity.
 
-Objects travel as JSON in byte tensors, never as pickles: nothing that arrives can run.
+Objects travel as JSON in byte tensors, never as pickles, so that received data cannot run code.
+
+Where some processes have an accelerator and others do not, all of them use gloo, which knows only the CPU. Tensors are
+then staged there:
+
+    process 0   [ gradient ]  cuda:0  --copy-->  [ ] cpu  ==gloo==>  ...  [ sum ] cpu  --copy, in wait-->  cuda:0
+    process 1   [ gradient ]  cpu     =========  the same tensor  ==>  ...  [ sum ] cpu
+
+A copy from a device waits until the tensor has been computed there; a copy to it has arrived when it returns. Where all
+processes have the same kind of device, nothing is copied.
 """
 
 from __future__ import annotations
@@ -10,221 +19,283 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from unisono import phases
-from unisono.distributed.host_staging import staged, staging_buffer
-from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendWork
 from unisono.errors import PeerLostError
 
-if TYPE_CHECKING:
-    from unisono.distributed.membership.membership import Membership
+TIMEOUT = timedelta(minutes=30)
+"""How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""What nearly every tensor is: asking one of these for what it has not takes its time."""
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The types of nearly all tensors. A missing attribute of one of these is slow to look up."""
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Does it lie over several processes (torch's DTensor), so that this one holds a part of it?"""
-    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
+    """Return whether the tensor is a DTensor, of which this process holds a part."""
+    return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "to_local")
 
 
 def is_mixed_dtensor_error(error: BaseException) -> bool:
-    """Does torch say here that a tensor which lies apart met one that does not? (2.13 has no type for that.)"""
+    """Return whether torch refused to combine a DTensor with a plain tensor. (torch 2.13 has no type for that.)"""
     return "mixed torch.Tensor and DTensor" in str(error)
 
 
 def to_local(tensor: Any) -> Any:
-    """What this process holds of a tensor that lies over several; of any other, itself."""
+    """Return this process's part of a DTensor; any other tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def from_local_like(part: torch.Tensor, whole: Any) -> torch.Tensor:
-    """This process's part of a tensor that lies as `whole` does; where that lies here only, the part is all of it."""
+    """Return `part` as a DTensor with the mesh and placements of `whole`; `part` itself if `whole` is no DTensor."""
     if not is_dtensor(whole):
         return part
-    from torch.distributed.tensor import DTensor  # half a second
+    from torch.distributed.tensor import DTensor  # takes half a second
 
     mesh, placements = whole.device_mesh, whole.placements
-    made: torch.Tensor = DTensor.from_local(
+    tensor: torch.Tensor = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return made
+    return tensor
 
 
 class Work(Protocol):
-    """A collective under way; `wait` returns when the result is there, and raises if a peer is lost."""
+    """A collective or message in progress. `wait` returns when it is done, and raises if a peer is lost."""
 
     def wait(self) -> Any: ...
 
 
+class SendWork(NamedTuple):
+    """A gloo message in progress.
+
+    Without a timeout gloo would wait as long as connecting may take: a message keeps the timeout with which its group
+    was made, whatever is set later (torch 2.13).
+    """
+
+    work: Any
+
+    def wait(self) -> Any:
+        return self.work.wait(TIMEOUT)
+
+
+class StagedWork:
+    """A collective in progress whose result arrives in `source`, on the CPU, and is copied to `target` in `wait`."""
+
+    def __init__(self, work: Work, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.work, self.source, self.target = work, source, target
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.source is not self.target:  # copy once: the caller may write to the target afterwards
+            self.target.data.copy_(self.source)  # .data has its own version: autograd sees no change by the loop
+            self.source = self.target
+
+
 def wait_for(works: Iterable[Work]) -> None:
-    """Until all of them are over."""
+    """Wait until all of them are done."""
     began = time.perf_counter()
     for work in works:
         work.wait()
     phases.CommWait.seconds += time.perf_counter() - began
 
 
-# torch 2.13 gave these two new names and warns about the old ones
+# torch 2.13 renamed all_gather_into_tensor, and warns about the old name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Message(NamedTuple):
-    """A contiguous tensor, and the rank that it goes to or comes from."""
+    """A contiguous tensor, and the rank that sends or receives it."""
 
     tensor: torch.Tensor
     peer: int
 
 
+class PeerMonitor(Protocol):
+    """Notices lost peers (distributed/membership/membership.py), so that waiting for one ends with an error."""
+
+    failed: bool
+    """Whether a collective of the present group failed because a peer was lost."""
+    tolerant: bool
+    """Whether training continues without a lost peer."""
+    async_errors: bool
+    """Whether the back end does not report lost peers (NCCL)."""
+    join_requested: bool
+    """Whether a process waits to join the group."""
+    joins: bool
+    """Whether this process joins a group that is training."""
+
+    def has_lost_peer(self, seconds: float = 0.0) -> bool: ...
+
+    def is_peer_loss(self, error: BaseException) -> bool: ...
+
+    def tolerate_peer_loss(self, error: Exception) -> None: ...
+
+    def wrap(self, work: Any) -> Work:
+        """Return a collective whose `wait` raises if a peer is lost."""
+
+    def wrap_send(self, work: Any) -> Work:
+        """Return a sent gloo message whose `wait` raises if a peer is lost."""
+
+
 @contextmanager
-def wrap_peer_errors(what: str) -> Iterator[None]:
-    """A block of collectives: if a peer is gone, raises PeerLostError, which says what was being done."""
+def wrap_peer_errors(operation: str) -> Iterator[None]:
+    """Raise PeerLostError, which names the operation, if a peer is lost in this block of collectives."""
     try:
         yield
     except (RuntimeError, ConnectionError) as error:
-        first = str(error).splitlines()[0]
-        if not any(
-            sign in first for sign in ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out")
-        ):
+        reason = str(error).splitlines()[0]
+        signs = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "timed out")
+        if not any(sign in reason for sign in signs):
             raise
         raise PeerLostError(
-            f"{what} needed every process of the run.",
-            f"One of them is gone or silent: {first}",
-            "look at the other processes' logs; then start the same command with --resume.",
+            f"{operation} failed: a process of the run is gone or silent.",
+            f"The error was: {reason}",
+            "look at the logs of the other processes; then start the same command with --resume.",
         ) from error
 
 
 @dataclass(eq=False)
 class ProcessGroup:
-    """The processes of a run, or some of them: those of one line of its mesh (distributed/mesh.py).
+    """Processes that communicate, as they are now. Elastic membership changes them (distributed/membership/).
 
-    Whoever holds it holds what is so now: where processes may die and join (distributed/membership/membership.py), it
-    becomes another one.
-
-    rank        of this process among them, 0 to size - 1
-    device      where collectives find their tensors
-    mixed       whether processes have devices of different kinds. Messages are then staged on the CPU (host_staging.py)
-    neighbours  {rank: process id} of those that share memory with this one (distributed/shared_memory.py)
-    members     the rank in the whole run of each; empty: they are the whole run
-    handle      torch's own group; None: that of the whole run
-    company     who watches over their lives, if somebody does (distributed/membership/membership.py)
+    Attributes:
+        rank: of this process in the group, 0 to size - 1.
+        size: number of processes.
+        device: where collectives find their tensors.
+        mixed: whether processes have different kinds of devices. Messages are then staged on the CPU.
+        neighbors: {rank: process id} of the processes that share memory with this one (shared_memory.py).
+        members: the rank in the whole run of each process; empty if the group is the whole run.
+        handle: torch's group; None for that of the whole run.
+        monitor: notices lost peers; None if a lost peer ends the run.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mixed: bool = False
-    neighbours: Mapping[int, int] = field(default_factory=dict)
+    neighbors: Mapping[int, int] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
-    company: Membership | None = None
+    monitor: PeerMonitor | None = None
 
     def regroup(
         self,
         rank: int,
         size: int,
-        neighbours: Mapping[int, int],
+        neighbors: Mapping[int, int],
         members: tuple[int, ...] = (),
         handle: dist.ProcessGroup | None = None,
     ) -> None:
-        """From now on these are its processes, and this is ours among them."""
-        self.rank, self.size, self.neighbours, self.members, self.handle = rank, size, neighbours, members, handle
+        """Replace the processes of the group."""
+        self.rank, self.size, self.neighbors, self.members, self.handle = rank, size, neighbors, members, handle
 
     @property
-    def decides(self) -> bool:
-        """Is this the process that decides for all, where one does?"""
+    def is_main(self) -> bool:
+        """Whether this process decides where one decides for all."""
         return self.rank == 0
 
     def attempt(self, body: Callable[[], Any]) -> bool:
-        """Do something with the others in the midst of what only a step's end can mend: a model's forward pass, say,
-        which gathers shards. False: somebody has died, and what it would have made is not there. The step's end will
-        tell, and everybody makes it again; until then nothing more is attempted."""
-        company = self.company
-        if company is None or not company.watchful:
+        """Run collectives in the middle of a step, where a lost peer cannot be handled yet.
+
+        A model's forward pass that gathers shards is an example. The end of the step handles the loss and repeats the
+        work; until then nothing more is attempted.
+
+        Returns:
+            Whether `body` ran to its end. If not, a peer is lost and its results are missing.
+        """
+        monitor = self.monitor
+        if monitor is None or not monitor.tolerant:
             body()
             return True
-        if not company.torn:
+        if not monitor.failed:
             try:
                 body()
             except (RuntimeError, ConnectionError) as error:
-                company.tolerate_peer_loss(error)
-        return not company.torn
+                monitor.tolerate_peer_loss(error)
+        return not monitor.failed
 
     @property
     def on_gloo(self) -> bool:
-        """Is it gloo by which our tensors travel? Only gloo knows tags."""
-        return self.wire.type == "cpu" and not (self.company is not None and self.company.late)
+        """Whether messages travel by gloo, the only back end with tags."""
+        return self.comm_device.type == "cpu" and not (self.monitor is not None and self.monitor.async_errors)
 
     @property
-    def wire(self) -> torch.device:
-        """Where a tensor lies that travels."""
+    def comm_device(self) -> torch.device:
+        """The device from which tensors are sent."""
         return torch.device("cpu") if self.mixed else self.device
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> Work:
-        """Begin to sum `tensor` over all processes, in place; or to find the largest of each element."""
+        """Start to sum `tensor` over all processes in place; with `largest`, to find the maximum of each element."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        here = tensor.to(self.wire)
-        work = self._watched(dist.all_reduce(here, op=op, group=self.handle, async_op=True))
-        return staged(work, here, tensor)
+        staged = tensor.to(self.comm_device)
+        work = self._wrap(dist.all_reduce(staged, op=op, group=self.handle, async_op=True))
+        return work if staged is tensor else StagedWork(work, staged, tensor)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> Work:
-        """Begin to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
-        here = staging_buffer(out, self.wire)
-        work = self._watched(_all_gather(here, mine.to(self.wire), group=self.handle, async_op=True))
-        return staged(work, here, out)
+        """Start to gather `mine` [n] of every process into `out` [size * n], in the order of ranks."""
+        staged = self._receive_buffer(out)
+        work = self._wrap(_all_gather(staged, mine.to(self.comm_device), group=self.handle, async_op=True))
+        return work if staged is out else StagedWork(work, staged, out)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int = 0) -> list[Work]:
-        """Begin to send and to receive these. Between two processes, messages of one tag arrive in the order they were
-        sent.
+        """Start to send and to receive messages. Messages between two processes with one tag arrive in order.
 
-        With gloo this takes half the time of all_to_all and all_gather, which copy what stays where it is.
+        With gloo this takes half the time of all_to_all and all_gather, which copy what stays on this process.
+
+        Returns:
+            A work for each message that is not empty, receives first; fewer where the back end sends a batch as one.
         """
+        device, group = self.comm_device, self.handle
         receives = [message for message in receives if message.tensor.numel()]
         sends = [message for message in sends if message.tensor.numel()]
-        if self.on_gloo:  # it takes them one by one anyway: without the checks of a batch
-            come: list[Work] = []
-            for tensor, peer in receives:
-                here = staging_buffer(tensor, self.wire)
-                work = dist.irecv(here, group=self.handle, group_src=peer, tag=tag)
-                come.append(staged(SendWork(work), here, tensor))
-            gone = [dist.isend(t.to(self.wire), group=self.handle, group_dst=peer, tag=tag) for t, peer in sends]
-            post = self.company.messenger if self.company is not None else None
-            return come + [post.take(work) if post else SendWork(work) for work in gone]
-        ops = [self.op(dist.irecv, message) for message in receives] + [
-            self.op(dist.isend, message) for message in sends
-        ]
-        return [self._watched(work) for work in dist.batch_isend_irecv(ops)] if ops else []
+        if not self.on_gloo:
+            ops = [*(self.op(dist.irecv, m) for m in receives), *(self.op(dist.isend, m) for m in sends)]
+            return [self._wrap(work) for work in dist.batch_isend_irecv(ops)] if ops else []
+        works: list[Work] = []  # gloo sends a batch one by one anyway, so its checks are left out
+        for tensor, peer in receives:
+            staged = self._receive_buffer(tensor)
+            work = SendWork(dist.irecv(staged, group=group, group_src=peer, tag=tag))
+            works.append(work if staged is tensor else StagedWork(work, staged, tensor))
+        sent = [dist.isend(t.to(device), group=group, group_dst=peer, tag=tag) for t, peer in sends]
+        wrap_send = SendWork if self.monitor is None else self.monitor.wrap_send
+        return works + [wrap_send(work) for work in sent]
 
-    def _watched(self, work: Any) -> Work:
-        """A collective that was begun: somebody may die in it, and the others go on."""
-        company = self.company
-        if company is None or company.is_joining:
-            return work
-        if company.late:
-            return NcclWork(work, company)
-        return GlooWork(work, company) if company.watchful else work
+    def _receive_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself if it is on the device that messages use, else a buffer there."""
+        device = self.comm_device
+        return tensor if tensor.device == device else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-    def op(self, what: Any, message: Message) -> dist.P2POp:
-        """A message as torch takes it; `what` is dist.isend or dist.irecv."""
+    def _wrap(self, work: Any) -> Work:
+        return work if self.monitor is None else self.monitor.wrap(work)
+
+    def op(self, kind: Any, message: Message) -> dist.P2POp:
+        """Return a message as torch's P2POp. `kind` is dist.isend or dist.irecv."""
         peer = self.members[message.peer] if self.members else message.peer
-        return dist.P2POp(what, message.tensor, peer, self.handle)
+        return dist.P2POp(kind, message.tensor, peer, self.handle)
 
-    def all_to_all(self, mine: torch.Tensor, sizes: list[int], theirs: list[int]) -> torch.Tensor:
-        """Of `mine`, flat, process p gets sizes[p] elements, in order; returned is what came, theirs[p] from each."""
-        if mine.dtype is torch.bool:  # gloo does not know it
-            return self.all_to_all(mine.view(torch.uint8), sizes, theirs).view(torch.bool)
-        here = mine.to(self.wire)
-        out = here.new_empty(sum(theirs))
-        self._watched(dist.all_to_all_single(out, here, theirs, sizes, group=self.handle, async_op=True)).wait()
+    def all_to_all(self, mine: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+        """Send send_sizes[p] elements of `mine`, flat and in order, to each process p.
+
+        Returns:
+            The received elements, receive_sizes[p] from each process p.
+        """
+        if mine.dtype is torch.bool:  # unknown to gloo
+            return self.all_to_all(mine.view(torch.uint8), send_sizes, receive_sizes).view(torch.bool)
+        staged = mine.to(self.comm_device)
+        out = staged.new_empty(sum(receive_sizes))
+        work = dist.all_to_all_single(out, staged, receive_sizes, send_sizes, group=self.handle, async_op=True)
+        self._wrap(work).wait()
         return out.to(mine.device)
 
     def deterministic_all_reduce(self, flat: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's `flat` [n], added in the order of ranks: the same bits on each, every time. Each
-        process adds up one chunk of it. Elementwise, so the bits do not depend on where chunks end either."""
+        """Return the sum of all processes' `flat` [n], added in the order of ranks: the same bits on each, every time.
+
+        Each process adds up one chunk. The sum is elementwise, so its bits do not depend on the bounds of the chunks.
+        """
         if self.size == 1:
             return flat
         chunk = -(-len(flat) // self.size)
@@ -236,51 +307,51 @@ class ProcessGroup:
         return padded[: len(flat)]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place. Exact when every element has one writer and zeros elsewhere."""
+        """Sum over all processes in place. Exact if each element is nonzero on one process only."""
         if self.size > 1:
             self.all_reduce(tensor).wait()
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest over all processes, in place."""
+        """Take the maximum over all processes in place."""
         if self.size > 1:
             self.all_reduce(tensor, largest=True).wait()
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Everybody's `value` (anything that JSON carries), in the order of ranks."""
+        """Return every process's `value`, a JSON value, in the order of ranks."""
         if self.size == 1:
             return [value]
         mine = json.dumps(value).encode()
-        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.wire)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.comm_device)
         sizes[self.rank] = len(mine)
         self.sum_(sizes)
         longest = int(sizes.max())
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        everybody = torch.empty(self.size * longest, dtype=torch.uint8, device=self.wire)
-        self.all_gather(everybody, padded.to(self.wire)).wait()
-        rows = everybody.cpu().view(self.size, longest)
+        gathered = torch.empty(self.size * longest, dtype=torch.uint8, device=self.comm_device)
+        self.all_gather(gathered, padded.to(self.comm_device)).wait()
+        rows = gathered.cpu().view(self.size, longest)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The main process's `value` (anything that JSON carries), on every process."""
+        """Return rank 0's `value`, a JSON value, on every process."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def broadcast_(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
-        """Give every process the content that these tensors have on one of them, in place."""
+        """Copy the content of these tensors from rank `source` to every process, in place."""
         if self.size == 1:
             return
+        root = self.members[source] if self.members else source
         for tensor in tensors:
-            dense = tensor.detach().to(self.wire).contiguous()
-            if dense.numel():  # as bytes, since a back end does not know every kind of number (gloo: int16, float8)
-                root = self.members[source] if self.members else source
+            dense = tensor.detach().to(self.comm_device).contiguous()
+            if dense.numel():  # as bytes, since a back end may not know the dtype (gloo: int16, float8)
                 flat = dense.reshape(-1).view(torch.uint8)
-                self._watched(dist.broadcast(flat, src=root, group=self.handle, async_op=True)).wait()
+                self._wrap(dist.broadcast(flat, src=root, group=self.handle, async_op=True)).wait()
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
     def barrier(self) -> None:
-        """Wait until everybody is here."""
+        """Wait until every process is here."""
         if self.size > 1:
-            self.sum_(torch.zeros(1, device=self.wire))
+            self.sum_(torch.zeros(1, device=self.comm_device))

@@ -1,8 +1,8 @@
-"""All-reduce around a ring: every process talks to its two neighbours only, and sends no more than it must.
+"""All-reduce around a ring: every process talks to two others only, and sends no more bytes than any all-reduce must.
 
 A tensor is cut into as many chunks as there are processes. In n - 1 rounds each chunk travels around the ring, and
-every process that it comes to adds its own numbers (reduce-scatter); in n - 1 more the sums go around (all-gather).
-Three processes, what each holds of the chunks 0, 1 and 2, and which of them each sends to its right:
+every process adds its own numbers (reduce-scatter). In n - 1 more the sums travel around (all-gather). Three processes,
+with what each holds of the chunks 0, 1 and 2, and the chunk that each sends to its right:
 
     round           rank 0              rank 1              rank 2           rank 0, 1, 2 send
                 a0   a1   a2        b0   b1   b2        c0   c1   c2
@@ -11,13 +11,13 @@ Three processes, what each holds of the chunks 0, 1 and 2, and which of them eac
       copy      S0   S1   ca2       ab0  S1   S2        S0   bc1  S2             1, 2, 0
       copy      S0   S1   S2        S0   S1   S2        S0   S1   S2             0, 1, 2
 
-So each sends and receives 2 (n - 1) / n of the tensor's bytes, whatever n is, and no all-reduce can do with less
-(Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). Baidu brought it to deep learning in 2017
-(https://github.com/baidu-research/baidu-allreduce). A chunk is cut into pieces, and each travels on its own: while one
-is added up, others arrive.
+So each process sends and receives 2 (n - 1) / n of the tensor's bytes, the least that any all-reduce can (Patarasuk and
+Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). Baidu brought the ring to deep learning in 2017
+(https://github.com/baidu-research/baidu-allreduce). A chunk is cut into pieces that travel separately: while one is
+added, others arrive.
 
-The sum of a chunk begins at the process of its number and follows the ring, so the order of addition depends on how
-many processes there are. All of them have the same bits, since each sum is made once and copied.
+The sum of chunk i begins at process i and follows the ring, so the order of addition depends on the number of
+processes. All processes get the same bits, since each sum is computed once and copied.
 """
 
 from __future__ import annotations
@@ -32,63 +32,65 @@ import torch.distributed as dist
 from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
 
 PIECE_BYTES = 2**21
-"""Of what travels at once. With less, adding overlaps better with receiving, but every message has its price."""
+"""Size of a piece. Smaller ones overlap addition with receiving better, but each message has a fixed cost."""
 
 IN_FLIGHT = 3
-"""Pieces on their way at the same time: one arrives while another is added up."""
+"""Pieces in progress at the same time: one arrives while another is added."""
 
 
 def ring_all_reduce_(group: ProcessGroup, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> torch.Tensor:
-    """The sum of everybody's `flat` [n], in place. Every process of the group must call it."""
+    """Sum `flat` [n] over all processes, in place. Collective."""
     size, rank = group.size, group.rank
     if size == 1 or not len(flat):
         return flat
-    assert flat.dim() == 1, "a row"
-    assert flat.is_contiguous(), "without gaps"
-    count = -(-flat.nbytes // (size * piece_bytes))  # of pieces: the same in every chunk, on every process
+    assert flat.dim() == 1
+    assert flat.is_contiguous()
+    count = -(-flat.nbytes // (size * piece_bytes))  # pieces a chunk, the same on every process
     chunks = [chunk.tensor_split(count) for chunk in flat.tensor_split(size)]
-    ahead = min(count, IN_FLIGHT)  # a piece leaves for its next round when the last one is over
-    arrived = _room(chunks[0][0], ahead)  # no piece is longer than the first
+    ahead = min(count, IN_FLIGHT)  # a piece starts its next round when the previous one is over
+    buffers = _receive_buffers(chunks[0][0], ahead)  # no piece is longer than the first
     right, left = (rank + 1) % size, (rank - 1) % size
     adding, rounds = size - 1, 2 * (size - 1)
-    works: list[Work | None] = [None] * ahead  # what is received, or all of a turn where a library knows no parts of it
-    sent: list[Work] = []  # nobody writes to what is sent before its sum comes around, and then it has arrived
+    works: list[Work | None] = [None] * ahead  # receives; the whole turn where the back end sends a batch as one
+    sent: list[Work] = []  # nothing writes to a sent piece before its sum comes around, and then it has arrived
 
     def receives(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Our part of what comes in a turn, and where it comes to."""
+        """Return this process's part of the piece that arrives in a turn, and the buffer in which it arrives."""
         number, piece = divmod(turn, count)
-        ours = chunks[(rank - number - 1) % size][piece]
-        return ours, arrived[turn % ahead][: len(ours)] if number < adding else ours
+        mine = chunks[(rank - number - 1) % size][piece]
+        return mine, buffers[turn % ahead][: len(mine)] if number < adding else mine
 
     def begin(turn: int) -> None:
-        """A send and a receive, together: a library that does one thing after the other (NCCL) does not hang then."""
+        """Start a send and a receive as one batch. One after the other, they would hang with NCCL."""
         number, piece = divmod(turn, count)
-        mine = chunks[(rank - number) % size][piece]
-        both = group.send_and_receive([Message(mine, right)], [Message(receives(turn)[1], left)])
-        works[turn % ahead] = both[0] if both else None
-        sent.extend(both[1:])
+        outgoing = chunks[(rank - number) % size][piece]
+        started = group.send_and_receive([Message(outgoing, right)], [Message(receives(turn)[1], left)])
+        works[turn % ahead] = started[0] if started else None
+        sent.extend(started[1:])
 
     for turn in range(ahead):
         begin(turn)
     for turn in range(rounds * count):
         if (work := works[turn % ahead]) is not None:
             work.wait()
-        ours, theirs = receives(turn)
+        mine, arrived = receives(turn)
         if turn < adding * count:
-            ours.add_(theirs)
+            mine.add_(arrived)
         if turn + ahead < rounds * count:
             begin(turn + ahead)
     wait_for(sent)
     return flat
 
 
-_rooms = threading.local()
+_buffers = threading.local()
 
 
-def _room(piece: torch.Tensor, count: int) -> torch.Tensor:
-    """Room [count, n] for pieces like this one. It is kept, for each thread: page faults of fresh memory cost a fifth
-    of the bandwidth."""
-    kept: dict[Any, torch.Tensor] = _rooms.__dict__.setdefault("kept", {})
+def _receive_buffers(piece: torch.Tensor, count: int) -> torch.Tensor:
+    """Return memory [count, n] for pieces like this one.
+
+    It is kept for each thread: the page faults of new memory cost a fifth of the bandwidth.
+    """
+    kept: dict[Any, torch.Tensor] = _buffers.__dict__.setdefault("kept", {})
     found = kept.get((piece.dtype, piece.device))
     if found is None or found.numel() < count * len(piece):
         found = kept[piece.dtype, piece.device] = piece.new_empty(count * len(piece))
@@ -96,23 +98,22 @@ def _room(piece: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class TransferWork(NamedTuple):
-    """A tensor that is on its way; `wait` until its sum is there."""
+    """A tensor whose all-reduce is in progress in a thread."""
 
-    over: threading.Event
+    done: threading.Event
     error: list[BaseException]
 
     def wait(self) -> None:
-        self.over.wait()
+        self.done.wait()
         for error in self.error:
             raise error
 
 
 class TransferThread:
-    """Carries one tensor after the other around the ring, in a thread: whoever hands them over goes on computing.
+    """All-reduce one tensor after the other in a thread, while the caller computes.
 
-    torch's operators and gloo's waiting leave Python's lock to others meanwhile. All processes hand over the same
-    tensors in the same order; and in a process there is one carrier for a group (`carrier_of`), since the messages of
-    two would mix.
+    torch's operators and gloo's waits release the interpreter lock. All processes pass the same tensors in the same
+    order. A process has one such thread for a group (`transfer_thread`), since the messages of two would mix.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -122,44 +123,44 @@ class TransferThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, flat: torch.Tensor) -> Work:
-        """Begin to sum `flat` [n] over all processes, in place."""
+        """Start to sum `flat` [n] over all processes, in place."""
         if self._thread is None:
-            # a daemon: a process that fails elsewhere leaves, instead of waiting for peers that wait for it
-            self._thread = threading.Thread(target=self._carry, name="ring", daemon=True)
+            # a daemon, so that a process which fails elsewhere ends, instead of waiting for peers that wait for it
+            self._thread = threading.Thread(target=self._run, name="ring", daemon=True)
             self._thread.start()
-        carried = TransferWork(threading.Event(), [])
-        self._waiting.put((flat, carried))
-        return carried
+        work = TransferWork(threading.Event(), [])
+        self._waiting.put((flat, work))
+        return work
 
     def close(self) -> None:
-        """One user less. Does not wait for what is on its way."""
+        """Remove one user; the last one stops the thread. Does not wait for transfers in progress."""
         self.users -= 1
         if self.users <= 0:
-            _carriers.pop(_key(self.group), None)
+            _threads.pop(_key(self.group), None)
             self._waiting.put(None)
 
-    def _carry(self) -> None:
+    def _run(self) -> None:
         if self.group.device.type != "cpu":
-            torch.accelerator.set_device_index(self.group.device)  # every thread has its own
+            torch.accelerator.set_device_index(self.group.device)  # each thread has its own current device
         while (next_ := self._waiting.get()) is not None:
-            flat, carried = next_
+            flat, work = next_
             try:
                 ring_all_reduce_(self.group, flat)
-            except BaseException as error:  # whoever waits for it raises it
-                carried.error.append(error)
+            except BaseException as error:  # raised by work.wait()
+                work.error.append(error)
             finally:
-                carried.over.set()
-            del flat, next_  # or its memory would stay until the next one comes
+                work.done.set()
+            del flat, next_  # or the memory would be kept until the next tensor
 
 
-_carriers: dict[Any, TransferThread] = {}
+_threads: dict[Any, TransferThread] = {}
 
 
-def carrier_of(group: ProcessGroup) -> TransferThread:
-    """The carrier of this group in this process; `close` it when it is no longer needed."""
-    carrier = _carriers.setdefault(_key(group), TransferThread(group))
-    carrier.users += 1
-    return carrier
+def transfer_thread(group: ProcessGroup) -> TransferThread:
+    """Return the thread of this group in this process. Call `close` when it is no longer needed."""
+    thread = _threads.setdefault(_key(group), TransferThread(group))
+    thread.users += 1
+    return thread
 
 
 def _key(group: ProcessGroup) -> Any:

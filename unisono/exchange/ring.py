@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.distributed.process_group import ProcessGroup, Work
-from unisono.distributed.ring_allreduce import carrier_of
+from unisono.distributed.ring_allreduce import transfer_thread
 from unisono.exchange.allreduce import AllReduce
 
 
@@ -23,7 +23,7 @@ class RingAllReduce(AllReduce):
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         super().__init__(params, virtual_ranks, group)
-        self.carrier = carrier_of(group)
+        self.carrier = transfer_thread(group)
 
     def _begin(self, flat: torch.Tensor) -> Work:
         # .data has a version of its own: what the ring writes is not taken for the loop's doing

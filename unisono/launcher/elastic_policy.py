@@ -1,9 +1,9 @@
-"""What the launcher does for a run whose processes may die: their meeting place, and others in place of the dead.
+"""The launcher's part in an elastic run: start the rendezvous server, and decide whether dead processes are replaced.
 
-    launcher ──stdin (ends when the launcher dies)──▶ meeting place ──a line for every change──▶ launcher
-         └─────── process 4, in place of process 2, which died ───▶ joins at a step's end
+    launcher ──stdin (ends when the launcher dies)──▶ rendezvous server ──a line for every event──▶ launcher
+         └─────── process 4 replaces process 2, which died ───▶ joins at the end of a step
 
-The meeting place's door is opened here and handed down, so that nobody who knocks finds it closed.
+The launcher opens the server's socket and passes it on, so that no process can find it missing.
 """
 
 from __future__ import annotations
@@ -23,65 +23,68 @@ from typing import Any
 from unisono.launcher.worker_process import WorkerSpec
 
 SILENCE_SECONDS = 60.0
-"""A process that gives no sign of life for so long counts as dead, and is killed so that it stays so. Its signs come
-from a thread of its own, whatever it computes: only a process that is stopped, or holds Python's lock, gives none."""
+"""A process without a heartbeat for this long counts as dead and is killed. Heartbeats come from a thread of their own,
+whatever the process computes: only one that is stopped, or that holds the interpreter lock, sends none."""
 
-LIMIT = 5
-"""So many deaths in a row without a step between them, and nobody is started in their place any more."""
+MAX_DEATHS = 5
+"""Deaths in a row without a step in between; after more of them no process is replaced."""
 
-LONGEST_PATH = 100
-"""Bytes; the name of a Unix socket has room for 107."""
+SOCKET_PATH_BYTES = 100
+"""Longest path; the address of a Unix socket has room for 107 bytes."""
 
 
 class ElasticLauncher:
-    """build    the task of a process with this number, in the place of that one
-    minimum  processes that must be left, for the run to go on
+    """The rendezvous server of a run, and the history of its deaths.
+
+    Args:
+        minimum: number of processes that must remain for training to continue.
+        build: build(number, replaced) returns the specification of process `number`, which replaces another one.
     """
 
     def __init__(self, minimum: int, build: Callable[[int, int], WorkerSpec]) -> None:
         self.minimum, self.build = minimum, build
-        self.step = -1  # as far as we have heard
-        self.survived: list[list[int]] = []  # who were lost together, each time that others went on
-        self._deaths = 0  # since then
+        self.step = -1  # the latest one that processes have reported
+        self.survived: list[list[int]] = []  # numbers that were lost together, for each loss that others survived
+        self._deaths = 0  # since the latest step
         self._rest = b""
-        self.meeting: subprocess.Popen[bytes] | None = None
+        self.server: subprocess.Popen[bytes] | None = None
 
     @contextmanager
     def open(self, path: Path, size: int, python: Sequence[str]) -> Iterator[None]:
-        """The meeting place is there."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
-            door.bind(str(path))
-            door.listen(1024)
-            arguments = map(str, (door.fileno(), size, self.minimum, SILENCE_SECONDS))
-            self.meeting = subprocess.Popen(
+        """Run the rendezvous server, at the socket `path`, while the block runs."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(path))
+            listener.listen(1024)
+            arguments = map(str, (listener.fileno(), size, self.minimum, SILENCE_SECONDS))
+            self.server = subprocess.Popen(
                 [*python, "-m", "unisono.launcher.rendezvous_server", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=[door.fileno()],
+                pass_fds=[listener.fileno()],
                 bufsize=0,
                 start_new_session=True,
             )
-        assert self.meeting.stdin is not None
-        assert self.meeting.stdout is not None
-        os.set_blocking(self.meeting.stdout.fileno(), False)
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        os.set_blocking(self.server.stdout.fileno(), False)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                self.meeting.stdin.close()
+                self.server.stdin.close()
             try:
-                self.meeting.wait(5.0)
+                self.server.wait(5.0)
             except subprocess.TimeoutExpired:
-                self.meeting.kill()
-                self.meeting.wait()
-            self.meeting.stdout.close()
+                self.server.kill()
+                self.server.wait()
+            self.server.stdout.close()
 
-    def heard(self) -> list[dict[str, Any]] | None:
-        """What happened since we asked last; None: the meeting place is gone."""
-        assert self.meeting is not None
-        assert self.meeting.stdout is not None
+    def read_events(self) -> list[dict[str, Any]] | None:
+        """Return the events since the last call; None if the server is gone."""
+        assert self.server is not None
+        assert self.server.stdout is not None
         try:
-            data = os.read(self.meeting.stdout.fileno(), 1 << 16)
+            data = os.read(self.server.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return []
         if not data:
@@ -90,30 +93,30 @@ class ElasticLauncher:
         events = [json.loads(line) for line in lines]
         for event in events:
             self.survived += [event["survived"]] if "survived" in event else []
-            steps = [about["step"] for about in event.get("about", []) if "step" in about]
+            steps = [facts["step"] for facts in event.get("facts", []) if "step" in facts]
             if steps and max(steps) > self.step:
                 self.step, self._deaths = max(steps), 0
         return events
 
-    def hear_out(self) -> None:
-        """All processes are gone, and so goes the meeting place, when it has passed on the last that they said."""
-        if self.meeting is None:
+    def drain(self) -> None:
+        """End the server, after all processes have ended, and read its last events."""
+        if self.server is None:
             return
-        assert self.meeting.stdin is not None
+        assert self.server.stdin is not None
         with contextlib.suppress(OSError):
-            self.meeting.stdin.close()
+            self.server.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.meeting.wait(5.0)
-        while self.heard():
+            self.server.wait(5.0)
+        while self.read_events():
             pass
 
-    def may_replace(self, *, one_death: bool = True) -> bool:
-        """A process is gone, by a death of its own or not. Is another one to be started in its place?"""
-        self._deaths += one_death
-        return self._deaths <= LIMIT
+    def may_replace(self, *, new_death: bool = True) -> bool:
+        """Return whether to replace a process. `new_death`: whether it died by itself, not because another one did."""
+        self._deaths += new_death
+        return self._deaths <= MAX_DEATHS
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """A private folder (mode 0700), whose names are short enough for a socket."""
-    where = None if len(tempfile.gettempdir()) < LONGEST_PATH - 30 or sys.platform == "win32" else "/tmp"
-    return tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True, dir=where)
+    """Return a private folder (mode 0700) with a path that is short enough for a socket in it."""
+    short = len(tempfile.gettempdir()) < SOCKET_PATH_BYTES - 30 or sys.platform == "win32"
+    return tempfile.TemporaryDirectory(prefix="unisono-", ignore_cleanup_errors=True, dir=None if short else "/tmp")

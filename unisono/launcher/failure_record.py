@@ -1,7 +1,7 @@
-"""What a failing process leaves behind for its launcher: one small file that says when, what and where.
+"""The failure record: a small file in which a failing process tells its launcher when, how and where it failed.
 
-It is written the moment an exception leaves the script, before anything is torn down: tearing down may block, and the
-launcher should know by then. The earliest record of a run is the failure; later ones are mostly its consequences.
+It is written the moment an exception leaves the script, before any cleanup: cleaning up may block, and the launcher
+must know by then. The earliest record of a run is its failure; later ones are mostly consequences of it.
 """
 
 from __future__ import annotations
@@ -19,52 +19,65 @@ import unisono
 from unisono.errors import Problem, UnisonoError, is_connection_error
 
 OUR_FRAMES = (os.path.join("launcher", "worker_main.py"), "<frozen runpy>", "runpy.py")
-"""Between the interpreter and the script; plain python shows no such frames either."""
+"""Frames between the interpreter and the script, which plain python does not show either."""
 
 
 CONNECTION_ERRORS = (
     *("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"),
     *("ConnectionError", "ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "TimeoutError"),
 )
-"""The types of the exceptions that tell of a lost connection; types of torch's by name, since torch is not loaded."""
+"""Types of exceptions that a lost connection raises; by name, since torch is not loaded here."""
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """An exception that left the script."""
+    """An exception that left the script.
 
-    time: float  # seconds since the epoch
-    kind: str  # the exception's type, as in ValueError
+    Attributes:
+        time: in seconds since the epoch.
+        kind: the name of the exception's type, such as ValueError.
+        message: of the exception.
+        traceback: as python prints it, the message last; empty for a SystemExit.
+        exit_status: that the process returns.
+        problems: the parts of the message, for an error of Unisono's.
+    """
+
+    time: float
+    kind: str
     message: str
-    traceback: str  # as python prints it, the message last; empty for a SystemExit
-    exit_status: int  # what the process was going to return
-    problems: tuple[Problem, ...] = ()  # what one of our own errors says, part by part
+    traceback: str
+    exit_status: int
+    problems: tuple[Problem, ...] = ()
 
     def is_consequence(self, died: bool) -> bool:
-        """Return whether this process failed because another one did. `died`: has one died by a signal? Then an error
-        of a connection is a consequence too: before the loop nothing turns it into a PeerLostError."""
+        """Return whether this process failed because another one did.
+
+        Args:
+            died: whether a process died by a signal. Then a connection error is a consequence as well: before the loop
+                nothing turns it into a PeerLostError.
+        """
         broken = self.kind in CONNECTION_ERRORS and is_connection_error(self.message)
         return self.kind == "PeerLostError" or (died and broken)
 
     @classmethod
     def of(cls, error: BaseException) -> FailureRecord:
-        """What there is to say about this exception."""
+        """Return the record of an exception."""
         kind = type(error).__qualname__
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-            message = error.code if isinstance(error.code, str) else f"the script left with exit status {status}"
+            message = error.code if isinstance(error.code, str) else f"the script exited with status {status}"
             return cls(time.time(), kind, message, "", status & 0xFF)
-        told = traceback.TracebackException(type(error), error, _from_the_script(error.__traceback__))
+        formatter = traceback.TracebackException(type(error), error, _from_the_script(error.__traceback__))
         if isinstance(error, UnisonoError):
-            told.stack = _of_the_user(told.stack)
-        text = "".join(told.format())
+            formatter.stack = _user_frames(formatter.stack)
+        text = "".join(formatter.format())
         if isinstance(error, UnisonoError):
             return cls(time.time(), kind, str(error), text, error.exit_status, error.problems)
         return cls(time.time(), kind, str(error), text, 1)
 
 
 def _from_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without our own first frames (all of it, if there is nothing else)."""
+    """Return the traceback without our own first frames; all of it if there are no others."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename.endswith(OUR_FRAMES):
         inner = inner.tb_next
@@ -76,101 +89,109 @@ RECIPES = str(ROOM / "recipes")
 LIBRARIES = (str(ROOM), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
-def _of_the_user(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Without our own lines and torch's: the message says what they would (all of them, if no other is left)."""
-    theirs = [f for f in stack if os.path.dirname(f.filename) == RECIPES or not f.filename.startswith(LIBRARIES)]
-    return traceback.StackSummary.from_list(theirs or stack)
+def _user_frames(stack: traceback.StackSummary) -> traceback.StackSummary:
+    """Return the frames outside Unisono and installed libraries; all of them if there are no others.
+
+    The message of a UnisonoError needs no internal frames.
+    """
+    user = [f for f in stack if os.path.dirname(f.filename) == RECIPES or not f.filename.startswith(LIBRARIES)]
+    return traceback.StackSummary.from_list(user or stack)
 
 
 _path: Path | None = None
 
 
 def write_to(path: Path) -> None:
-    """From now on this process's failure is recorded there."""
+    """Record the failure of this process in this file."""
     global _path
     _path = path
 
 
 def path() -> Path | None:
-    """Where it would be recorded; None: nobody has started us who wants to know, or it is recorded already."""
+    """Return the path of this process's record; None if no launcher reads it, or if it is written already."""
     return _path
 
 
 def write(error: BaseException) -> FailureRecord:
-    """Record why this process fails; only the first call counts. Without a launcher it only returns the record."""
+    """Record the failure of this process, once and only under a launcher. Return the record."""
     global _path
     record = FailureRecord.of(error)
     if _path is not None:
-        place, _path = _path, None
-        _write(record, place)
+        path, _path = _path, None
+        _write(record, path)
     return record
 
 
-def write_for(place: Path, error: UnisonoError) -> None:
-    """Record for a process that cannot do it any more why it fails: it is its record if it has left none."""
-    if not place.exists():
+def write_for(path: Path, error: UnisonoError) -> None:
+    """Record a failure for another process, which cannot do so itself, unless it has a record."""
+    if not path.exists():
         _write(
             FailureRecord(time.time(), type(error).__qualname__, str(error), "", error.exit_status, error.problems),
-            place,
+            path,
         )
 
 
-def _write(record: FailureRecord, place: Path) -> None:
-    half = place.with_suffix(".half")  # renamed when complete, because the launcher may look at any moment
-    half.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
-    half.rename(place)
+def _write(record: FailureRecord, path: Path) -> None:
+    partial = path.with_suffix(".partial")  # renamed when complete, since the launcher may read at any moment
+    partial.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
+    partial.rename(path)
+
+
+# Files beside the record tell the launcher more about a process. They are empty.
 
 
 def record_clean_end() -> None:
-    """Say that the script has come to its end in peace. Its process may be there a little longer."""
+    """Record that the script has ended without an error. Its process may run a little longer."""
     if _path is not None:
-        _path.with_suffix(".left").touch()
+        _path.with_suffix(".ended").touch()
 
 
-def begin_loop(*, replaceable: bool, bequeaths: bool) -> None:
-    """Say that the training loop begins here.
+def begin_loop(*, replaceable: bool, hands_off: bool) -> None:
+    """Record that the training loop begins.
 
-    replaceable  if this process dies, by a signal, the others finish its step, and another one may take its place
-    bequeaths    if another one dies, this one writes down what it has, and needs a while for it
+    Args:
+        replaceable: whether the others can finish this process's step if it dies by a signal, and a replacement may
+            join.
+        hands_off: whether this process writes its shards to disk when another one dies, which takes a while.
     """
     if _path is not None:
         if replaceable:
             _path.with_suffix(".replaceable").touch()
-        if bequeaths:
-            _path.with_suffix(".bequeaths").touch()
+        if hands_off:
+            _path.with_suffix(".hands-off").touch()
 
 
 def is_replaceable(path: Path) -> bool:
-    """Has it said that the others can go on without it?"""
+    """Return whether the others can continue without the process whose record is at `path`."""
     return path.with_suffix(".replaceable").exists()
 
 
 def hands_off_shards(path: Path) -> bool:
-    """Has it said that it will write down what it has?"""
-    return path.with_suffix(".bequeaths").exists()
+    """Return whether the process whose record is at `path` writes its shards to disk when another one dies."""
+    return path.with_suffix(".hands-off").exists()
 
 
 def mark_spare() -> None:
-    """Say that the others go on without this process, should it die (should it fail, that is still the run's end)."""
+    """Record that the others continue without this process if it dies. If it fails, the run fails nevertheless."""
     if _path is not None:
         _path.with_suffix(".spare").touch()
 
 
 def is_spare(path: Path) -> bool:
-    """Has the process whose failure would be recorded at this path said so?"""
+    """Return whether the process whose record is at `path` has called `mark_spare`."""
     return path.with_suffix(".spare").exists()
 
 
 def clean_end_at(path: Path) -> float | None:
-    """When the script whose failure would be recorded at this path came to its end in peace, if it did."""
+    """Return when the script of the process whose record is at `path` ended without an error; None if it did not."""
     try:
-        return path.with_suffix(".left").stat().st_mtime
+        return path.with_suffix(".ended").stat().st_mtime
     except FileNotFoundError:
         return None
 
 
 def read(path: Path) -> FailureRecord | None:
-    """The record at this path, None if there is none."""
+    """Return the record at this path; None if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

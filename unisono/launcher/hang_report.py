@@ -1,7 +1,7 @@
-"""Is a run stuck, and who is to blame? From the places of its processes (status_file.py), in words. No torch.
+"""Decide whether a run hangs and which ranks cause it, from the status of its processes (status_file.py). No torch.
 
-A run is stuck when none of its processes has moved for its limit. Who waits for others is not to blame as long as
-somebody does not; where all wait, those are who wait elsewhere than most.
+A run hangs when none of its processes has made progress for the time limit. A rank that waits for others is not to
+blame as long as one does not. If all ranks wait, those to blame are the ones that wait in another place than most.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from unisono.errors import StuckError
 from unisono.launcher.status_file import COMPUTES, ProcessStatus
 
 FOR_OTHERS = ("others", "meeting", "store")
+"""Values of ProcessStatus.waits for which a process waits for other processes."""
 
 
 class HangDiagnosis(NamedTuple):
-    """What is told of a stuck run.
+    """The diagnosis of a hang.
 
-    guilty   ranks that keep the others waiting
-    works    does one of those compute? Then it is slow rather than stuck, and nobody is ended for that
-    then     what is to be done: end (the run), kill (the guilty, if there are any), or wait
+    Attributes:
+        error: the message.
+        guilty: the ranks for which the others wait.
+        works: whether one of those computes. Then it is slow rather than stuck, and no process is ended.
+        then: what to do: end (the run), kill (the guilty ranks, if any), or wait.
     """
 
     error: StuckError
@@ -30,137 +33,140 @@ class HangDiagnosis(NamedTuple):
     then: str
 
 
-def judge(places: Sequence[ProcessStatus]) -> HangDiagnosis | None:
-    """The verdict on the processes that there are (at least one); None: something goes on, or a person looks."""
-    idle = min(place.idle for place in places)
-    limit = max(place.limit for place in [p for p in places if not p.silent] or places)  # a silent one's may be old
-    if not limit or idle < limit or any(place.waits == "person" for place in places):
+def judge(statuses: Sequence[ProcessStatus]) -> HangDiagnosis | None:
+    """Diagnose the status of all processes (at least one). Return None if one makes progress or is in a debugger."""
+    idle = min(status.idle for status in statuses)
+    limit = max(s.limit for s in [s for s in statuses if not s.silent] or statuses)  # a silent one's may be old
+    if not limit or idle < limit or any(status.waits == "person" for status in statuses):
         return None
-    places = sorted(places, key=lambda place: place.rank)
-    guilty, why = _blame(places)
-    works = any((place.share or 0.0) > COMPUTES for place in places if place.waits not in FOR_OTHERS)
-    step = next((place.step for place in places if place.step is not None), None)
-    asked = "The run was to begin its first step." if step is None else f"Step {step} was to go on."
-    true = f"Nothing has moved for {idle:.0f} s. {why}\n\n{table(places, guilty)}\n"
-    do = (
+    statuses = sorted(statuses, key=lambda status: status.rank)
+    guilty, cause = _blame(statuses)
+    works = any((status.share or 0.0) > COMPUTES for status in statuses if status.waits not in FOR_OTHERS)
+    step = next((status.step for status in statuses if status.step is not None), None)
+    subject = "The run" if step is None else f"Step {step}"
+    error_line = f"{subject} makes no progress{' before its first step' if step is None else ''}."
+    facts = f"No process has made progress for {idle:.0f} s. {cause}\n\n{table(statuses, guilty)}\n"
+    next_step = (
         "look at that line; --set watchdog.timeout=SECONDS waits longer (0: for ever), --set watchdog.action=wait "
-        "only tells."
+        "only reports."
     )
     if works:
-        do = f"wait: the run is not ended while somebody computes. Or {do}"
-    then = "wait" if works else places[0].then
-    return HangDiagnosis(StuckError(asked, true, do), tuple(place.rank for place in guilty), works, then)
+        next_step = f"wait: a run is not ended while a process computes. Or {next_step}"
+    then = "wait" if works else statuses[0].then
+    ranks = tuple(status.rank for status in guilty)
+    return HangDiagnosis(StuckError(error_line, facts, next_step), ranks, works, then)
 
 
-def _blame(places: Sequence[ProcessStatus]) -> tuple[list[ProcessStatus], str]:
-    """Who is to blame, and a sentence that says so."""
-    free = [place for place in places if place.waits not in FOR_OTHERS]
-    waiting = [place for place in places if place.waits in FOR_OTHERS]
-    if free:
-        if len({what_it_does(place) for place in free}) > 1:
-            said = "; ".join(f"rank {place.rank} {what_it_does(place)}" for place in free)
+def _blame(statuses: Sequence[ProcessStatus]) -> tuple[list[ProcessStatus], str]:
+    """Return the processes to blame, and a sentence about them."""
+    active = [status for status in statuses if status.waits not in FOR_OTHERS]
+    waiting = [status for status in statuses if status.waits in FOR_OTHERS]
+    if active:
+        if len({activity(status) for status in active}) > 1:
+            activities = "; ".join(f"rank {status.rank} {activity(status)}" for status in active)
         else:
-            said = f"{'it' if len(free) == 1 else 'each'} {what_it_does(free[0])}"
+            activities = f"{'it' if len(active) == 1 else 'each'} {activity(active[0])}"
         if waiting:
-            return free, f"{_ranks(waiting, 'Rank')} wait{'s' * (len(waiting) == 1)} for {_ranks(free)}: {said}."
-        return free, f"{_ranks(free, 'Rank')}: {said}."
-    kinds = Counter(map(_kind, places))
-    if len(kinds) == 1:
-        if places[0].waits in ("meeting", "store"):
-            return [], _meeting(places)
-        return [], "All wait in the same place: what they wait for is sent by nobody, or does not arrive."
-    most = kinds.most_common(1)[0][1]
-    usual = [kind for kind, count in kinds.items() if count == most]
-    odd = [place for place in places if _kind(place) not in usual or len(usual) > 1]
-    told = "; ".join(f"rank {place.rank} {what_it_does(place)}" for place in _one_each(places))
-    return odd, f"They wait for each other, in different places: {told}."
+            verb = f"wait{'s' * (len(waiting) == 1)}"
+            return active, f"{_ranks(waiting, 'Rank')} {verb} for {_ranks(active)}: {activities}."
+        return active, f"{_ranks(active, 'Rank')}: {activities}."
+    places = Counter(map(_waiting_place, statuses))
+    if len(places) == 1:
+        if statuses[0].waits in ("meeting", "store"):
+            return [], _rendezvous_cause(statuses)
+        return [], "All ranks wait in the same place: no process sends the message, or it does not arrive."
+    most = places.most_common(1)[0][1]
+    usual = [place for place, count in places.items() if count == most]
+    odd = [status for status in statuses if _waiting_place(status) not in usual or len(usual) > 1]
+    activities = "; ".join(f"rank {status.rank} {activity(status)}" for status in _one_of_each_place(statuses))
+    return odd, f"The ranks wait for each other in different places: {activities}."
 
 
-def _meeting(places: Sequence[ProcessStatus]) -> str:
-    """All who are there wait where processes meet."""
-    absent = sorted(set(range(places[0].size)) - {place.rank for place in places})
-    if absent and all(place.step is None and place.waits == "meeting" for place in places):
-        who = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-        return f"All others wait for {who} to come to unisono.main."
-    return "All wait where processes meet: that place (the store) does not answer, or somebody never came."
+def _rendezvous_cause(statuses: Sequence[ProcessStatus]) -> str:
+    """Return the cause where all known processes wait for the rendezvous."""
+    absent = sorted(set(range(statuses[0].size)) - {status.rank for status in statuses})
+    if absent and all(status.step is None and status.waits == "meeting" for status in statuses):
+        missing = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+        return f"All other ranks wait for {missing} to call unisono.main."
+    return "All ranks wait for the rendezvous: its store does not answer, or a process did not start."
 
 
-def _kind(place: ProcessStatus) -> tuple[str, str, str]:
-    """What those who wait for each other in the same place have in common."""
-    return place.waits, place.call.partition(" #")[0], place.where
+def _waiting_place(status: ProcessStatus) -> tuple[str, str, str]:
+    """Return what processes that wait for each other in the same place have in common."""
+    return status.waits, status.call.partition(" #")[0], status.where
 
 
-def _one_each(places: Sequence[ProcessStatus]) -> list[ProcessStatus]:
-    """The first rank of each kind."""
-    seen: dict[tuple[str, ...], ProcessStatus] = {}
-    for place in places:
-        seen.setdefault(_kind(place), place)
-    return list(seen.values())
+def _one_of_each_place(statuses: Sequence[ProcessStatus]) -> list[ProcessStatus]:
+    """Return the first rank in each place."""
+    first: dict[tuple[str, ...], ProcessStatus] = {}
+    for status in statuses:
+        first.setdefault(_waiting_place(status), status)
+    return list(first.values())
 
 
-def what_it_does(place: ProcessStatus) -> str:
-    """What a process does, in a few words."""
-    at = f" at {place.where}" if place.where else ""
-    code = f" ({place.code})" if place.code else ""
-    if place.silent:
-        return f"{place.silent}{at}"
-    if place.waits in FOR_OTHERS:
-        return f"waits {f'in {place.call}' if place.call else WAITS[place.waits]}{at}{code}"
-    if place.waits == "workers":
-        what = f", {'; '.join(place.workers)}" if place.workers else ""
-        return f"waits for its loader's workers{at}{what}"
-    if place.share is not None and place.share > COMPUTES:
+def activity(status: ProcessStatus) -> str:
+    """Return what a process does, as a predicate."""
+    at = f" at {status.where}" if status.where else ""
+    code = f" ({status.code})" if status.code else ""
+    if status.silent:
+        return f"{status.silent}{at}"
+    if status.waits in FOR_OTHERS:
+        return f"waits {f'in {status.call}' if status.call else WAITS[status.waits]}{at}{code}"
+    if status.waits == "workers":
+        workers = f", {'; '.join(status.workers)}" if status.workers else ""
+        return f"waits for its loader's workers{at}{workers}"
+    if status.share is not None and status.share > COMPUTES:
         return f"computes{at}{code}"
     return f"sleeps{at}{code}"
 
 
-WAITS = {"others": "for a message", "meeting": "where processes meet", "store": "where processes meet"}
+WAITS = {"others": "for a message", "meeting": "for the rendezvous", "store": "for the rendezvous"}
 
 
-def table(places: Sequence[ProcessStatus], guilty: Sequence[ProcessStatus]) -> str:
-    """Who waits and whom for, a line each."""
-    blamed = {place.rank for place in guilty}
-    head = ("rank", "waits for", "step", "phase", "virtual rank", "still for", "what it does")
+def table(statuses: Sequence[ProcessStatus], guilty: Sequence[ProcessStatus]) -> str:
+    """Return a table with a line for each rank: which ranks it waits for, and what it does."""
+    blamed = {status.rank for status in guilty}
+    head = ("rank", "waits for", "step", "phase", "virtual rank", "idle", "activity")
     rows = [head]
-    for place in places:
-        for_whom = _waits_for(place, blamed, len(places))
-        v = "" if place.virtual_rank is None else str(place.virtual_rank)
-        step = "" if place.step is None else f"{place.step}{'+' * bool(place.silent)}"  # when it was last seen
-        rows.append((str(place.rank), for_whom, step, place.phase, v, f"{place.idle:.0f} s", what_it_does(place)))
+    for status in statuses:
+        waits_for = _waits_for(status, blamed, len(statuses))
+        v = "" if status.virtual_rank is None else str(status.virtual_rank)
+        step = "" if status.step is None else f"{status.step}{'+' * bool(status.silent)}"  # at least, if silent
+        rows.append((str(status.rank), waits_for, step, status.phase, v, f"{status.idle:.0f} s", activity(status)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     lines = [[f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)] for row in rows]
     return "\n".join("  ".join(["  ", *cells, row[-1]]) for cells, row in zip(lines, rows, strict=True))
 
 
-def _waits_for(place: ProcessStatus, blamed: set[int], size: int) -> str:
-    if place.waits == "workers":
+def _waits_for(status: ProcessStatus, blamed: set[int], size: int) -> str:
+    if status.waits == "workers":
         return "its workers"
-    if place.waits not in FOR_OTHERS:
-        return "nobody"
-    others = sorted(blamed - {place.rank})
+    if status.waits not in FOR_OTHERS:
+        return "-"
+    others = sorted(blamed - {status.rank})
     if not others or len(others) == size - 1:
         return "all others" if size > 1 else "others"
     return ", ".join(map(str, others))
 
 
-def _ranks(places: Sequence[ProcessStatus], word: str = "rank") -> str:
-    """rank 0; ranks 0, 2 and 3."""
-    *rest, last = [str(place.rank) for place in places]
+def _ranks(statuses: Sequence[ProcessStatus], word: str = "rank") -> str:
+    """Return rank 0; ranks 0, 2 and 3."""
+    *rest, last = [str(status.rank) for status in statuses]
     return f"{word}s {', '.join(rest)} and {last}" if rest else f"{word} {last}"
 
 
 class ReportBackoff:
-    """A run that is stuck and goes on is told of at its limit, and then each time that has doubled."""
+    """Decide when to report a hang that is not ended: at the time limit, and each time the idle time has doubled."""
 
     def __init__(self) -> None:
         self._next = 0.0
 
     def reset(self) -> None:
-        """Something goes on again."""
+        """Start again, since the run makes progress."""
         self._next = 0.0
 
     def is_due(self, idle: float) -> bool:
-        """Is it to be told now, after so many seconds?"""
+        """Return whether to report after this many idle seconds."""
         if idle < self._next:
             return False
         self._next = 2 * idle

@@ -1,8 +1,8 @@
-"""The launcher's lookout: a thread that reads, once a second, where its processes stand, and acts when they are stuck.
+"""Watch the processes of a run in a thread of the launcher: read their status files, and act when the run hangs.
 
-It has no part in the processes' group and needs nothing of them: one that is stopped, or whose interpreter is held, is
-seen as well. To end a run it writes the record of who is to blame, which the supervisor (supervisor.py) then finds as
-if that process had written it: the others are told to end, and the table is the last thing on the screen.
+The thread is not part of the processes' group and needs no answer from them, so it also notices a process that is
+stopped, or whose interpreter lock is held. To end a run it writes the failure record of a rank that is to blame. The
+supervisor (supervisor.py) finds that as if the process had written it: it ends the others, and prints the table last.
 """
 
 from __future__ import annotations
@@ -22,88 +22,94 @@ import psutil  # type: ignore[import-untyped]
 
 from unisono.launcher import failure_record
 from unisono.launcher.hang_report import HangDiagnosis, ReportBackoff, judge
-from unisono.launcher.status_file import ProcessStatus, line_of_silent, now, read, seconds_of, stacks_path, state_of
+from unisono.launcher.status_file import ProcessStatus, cpu_seconds, line_of_silent, now, read, stacks_path, state_of
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
+"""Between two reads of all status files."""
 
 
 class HangWatcher:
-    """A block in which the processes whose records would be in `folder` are watched.
+    """Watch the processes with status files in `folder` while a block runs.
 
-    say  tell on standard error of a run that is stuck and goes on all the same
+    Args:
+        folder: the launcher's private folder.
+        verbose: report hangs on standard error that do not end the run.
     """
 
-    def __init__(self, folder: Path, *, say: bool = True) -> None:
-        self.folder, self.say = folder, say
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="lookout", daemon=True)
-        self._telling = ReportBackoff()
-        self._used: dict[int, tuple[float, float]] = {}  # of silent ones, by pid: when we looked first, and the seconds
+    def __init__(self, folder: Path, *, verbose: bool = True) -> None:
+        self.folder, self.verbose = folder, verbose
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang watcher", daemon=True)
+        self._backoff = ReportBackoff()
+        self._cpu_seconds: dict[int, tuple[float, float]] = {}  # of silent processes, by id: first time, CPU seconds
 
     def __enter__(self) -> HangWatcher:
         self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
-            found = dict(self._places())
-            verdict = judge(list(found.values())) if found else None
-            if verdict is None:
-                self._telling.reset()
+        while not self._stopped.wait(POLL_SECONDS):
+            statuses = dict(self._read_statuses())
+            diagnosis = judge(list(statuses.values())) if statuses else None
+            if diagnosis is None:
+                self._backoff.reset()
                 continue
-            if any(place.silent for place in found.values()):
-                verdict = judge(list(self._asked(found))) or verdict
-            if verdict.then == "end" or (verdict.then == "kill" and not verdict.guilty):
-                self._end(found, verdict)
+            if any(status.silent for status in statuses.values()):
+                diagnosis = judge(list(self._locate_silent(statuses))) or diagnosis
+            if diagnosis.then == "end" or (diagnosis.then == "kill" and not diagnosis.guilty):
+                self._end(statuses, diagnosis)
                 return
-            if self._telling.is_due(min(place.idle for place in found.values())) and self.say:
+            if self._backoff.is_due(min(status.idle for status in statuses.values())) and self.verbose:
                 with contextlib.suppress(OSError, ValueError):
-                    print(f"\n{verdict.error}", file=sys.stderr, flush=True)
-            if verdict.then == "kill":
-                self._kill([place for place in found.values() if place.rank in verdict.guilty])
+                    print(f"\n{diagnosis.error}", file=sys.stderr, flush=True)
+            if diagnosis.then == "kill":
+                self._kill([status for status in statuses.values() if status.rank in diagnosis.guilty])
 
-    def _places(self) -> Iterator[tuple[Path, ProcessStatus]]:
-        """Of every process that is there and has not failed or left; who says nothing stands where he last stood."""
-        for path in sorted(self.folder.glob("rank-*.place")):
-            told = path.with_suffix(".json")
-            place = read(path)
-            if place is None or told.exists() or failure_record.clean_end_at(told) is not None or not _lives(place.pid):
+    def _read_statuses(self) -> Iterator[tuple[Path, ProcessStatus]]:
+        """Yield the status of every running process; of a silent one its last status, marked as silent."""
+        for path in sorted(self.folder.glob("rank-*.status")):
+            record = path.with_suffix(".json")
+            status = read(path)
+            if status is None or not _is_running(status.pid):
                 continue
-            silence = now() - place.written
-            if silence > place.patience:
-                began, seconds = self._used.setdefault(place.pid, (time.monotonic(), seconds_of(place.pid)))
+            if record.exists() or failure_record.clean_end_at(record) is not None:
+                continue
+            silence = now() - status.written
+            if silence > status.silence_limit:
+                used = cpu_seconds(status.pid)
+                began, used_then = self._cpu_seconds.setdefault(status.pid, (time.monotonic(), used))
                 span = time.monotonic() - began
-                share = (seconds_of(place.pid) - seconds) / span if span > LOOK_SECONDS / 2 else None
-                place = replace(place, idle=place.idle + silence, silent=state_of(place.pid), waits="", share=share)
+                share = (used - used_then) / span if span > POLL_SECONDS / 2 else None
+                status = replace(status, idle=status.idle + silence, silent=state_of(status.pid), waits="", share=share)
             else:
-                self._used.pop(place.pid, None)
-            yield path, place
+                self._cpu_seconds.pop(status.pid, None)
+            yield path, status
 
-    def _asked(self, found: dict[Path, ProcessStatus]) -> Iterator[ProcessStatus]:
-        """The same, with the line where a silent one is, if it can still be had."""
-        for path, place in found.items():
-            if not place.silent:
-                yield place
+    def _locate_silent(self, statuses: dict[Path, ProcessStatus]) -> Iterator[ProcessStatus]:
+        """Yield the statuses with the present line of the silent processes, where it can be found out."""
+        for path, status in statuses.items():
+            if not status.silent:
+                yield status
                 continue
-            line = line_of_silent(place.pid, stacks_path(path), place.thread)
-            yield replace(place, where=line or place.where, code="" if line else place.code)
+            line = line_of_silent(status.pid, stacks_path(path), status.thread)
+            yield replace(status, where=line or status.where, code="" if line else status.code)
 
     def _kill(self, guilty: Sequence[ProcessStatus]) -> None:
-        """With all that they have started, as the supervisor would: it then sees a death as any other."""
-        for place in guilty:
+        """Kill processes and all that they have started. The supervisor then sees deaths like any other."""
+        for status in guilty:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(place.pid, signal.SIGKILL)
+                os.killpg(status.pid, signal.SIGKILL)
 
-    def _end(self, found: dict[Path, ProcessStatus], verdict: HangDiagnosis) -> None:
-        guilty = [path for path, place in found.items() if place.rank in verdict.guilty]
-        failure_record.write_for((guilty or list(found))[0].with_suffix(".json"), verdict.error)
+    def _end(self, statuses: dict[Path, ProcessStatus], diagnosis: HangDiagnosis) -> None:
+        guilty = [path for path, status in statuses.items() if status.rank in diagnosis.guilty]
+        failure_record.write_for((guilty or list(statuses))[0].with_suffix(".json"), diagnosis.error)
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""All processes of a run on this host."""
+"""Start all processes of a run on this host."""
 
 from __future__ import annotations
 
@@ -30,35 +30,40 @@ def run(
     logs: Path,
     threads: int = 1,
     screen: int | None = 1,
-    say: bool = True,
+    verbose: bool = True,
     variables: Mapping[str, str] = MappingProxyType({}),
     minimum: int | None = None,
     elastic: bool = False,
     on_cpu: tuple[int, int] = (0, 0),
     columns: int = 0,
 ) -> RunOutcome:
-    """Run the script in `ranks` processes and return when all are gone.
+    """Run the script in `ranks` processes and return when all have ended.
 
-    logs     the folder for rank-N.log, made if it is not there
-    threads  of each process; what OpenMP should know before it is loaded
-    screen   the file descriptor that rank 0's output goes to, besides its log; None: nowhere
-    say      tell on standard error why it failed
-    variables  more of what a library, or Python itself, reads from its environment
-    minimum  if a process dies, and so many are left, they go on, and another one is started; None: that ends the run
-    elastic  do so on accelerators, too
-    on_cpu   those from the first to before the second leave accelerators to the others
-    columns  of `screen`, which takes live lines though it is no terminal; 0: as standard output does
+    Args:
+        script: its path.
+        arguments: of the script.
+        ranks: number of processes.
+        logs: the folder for rank-N.log, created if it does not exist.
+        threads: of each process, for OpenMP, which reads that when it is loaded.
+        screen: the file descriptor for rank 0's output, besides its log; None: none.
+        verbose: print messages about the run, such as its failure, on standard error.
+        variables: further environment variables for libraries or Python itself.
+        minimum: when a process dies and this many remain, they continue, and a replacement is started; None: a death
+            ends the run.
+        elastic: do so on accelerators as well.
+        on_cpu: ranks from the first to before the second compute on the CPU, beside others on accelerators.
+        columns: width of `screen`, which takes live lines without being a terminal; 0: use standard output's.
     """
     terminal = columns > 0 or (screen == 1 and draws_live_lines())
     columns = columns or (os.get_terminal_size(1).columns if terminal else 0)
-    # Private (mode 0700), so the processes meet without a port and without a server that somebody else could reach.
+    # The folder is private (mode 0700), so the rendezvous needs no port, and no other user can reach it.
     with socket_folder() as folder:
         survives = minimum is not None and ranks > 1
-        seats: dict[int, int] = {}  # by number: who replaces process 4, which replaced 2, sits there as well
+        ranks_of: dict[int, int] = {}  # by number: the replacement of process 4, which replaced 2, has rank 2 as well
 
-        def build(number: int, place: int) -> WorkerSpec:
-            """Process `number`, in the place of that one."""
-            rank = seats[number] = seats.get(place, place)
+        def build(number: int, replaced: int) -> WorkerSpec:
+            """Return the specification of process `number`, which replaces another one or itself."""
+            rank = ranks_of[number] = ranks_of.get(replaced, replaced)
             world = replace(
                 _world(rank, ranks, on_cpu),
                 store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
@@ -68,20 +73,22 @@ def run(
                 joins=number >= ranks,
                 least=(minimum or 0) if elastic else 0,
             )
-            environment = inherited({**_for_libraries(threads), **(LEAVE_US_ALONE if elastic else {}), **variables})
-            return _task(number, world, [str(script), *arguments], environment, logs, Path(folder))
+            environment = inherited({**_for_libraries(threads), **(NO_NCCL_WATCHDOG if elastic else {}), **variables})
+            return _spec(number, world, [str(script), *arguments], environment, logs, Path(folder))
 
-        tasks = [build(number, number) for number in range(ranks)]
-        with HangWatcher(Path(folder), say=say), ExitStack() as open_:
-            survival = ElasticLauncher(minimum or 1, build) if survives else None
-            if survival is not None:
-                open_.enter_context(survival.open(Path(folder) / "store", ranks, _python()))
-            return supervise(tasks, screen=screen, say=say, survival=survival)
+        specs = [build(number, number) for number in range(ranks)]
+        with HangWatcher(Path(folder), verbose=verbose), ExitStack() as stack:
+            elastic_launcher = ElasticLauncher(minimum or 1, build) if survives else None
+            if elastic_launcher is not None:
+                stack.enter_context(elastic_launcher.open(Path(folder) / "store", ranks, _python()))
+            return supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
 
 
 def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:
-    """Run the script as plain Python does, with this terminal, for who wants to talk to it; returns its exit status.
-    Ctrl-C is its own affair."""
+    """Run the script as plain Python does, with this terminal as its standard input. Return its exit status.
+
+    The script handles Ctrl-C itself.
+    """
     command = [sys.executable, "-u", str(script), *arguments]
     with subprocess.Popen(command, cwd=folder, env=inherited(_for_libraries(threads))) as process:
         while True:
@@ -92,7 +99,7 @@ def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int 
 
 
 DRY_SECONDS = 60
-"""A script that takes longer to come to its loop is not waited for: what is wrong with its model, the run will say."""
+"""Time limit of a dry run. A script that takes longer to reach its loop is checked by the run itself."""
 
 
 def dry_run(
@@ -104,17 +111,19 @@ def dry_run(
     on_cpu: tuple[int, int] = (0, 0),
     seconds: int = DRY_SECONDS,
 ) -> RunOutcome:
-    """One process goes through the script as far as its loop, to see whether `ranks` of them can
-    (train/diagnostics/dry_run.py). What it prints is nobody's; after `seconds` it dies of SIGALRM."""
+    """Run the script in one process as far as its loop, to check whether `ranks` processes could run it.
+
+    See train/diagnostics/dry_run.py. Its output is discarded; after `seconds` it dies of SIGALRM.
+    """
     with socket_folder() as folder:
         world = replace(_world(ranks - 1, ranks, on_cpu), dry=folder)
         environment = inherited(_for_libraries(threads))
-        task = _task(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
-        return supervise([task], screen=None, say=False)
+        spec = _spec(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
+        return supervise([spec], screen=None, verbose=False)
 
 
 def _world(rank: int, size: int, on_cpu: tuple[int, int]) -> World:
-    """A process of ours among `size` on this host."""
+    """Return the place of a process among `size` on this host."""
     return World(
         rank=rank,
         size=size,
@@ -127,57 +136,66 @@ def _world(rank: int, size: int, on_cpu: tuple[int, int]) -> World:
     )
 
 
-def _task(
+def _spec(
     number: int,
     world: World,
-    words: Sequence[str],
+    command: Sequence[str],
     environment: Mapping[str, str],
     logs: Path,
     folder: Path,
     seconds: int = 0,
 ) -> WorkerSpec:
-    """Process `number`, which runs a script (`words`: its path and its arguments); it is a substitute if it joins.
-    After `seconds` it ends; 0: it does not."""
+    """Return the specification of a process.
+
+    Args:
+        number: of the process.
+        world: its place in the run; it is a replacement if it joins.
+        command: the script's path and its arguments.
+        environment: all environment variables.
+        logs: the folder for logs.
+        folder: the launcher's private folder.
+        seconds: after which the process dies; 0: no limit.
+    """
     record = folder / f"rank-{number}.json"
     order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds, "launcher": os.getpid()})
     return WorkerSpec(
-        command=[*_python(), "-m", "unisono.launcher.worker_main", order, *words],
+        command=[*_python(), "-m", "unisono.launcher.worker_main", order, *command],
         environment=environment,
         log=logs / f"rank-{number}.log",
         record=record,
-        substitute=world.joins,
+        replacement=world.joins,
     )
 
 
-LEAVE_US_ALONE = {
+NO_NCCL_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DESYNC_DEBUG": "0",  # which turns that on again
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # it turns error handling on again
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""Else NCCL's watchdog ends every process whose peer is gone, at once or after minutes, and waits for dumps meanwhile.
+"""Otherwise NCCL's watchdog ends every process that lost a peer, at once or after minutes, and waits for dumps.
 https://docs.pytorch.org/docs/2.13/torch_nccl_environment_variables.html"""
 
 
-HASHES = "PYTHONHASHSEED"
-"""What Python's hashes of texts begin with. It is the same in all processes, and in every run, so that a set of texts
-has one order."""
+HASH_SEED = "PYTHONHASHSEED"
+"""The seed of Python's hashes of strings. It is the same in all processes and runs, so that sets of strings have one
+order."""
 
 
 def _for_libraries(threads: int) -> dict[str, str]:
-    """The variables that libraries read before any of our code runs. Nothing else is said this way."""
+    """Return the variables that libraries read before our code runs. Nothing else is passed this way."""
     found = {"OMP_NUM_THREADS": str(threads)}
-    if not variables([HASHES]):
-        found[HASHES] = "0"
+    if not variables([HASH_SEED]):
+        found[HASH_SEED] = "0"
     loopback = loopback_name()
     if loopback is not None:
-        found["GLOO_SOCKET_IFNAME"] = loopback  # all on one host: nothing needs to leave it
+        found["GLOO_SOCKET_IFNAME"] = loopback  # no message needs to leave this host
     return found
 
 
 def loopback_name() -> str | None:
-    """The network interface with 127.0.0.1, mostly `lo`; None where there is none."""
+    """Return the name of the network interface with 127.0.0.1, mostly `lo`; None if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address.startswith("127.") for a in addresses):
             return name
@@ -185,7 +203,7 @@ def loopback_name() -> str | None:
 
 
 def _python() -> list[str]:
-    """This Python, without buffers. -P keeps the folder one happens to be in from hiding modules of the library."""
+    """Return the command of this Python, unbuffered. -P: modules in the current folder do not hide the library's."""
     here = Path(unisono.__file__).resolve().parents[1]
     from_here = not sys.flags.safe_path and Path(sys.path[0] or ".").resolve() == here
     return [sys.executable, "-u"] if from_here else [sys.executable, "-u", "-P"]

@@ -1,4 +1,4 @@
-"""One rank's log: everything the process wrote, except the lines that were meant to be overwritten."""
+"""The log of a rank: everything the process printed, except lines that were overwritten on the terminal."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 LONGEST_LINE = 1 << 20
-"""Bytes; a line without an end is written in pieces, so that memory stays bounded."""
+"""Bytes. A longer line is written in pieces, so that memory stays bounded."""
 
 _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
-"""Where a piece ends. A carriage return decides nothing until the next byte is there: \\r\\n ends an ordinary line."""
+"""The end of a piece. A carriage return needs the next byte: \\r\\n ends an ordinary line."""
 
 
 _COLOR = re.compile(rb"\x1b\[[0-9;]*m")
 
 
 class RankLog:
-    """Appends to a file. A piece that ends in a carriage return is a live line, and is left out.
+    """Append to a log file. A piece that ends in a carriage return is a live line and is left out.
 
-    A disk that is full ends the log and not the run: `lost` then says why, and the rest is dropped.
+    A full disk ends the log, not the run: `error` is then the reason, and further output is dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,10 +26,10 @@ class RankLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed in close)
         self._open_line = b""
-        self.lost: OSError | None = None
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> None:
-        """Take what the process wrote, cut anywhere."""
+        """Append output of the process, which may be cut anywhere."""
         data = self._open_line + data
         kept, begin = [], 0
         for end in _END.finditer(data):
@@ -44,22 +44,22 @@ class RankLog:
             self._append(b"".join(kept))
 
     def close(self) -> None:
-        """Write the last line, if it had no end, and close."""
+        """Write the last line if it is unfinished, and close the file."""
         if self._open_line and not self._open_line.endswith(b"\r"):
             self._append(self._open_line + b"\n")
         self._open_line = b""
         self._file.close()
 
     def _append(self, data: bytes) -> None:
-        if self.lost is None:
+        if self.error is None:
             try:
                 self._file.write(_COLOR.sub(b"", data))
             except OSError as error:
-                self.lost = error
+                self.error = error
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a log that say something; [] without one."""
+    """Return the last lines of a log that are not blank; [] if there is no log."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)

@@ -1,26 +1,26 @@
-"""Where the processes of a run meet: a small child of the launcher, so that it outlives every one of them. No torch.
+"""The rendezvous server: a small child of the launcher, so that it outlives every process of the run. No torch.
 
-    python -u -P -m unisono.launcher.rendezvous_server DOOR SIZE MINIMUM SILENCE_SECONDS
+    python -u -P -m unisono.launcher.rendezvous_server LISTENER SIZE MINIMUM SILENCE_SECONDS
 
-Each process holds two connections to a Unix socket in the launcher's private folder (nobody else can reach it, and no
-port is taken); DOOR is that socket's descriptor. Over one it asks for keys and values, as of any store of torch's. The
-other is its life:
+Each process holds two connections to a Unix socket in the launcher's private folder. No other user can reach that, and
+it needs no port. LISTENER is the descriptor of the socket. One connection serves keys and values, as any store of
+torch's does. The other one stands for the life of the process:
 
     process 0   "ready" -----> .                   .-----> "roster [0, 1, 3], generation 2"
-    process 1   "ready" -----> .    the meeting    .-----> the same
-    process 2   (connection ends: dead)  place     |
+    process 1   "ready" -----> .    rendezvous     .-----> the same
+    process 2   (connection ends: dead)  server    |
     process 3   "ready" -----> .                   '-----> the same
-                                '--- to the launcher: who is lost, who goes on, since which step
+                                '--- to the launcher: lost processes, new groups, the step
 
-When a connection ends, or a process has not said a word for too long, all others hear of it at once. Each then leaves
-the group of old and says that it is ready; and when all who are left have said so, they are told who they are. This
-place decides alone and in one thread, so everybody hears the same, whoever else dies meanwhile. A process that comes in
-addition waits until all the others say that they are open for it, at a step's end.
+When a connection ends, or a process has sent nothing for too long, the server notifies all others at once. Each of them
+leaves its group and reports that it is ready. When all remaining processes are ready, they get the new roster. The
+server decides alone and in one thread, so all processes get the same answer, whichever others die meanwhile. A process
+that joins waits until all members admit it, at the end of a step.
 
-Where several processes hold a model together they are a unit (parallel.shard): whoever dies takes the others of his
-unit out as well, whom the launcher ends, and units come in when all of their seats are taken.
+Where several processes share a model they are a unit (parallel.shard). A death removes the whole unit, whose other
+processes the launcher kills, and a new unit is admitted when all of its slots are taken.
 
-Everything that is said is a line of JSON; bytes travel as latin-1.
+Every message is a line of JSON; bytes travel as latin-1.
 """
 
 from __future__ import annotations
@@ -35,112 +35,125 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LOOK_SECONDS = 0.5
-"""Between two looks for silent processes."""
+POLL_SECONDS = 0.5
+"""Between two checks for silent processes."""
 
-Tell = Callable[[dict[str, Any]], None]
+Notify = Callable[[dict[str, Any]], None]
 
 
 class Connection:
-    """One connection. `number`: the process whose life it is; None: it is there for keys only."""
+    """A connection of a process.
 
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
+    Attributes:
+        socket: the connection.
+        number: of the process whose life it stands for; None for a connection that serves keys only.
+        joins: whether the process has not been admitted to a group yet.
+        slot: its rank at its start, which gives its place in its unit.
+        ready: the message with which it reported that it is ready for a new group.
+        active_at: when it last sent something.
+        wait: a pending wait: for these keys, in this generation, until this time.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
         self.number: int | None = None
         self.joins = False
-        self.seat = 0  # where it sits among those of its unit
+        self.slot = 0
         self.ready: dict[str, Any] | None = None
-        self.heard_at = time.monotonic()
-        self.waits: tuple[list[str], int, float] | None = None  # for these keys, in this generation, until then
+        self.active_at = time.monotonic()
+        self.wait: tuple[list[str], int, float] | None = None
         self._rest = b""
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """What was said since; None: the connection has ended."""
+        """Return the messages that have arrived; None if the connection has ended."""
         try:
-            data = self.line.recv(1 << 16)
+            data = self.socket.recv(1 << 16)
         except (ConnectionError, TimeoutError):
             return None
         if not data:
             return None
-        self.heard_at = time.monotonic()
+        self.active_at = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
-    def send(self, **words: Any) -> None:
-        """To a process that is gone nothing needs to be said; and none is so busy that a short line fills its pipe."""
+    def send(self, **message: Any) -> None:
+        """Send a message. Errors are ignored: a dead process needs none, and a short line never fills the pipe."""
         with contextlib.suppress(OSError):
-            self.line.sendall(json.dumps(words).encode() + b"\n")
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 class RendezvousServer:
-    """door      the socket at which processes arrive
-    size      processes that begin together, with the numbers 0 to size - 1
-    minimum   of them that must be left for the others to go on, when one dies
-    silence   seconds after which a process that says nothing counts as dead
-    tell      who wants to know what happens here
+    """The server of one run.
+
+    Args:
+        listener: the socket at which processes connect.
+        size: number of processes that start together, with the numbers 0 to size - 1.
+        silence: seconds after which a process that sends nothing counts as dead.
+        notify: called with every event for the launcher.
+        minimum: number of processes that must remain for training to continue.
     """
 
-    def __init__(self, door: socket.socket, size: int, *, silence: float, tell: Tell, minimum: int = 1) -> None:
-        self.silence, self.tell, self.minimum = silence, tell, minimum
+    def __init__(self, listener: socket.socket, size: int, *, silence: float, notify: Notify, minimum: int = 1) -> None:
+        self.silence, self.notify, self.minimum = silence, notify, minimum
         self.roster = list(range(size))
         self.unit = 1
-        """So many neighbours in the roster hold a model together: the first of its ranks, then the others."""
+        """Number of consecutive processes in the roster that share a model."""
         self.generation = 0
-        self.lost: list[int] = []  # since the last generation began
+        self.lost: list[int] = []  # since the present generation began
         self.values: dict[str, str] = {}
-        self.callers: dict[socket.socket, Connection] = {}
+        self.connections: dict[socket.socket, Connection] = {}
         self.members: dict[int, Connection] = {}
-        self.leaving: list[Connection] = []  # who are done, and wait for the others
+        self.leaving: list[Connection] = []  # processes that are done and wait for the others
         self.closed = False
-        self._door = door
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def serve(self, until: int | None = None) -> None:
-        """Until the file descriptor `until` ends, or somebody calls `close`."""
+        """Serve until the file descriptor `until` ends or `close` is called."""
         if until is not None:
             self._selector.register(until, selectors.EVENT_READ)
         while not self.closed:
-            for key, _ in self._selector.select(LOOK_SECONDS):
-                if key.fileobj is self._door:
-                    self._greet()
+            for key, _ in self._selector.select(POLL_SECONDS):
+                if key.fileobj is self._listener:
+                    self._accept()
                 elif key.fileobj == until:
                     if not os.read(key.fd, 4096):
                         self.closed = True
-                elif key.fileobj in self.callers:  # it may have been let go in this very round
-                    self._serve_connection(self.callers[key.fileobj])
+                elif key.fileobj in self.connections:  # it may have been dropped in this iteration
+                    self._serve_connection(self.connections[key.fileobj])
             self._check_heartbeats()
             self._poll_waits()
-        for caller in list(self.callers.values()):
-            caller.line.close()
-        self._door.close()
+        for connection in list(self.connections.values()):
+            connection.socket.close()
+        self._listener.close()
         self._selector.close()
 
     def close(self) -> None:
-        """From another thread: end within a moment."""
+        """Stop serving within POLL_SECONDS. Called from another thread."""
         self.closed = True
 
-    def _greet(self) -> None:
-        line, _ = self._door.accept()
-        line.settimeout(5.0)
-        self.callers[line] = Connection(line)
-        self._selector.register(line, selectors.EVENT_READ)
+    def _accept(self) -> None:
+        accepted, _ = self._listener.accept()
+        accepted.settimeout(5.0)
+        self.connections[accepted] = Connection(accepted)
+        self._selector.register(accepted, selectors.EVENT_READ)
 
-    def _serve_connection(self, caller: Connection) -> None:
-        said = caller.receive()
-        for words in said or []:
-            self._answer(caller, words)
-        if said is None:
-            self._drop(caller)
+    def _serve_connection(self, connection: Connection) -> None:
+        messages = connection.receive()
+        for message in messages or []:
+            self._on_message(connection, message)
+        if messages is None:
+            self._drop(connection)
 
-    def _drop(self, caller: Connection) -> None:
-        """A connection has ended. If it was somebody's life, all others hear of it."""
-        if self.callers.pop(caller.line, None) is None:
+    def _drop(self, connection: Connection) -> None:
+        """Close a connection. If it stood for the life of a member, notify all others of the loss."""
+        if self.connections.pop(connection.socket, None) is None:
             return
-        self._selector.unregister(caller.line)
-        caller.line.close()
-        number = caller.number
-        if number is None or self.members.get(number) is not caller:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        number = connection.number
+        if number is None or self.members.get(number) is not connection:
             return
         del self.members[number]
         if number in self.roster:
@@ -152,157 +165,156 @@ class RendezvousServer:
                 other.send(lost=number)
             self._poll_waits()
             for orphan in orphans if self.roster else ():
-                self.tell({"orphan": orphan, "lost": number})
+                self.notify({"orphan": orphan, "lost": number})
         self._regroup()
 
     def _check_heartbeats(self) -> None:
         now = time.monotonic()
-        for number, caller in list(self.members.items()):
-            if now - caller.heard_at > self.silence:
-                self.tell({"silent": number})
-                self._drop(caller)
+        for number, connection in list(self.members.items()):
+            if now - connection.active_at > self.silence:
+                self.notify({"silent": number})
+                self._drop(connection)
 
-    def _answer(self, caller: Connection, words: dict[str, Any]) -> None:
-        """One line that was said."""
-        if "hello" in words:
-            caller.number, caller.joins, caller.seat = words["hello"], words["joins"], words["seat"]
-            self.members[words["hello"]] = caller
-        elif "ready" in words:
-            caller.ready = words
-            if caller.joins:
+    def _on_message(self, connection: Connection, message: dict[str, Any]) -> None:
+        if "register" in message:
+            connection.number, connection.joins = message["register"], message["joins"]
+            connection.slot = message["slot"]
+            self.members[message["register"]] = connection
+        elif "ready" in message:
+            connection.ready = message
+            if connection.joins:
                 self._request_join()
             self._regroup()
-        elif "unit" in words:
-            self.unit = words["unit"]
-        elif (
-            "stuck" in words
-        ):  # by its own word (distributed/membership/regroup_timeout.py): nobody waits for it any more
-            self.tell({"silent": caller.number, "why": words["stuck"]})
-            self._drop(caller)
-        elif "told" in words:
-            self.tell(words["told"])
-        elif "bye" in words:
-            self._release(caller)
-        elif "do" in words:
-            self._serve_keys(caller, words)
+        elif "unit" in message:
+            self.unit = message["unit"]
+        elif "stuck" in message:  # reported by the process itself (distributed/membership/regroup_timeout.py)
+            self.notify({"silent": connection.number, "why": message["stuck"]})
+            self._drop(connection)
+        elif "report" in message:
+            self.notify(message["report"])
+        elif "leave" in message:
+            self._release(connection)
+        elif "op" in message:
+            self._serve_keys(connection, message)
 
-    def _release(self, caller: Connection) -> None:
-        """It has come to its end in peace, and all the others with it."""
-        assert caller.number is not None
-        if self.members.get(caller.number) is caller:
-            del self.members[caller.number]
-        if caller.number in self.roster:
-            self.roster.remove(caller.number)
-        caller.number = None
-        self.leaving.append(caller)
+    def _release(self, connection: Connection) -> None:
+        """Remove a member that has come to its regular end, as all others do."""
+        assert connection.number is not None
+        if self.members.get(connection.number) is connection:
+            del self.members[connection.number]
+        if connection.number in self.roster:
+            self.roster.remove(connection.number)
+        connection.number = None
+        self.leaving.append(connection)
         self._regroup()
 
-    # -- who is there
+    # -- groups
 
     def _regroup(self) -> None:
-        """A new generation, if all who are left are ready for one."""
+        """Begin a new generation if all remaining members are ready for one."""
         if self.generation == 0 and self.lost:
-            self._refuse(f"process {self.lost[0]} was gone before all had met")
+            self._refuse(f"process {self.lost[0]} died before all processes had started")
             return
         if self.lost and len(self.roster) + len(self.leaving) < self.minimum:
-            self._refuse(f"the run needs {self.minimum} processes, and has {len(self.roster)}")
+            self._refuse(f"the run needs {self.minimum} processes and has {len(self.roster)}")
             return
         if not self.roster:
-            self._refuse("all who knew the run's state are gone")
-            for caller in self.leaving:
-                caller.send(over=True)
+            self._refuse("all processes that had the run's state are gone")
+            for connection in self.leaving:
+                connection.send(released=True)
             return
         ready = [self.members[number] for number in self.roster if number in self.members]
-        if len(ready) < len(self.roster) or not all(caller.ready for caller in ready):
+        if len(ready) < len(self.roster) or not all(connection.ready for connection in ready):
             return
-        new = []
-        if all(caller.ready and caller.ready["open"] for caller in ready):
-            new = self._newcomers()
+        joined = []
+        if all(connection.ready and connection.ready["admit"] for connection in ready):
+            joined = self._joining_units()
         self.generation += 1
-        self.roster += new
+        self.roster += joined
         lost, self.lost = self.lost, []
-        formed = {"roster": self.roster, "generation": self.generation, "joined": new, "lost": lost}
-        about = [caller.ready["ready"] for caller in ready if caller.ready]
+        formed = {"roster": self.roster, "generation": self.generation, "joined": joined, "lost": lost}
+        facts = [connection.ready["ready"] for connection in ready if connection.ready]
         for number in self.roster:
-            caller = self.members[number]
-            caller.ready, caller.joins = None, False
-            caller.send(**formed)
+            connection = self.members[number]
+            connection.ready, connection.joins = None, False
+            connection.send(**formed)
         self._request_join()
-        self.tell({"formed": formed, "about": about})
+        self.notify({"formed": formed, "facts": facts})
 
-    def _newcomers(self) -> list[int]:
-        """Who wants to join, and may: whole units of them, each in the order of its seats."""
-        waiting = [n for n, caller in sorted(self.members.items()) if caller.joins and caller.ready]
-        seats = ([n for n in waiting if self.members[n].seat % self.unit == seat] for seat in range(self.unit))
-        return [number for unit in zip(*seats, strict=False) for number in unit]
+    def _joining_units(self) -> list[int]:
+        """Return the processes that can join: complete units, each in the order of its slots."""
+        waiting = [n for n, connection in sorted(self.members.items()) if connection.joins and connection.ready]
+        slots = ([n for n in waiting if self.members[n].slot % self.unit == slot] for slot in range(self.unit))
+        return [number for unit in zip(*slots, strict=False) for number in unit]
 
     def _request_join(self) -> None:
-        """Those who are there hear that somebody wants to join them."""
-        for number in self.roster if self._newcomers() else ():
+        """Notify the members if a unit waits to join."""
+        for number in self.roster if self._joining_units() else ():
             if number in self.members:
-                self.members[number].send(knock=1)
+                self.members[number].send(join_request=1)
 
-    def _refuse(self, why: str) -> None:
-        for caller in self.members.values():
-            if caller.ready:
-                caller.ready = None
-                caller.send(refused=why)
+    def _refuse(self, reason: str) -> None:
+        for connection in self.members.values():
+            if connection.ready:
+                connection.ready = None
+                connection.send(refused=reason)
 
     # -- keys and values
 
-    def _serve_keys(self, caller: Connection, words: dict[str, Any]) -> None:
-        do, values = words["do"], self.values
-        if do == "set":
-            values[words["key"]] = words["value"]
-            caller.send(value=None)
+    def _serve_keys(self, connection: Connection, request: dict[str, Any]) -> None:
+        op, values = request["op"], self.values
+        if op == "set":
+            values[request["key"]] = request["value"]
+            connection.send(value=None)
             self._poll_waits()
-        elif do == "get":
-            caller.send(value=values.get(words["key"]))
-        elif do == "add":
-            values[words["key"]] = str(int(values.get(words["key"], "0")) + words["by"])
-            caller.send(value=int(values[words["key"]]))
+        elif op == "get":
+            connection.send(value=values.get(request["key"]))
+        elif op == "add":
+            values[request["key"]] = str(int(values.get(request["key"], "0")) + request["amount"])
+            connection.send(value=int(values[request["key"]]))
             self._poll_waits()
-        elif do == "compare":
-            if values.get(words["key"], words["old"] if words["old"] == "" else None) == words["old"]:
-                values[words["key"]] = words["value"]
-            caller.send(value=values.get(words["key"], words["old"]))
+        elif op == "compare_set":
+            expected = request["expected"]
+            if values.get(request["key"], expected if expected == "" else None) == expected:
+                values[request["key"]] = request["value"]
+            connection.send(value=values.get(request["key"], expected))
             self._poll_waits()
-        elif do == "delete":
-            caller.send(value=values.pop(words["key"], None) is not None)
-        elif do == "count":
-            caller.send(value=len(values))
-        elif do == "check":
-            caller.send(value=all(key in values for key in words["keys"]))
-        elif do == "wait":
-            caller.waits = words["keys"], words["generation"], time.monotonic() + words["seconds"]
+        elif op == "delete":
+            connection.send(value=values.pop(request["key"], None) is not None)
+        elif op == "count":
+            connection.send(value=len(values))
+        elif op == "check":
+            connection.send(value=all(key in values for key in request["keys"]))
+        elif op == "wait":
+            connection.wait = request["keys"], request["generation"], time.monotonic() + request["seconds"]
             self._poll_waits()
 
     def _poll_waits(self) -> None:
-        for caller in list(self.callers.values()):
-            if caller.waits is None:
+        for connection in list(self.connections.values()):
+            if connection.wait is None:
                 continue
-            keys, generation, deadline = caller.waits
+            keys, generation, deadline = connection.wait
             if all(key in self.values for key in keys):
-                caller.waits = None
-                caller.send(value=True)
+                connection.wait = None
+                connection.send(value=True)
             elif generation < self.generation or (self.lost and generation == self.generation):
-                caller.waits = None
-                caller.send(value=False)  # whoever was to set it has left that generation, or the world
+                connection.wait = None
+                connection.send(value=False)  # the process that would set it has left the generation, or is lost
             elif time.monotonic() > deadline:
-                caller.waits = None
-                caller.send(value=None)
+                connection.wait = None
+                connection.send(value=None)
 
 
 def main() -> None:
-    """As a child of the launcher, which hears what happens on standard output. When standard input ends, so do we."""
-    door, size, minimum, silence = sys.argv[1:]
+    """Serve as a child of the launcher: print events on standard output, and end when standard input ends."""
+    listener, size, minimum, silence = sys.argv[1:]
 
-    def tell(what: dict[str, Any]) -> None:
+    def notify(event: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
-            os.write(1, json.dumps(what).encode() + b"\n")
+            os.write(1, json.dumps(event).encode() + b"\n")
 
-    there = socket.socket(fileno=int(door))
-    RendezvousServer(there, int(size), minimum=int(minimum), silence=float(silence), tell=tell).serve(until=0)
+    opened = socket.socket(fileno=int(listener))
+    RendezvousServer(opened, int(size), minimum=int(minimum), silence=float(silence), notify=notify).serve(until=0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Where a process stands, in a small file of its own that others can read, whatever it waits for. No torch.
+"""The status of a process, in a small file that others can read, whatever the process waits for. No torch.
 
-    process 0   thread "watch" --- rank-0.place ---.
-    process 1   thread "watch" --- rank-1.place ---+---> whoever looks: the launcher, or, without ours, rank 0
-    process 2   (held, or stopped: it is silent) --'
+    process 0   thread "watch" --- rank-0.status --.
+    process 1   thread "watch" --- rank-1.status --+---> our launcher; under another launcher, rank 0
+    process 2   (lock held, or stopped: silent) ---'
 
-The thread needs the interpreter, and nothing of the process group: a main thread that waits in a collective has let go
-of it. A process whose interpreter is held says nothing, and that is seen too; its stack can be had all the same, since
-faulthandler answers a signal without the interpreter.
+The thread needs the interpreter lock, which a main thread that waits in a collective has released, and nothing of the
+process group. A process whose lock is held is silent, and that is noticed. Its stack can be read nevertheless, since
+faulthandler handles a signal without the interpreter.
 """
 
 from __future__ import annotations
@@ -25,37 +25,48 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 
-ROOM = str(Path(unisono.__file__).parent)
-RECIPES = str(Path(ROOM, "recipes"))
+PACKAGE = str(Path(unisono.__file__).parent)
+RECIPES = str(Path(PACKAGE, "recipes"))
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in {*map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))})
-"""Code that is nobody's own: the standard library's, and what is installed."""
+"""The folders of the standard library and of installed packages."""
 
 SIGNAL = signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
-"""What asks a process for its stacks. Nobody else uses it: Slurm, Ray and torch send the classic ones."""
+"""The signal that makes a process write its stacks. Slurm, Ray and torch use only the classic signals."""
 
 SILENT_SECONDS = 3.0
-"""A process that is well writes its place every second, and on a busy machine it may be late: one is silent when it has
-said nothing for this long, and for a tenth of its limit (a minute of ten)."""
+"""A process writes its status every second, later on a busy machine. It is silent when it has written none for this
+long, and for a tenth of its time limit (a minute of ten)."""
 
 COMPUTES = 0.05
-"""Of a core: who uses more than this is at work. A process that waits uses nothing; one that looks ten times a second
-whether it may go on, one or two in a hundred."""
+"""Share of a core: a process that uses more is computing. One that waits uses none, or, if it polls ten times a second,
+one or two percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """Where a process stands.
+    """The status of a process.
 
-    written  seconds since 1970
-    idle     seconds since anything has gone on there, by its own count (a suspended machine does not count)
-    where    file:line of the script's own code; code: what is written there
-    waits    for: others (in a collective), meeting (for everybody to come to the place where they meet), store (for
-             that place, which does not answer), workers (its loader's), a person (in a debugger); or nobody
-    call     the collective that it is in; or, where `waits` says nothing of others, the last one
-    share    of a core that it and its workers use, since it is idle; None: not measured yet
-    workers  its loader's, and what they do
-    limit    seconds without progress that count as stuck, now
-    then     what should happen then: end, kill or wait, as the setting watchdog.action
+    Attributes:
+        rank: of the process.
+        size: number of processes.
+        pid: its process id.
+        host: its host.
+        written: when it wrote this, in seconds since 1970.
+        idle: seconds without progress, by its own clock (time in which the machine is suspended does not count).
+        phase: see phases.py.
+        step: the step in progress.
+        virtual_rank: whose micro-batch it computes.
+        where: file:line of the script's own code.
+        code: the source text of that line.
+        waits: for what it waits: others (in a collective), meeting (for processes to arrive at the rendezvous), store
+            (for the rendezvous, which does not answer), workers (of its loader), person (in a debugger), or "".
+        call: the collective in progress; the last one if it waits for no other process.
+        share: of a core that it and its workers have used since it is idle; None: not measured yet.
+        workers: what the workers of its loader do.
+        limit: seconds without progress that count as a hang at present.
+        then: what to do in a hang: end, kill or wait, as the setting watchdog.action.
+        thread: the main thread, as faulthandler identifies it.
+        silent: set by the reader if the process has not written for a while: why, as a predicate.
     """
 
     rank: int
@@ -75,34 +86,34 @@ class ProcessStatus:
     workers: tuple[str, ...] = ()
     limit: float = 0.0
     then: str = "end"
-    thread: int = 0  # the main thread's, as its stacks name it
-    silent: str = ""  # said by whoever looks: it has not written for a while, and why
+    thread: int = 0
+    silent: str = ""
 
     @property
-    def patience(self) -> float:
-        """Seconds without a word after which it counts as silent."""
+    def silence_limit(self) -> float:
+        """Seconds without a new status after which the process counts as silent."""
         return max(SILENT_SECONDS, self.limit / 10)
 
     def text(self) -> str:
-        """As it is written."""
+        """Return the status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of(cls, text: str | bytes) -> ProcessStatus:
-        """As it was written."""
+        """Parse a status from JSON."""
         content = json.loads(text)
         return cls(**{**content, "workers": tuple(content["workers"])})
 
     def write(self, path: Path) -> None:
-        """Whole, or not at all: somebody may be reading. A folder that is gone is nobody's to read."""
-        half = path.with_suffix(".placing")
+        """Write the status atomically, since another process may be reading. Ignores a folder that is gone."""
+        partial = path.with_suffix(".partial-status")
         with contextlib.suppress(OSError):
-            half.write_text(self.text(), encoding="utf-8")
-            half.replace(path)
+            partial.write_text(self.text(), encoding="utf-8")
+            partial.replace(path)
 
 
 def read(path: Path) -> ProcessStatus | None:
-    """The place at this path, None if there is none (yet)."""
+    """Return the status at this path; None if there is none (yet)."""
     try:
         return ProcessStatus.of(path.read_bytes())
     except (OSError, ValueError, TypeError):
@@ -110,23 +121,28 @@ def read(path: Path) -> ProcessStatus | None:
 
 
 def is_own(filename: str) -> bool:
-    """Is it a file of the user's, or of a recipe: neither the library's nor somebody else's?"""
+    """Return whether this is a file of the user or of a recipe, not of Unisono or an installed package."""
     if filename.startswith(("<", *LIBRARIES)):
         return False
-    return not filename.startswith(ROOM + os.sep) or os.path.dirname(filename) == RECIPES
+    return not filename.startswith(PACKAGE + os.sep) or os.path.dirname(filename) == RECIPES
 
 
 def stacks_path(path: Path) -> Path:
-    """Where the process whose place is at `path` writes its stacks when it is asked."""
+    """Return the file in which the process whose status is at `path` writes its stacks."""
     return path.with_suffix(".stacks")
 
 
 def line_of_silent(pid: int, path: Path, thread: int) -> str:
-    """file:line of the main thread (`thread`) of a process that says nothing by itself, or "".
+    """Return file:line of the main thread of a silent process, or "".
 
-    It must have given a file for its stacks to faulthandler, or been forked from one that has.
+    The process, or the one it was forked from, must have registered the file for its stacks with faulthandler.
+
+    Args:
+        pid: the process.
+        path: of its stacks.
+        thread: its main thread, as faulthandler identifies it.
     """
-    if not _answers(pid):
+    if not _handles_signal(pid):
         return ""
     try:
         os.truncate(path, 0)
@@ -142,10 +158,11 @@ def line_of_silent(pid: int, path: Path, thread: int) -> str:
 
 
 ANSWER_SECONDS = 0.5
+"""Time limit for the stacks to appear."""
 
 
-def _answers(pid: int) -> bool:
-    """Does this process catch our signal? One that does not would die of it (proc_pid_status(5): SigCgt)."""
+def _handles_signal(pid: int) -> bool:
+    """Return whether this process handles our signal, and does not die of it (proc_pid_status(5): SigCgt)."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:") and SIGNAL is not None:
@@ -154,7 +171,7 @@ def _answers(pid: int) -> bool:
 
 
 def line_of(stacks: str, thread: int) -> str:
-    """The same, of faulthandler's text."""
+    """Return file:line of a thread in the output of faulthandler, or ""."""
     name = f"0x{thread:016x}"
     for part in re.split(r"\n(?=Thread |Current thread )", stacks):
         if name not in part.partition("\n")[0]:
@@ -168,7 +185,7 @@ def line_of(stacks: str, thread: int) -> str:
 
 
 STATES = {
-    psutil.STATUS_STOPPED: "is stopped (SIGSTOP, or a debugger)",
+    psutil.STATUS_STOPPED: "is stopped (SIGSTOP or a debugger)",
     psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
     psutil.STATUS_DISK_SLEEP: "waits in the kernel, for a disk or a device",
     psutil.STATUS_ZOMBIE: "is dead",
@@ -177,16 +194,16 @@ STATES = {
 
 
 def state_of(pid: int) -> str:
-    """What the system says of a process of this host."""
+    """Return the state of a process on this host, as a predicate."""
     try:
         status = psutil.Process(pid).status()
     except psutil.Error:
         return "is gone"
-    return STATES.get(status, "says nothing (compiled code keeps its interpreter)")
+    return STATES.get(status, "does not respond (compiled code holds the interpreter lock)")
 
 
-def seconds_of(pid: int) -> float:
-    """Of processor time that a process and all it started have used until now."""
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process and all that it started have used."""
     total = 0.0
     try:
         process = psutil.Process(pid)
@@ -201,5 +218,5 @@ def seconds_of(pid: int) -> float:
 
 
 def now() -> float:
-    """Seconds since 1970."""
+    """Return the seconds since 1970."""
     return time.time()

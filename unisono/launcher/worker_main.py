@@ -1,11 +1,11 @@
-"""The first thing in every process that our launcher starts.
+"""The main module of every process that our launcher starts.
 
     python -u -P -m unisono.launcher.worker_main '{"world": {...}, "record": "/.../rank-0.json", ...}' SCRIPT
     ARGUMENTS...
 
-It says who this process is, runs the script as `__main__` just as plain python would, and records why it failed.
-Standard input is a pipe whose other end the launcher holds. When the pipe ends and the launcher is no longer the parent
-of this process, the launcher has died, and this process kills itself and all that it started.
+It assigns this process its place in the run, runs the script as `__main__` as plain python does, and records a
+failure. Standard input is a pipe whose other end the launcher holds. When the pipe ends and the launcher is no longer
+the parent of this process, the launcher has died, and this process kills itself and all that it started.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from unisono.launcher import failure_record
 
 def main() -> None:
     """Run the script that the command line names."""
-    told, script, *arguments = sys.argv[1:]
-    order = json.loads(told)
+    order_text, script, *arguments = sys.argv[1:]
+    order = json.loads(order_text)
     path = Path(order["record"])
     faulthandler.enable()
-    signal.alarm(order["seconds"])  # 0: none
+    signal.alarm(order["seconds"])  # 0: no alarm
     _exit_with_launcher(order["launcher"], path.parent)
     failure_record.write_to(path)
     environment.assign(environment.World(**order["world"]))
@@ -48,31 +48,37 @@ def main() -> None:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if failure_record.FailureRecord.of(end).exit_status:
-            # The launcher says what is to be said, so that it is said once and last.
+            # The launcher prints the failure, once and as the last lines.
             sys.exit(failure_record.write(end).exit_status)
     except BaseException as error:
         sys.exit(failure_record.write(error).exit_status)
     failure_record.record_clean_end()
 
 
-PARENT_LOOK_SECONDS = 0.1
-"""Between two looks at the parent's number, once the pipe to it cannot be read any more."""
+PARENT_POLL_SECONDS = 0.1
+"""Between two checks of the parent's process id, once the pipe has ended."""
 
 
 def _exit_with_launcher(launcher: int, folder: Path) -> None:
-    """Start a thread that kills this process and its children when the launcher, process `launcher`, has died. The
-    script itself gets an empty standard input."""
+    """Start a thread that kills this process and its children when the launcher has died.
+
+    The script gets an empty standard input.
+
+    Args:
+        launcher: the launcher's process id.
+        folder: the launcher's private folder, which is then removed.
+    """
     pipe = os.dup(0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
     def watch() -> None:
         _wait_until_dead(launcher, pipe)
-        shutil.rmtree(folder, ignore_errors=True)  # the launcher's private folder, which it cannot remove any more
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
-    # The thread inherits a mask that blocks every signal: they are the script's, and may interrupt nothing here.
+    # The thread inherits a mask that blocks every signal: signals are for the script and must not interrupt this one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=watch, name="launcher", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -81,14 +87,14 @@ def _exit_with_launcher(launcher: int, folder: Path) -> None:
 def _wait_until_dead(launcher: int, pipe: int) -> None:
     """Return when process `launcher`, the parent of this one, has died.
 
-    The pipe wakes us at once, but its end proves nothing: a script that closes descriptors it did not open (a daemon
-    does), and is stopped and continued, makes this read fail, or read another file that has got the same number. The
-    number of the parent does not lie.
+    The end of the pipe wakes this thread at once, but proves nothing: a script that closes descriptors it did not open
+    (a daemon does), and is stopped and continued, makes the read fail, or read another file with the same descriptor.
+    The process id of the parent is reliable.
     """
     with contextlib.suppress(OSError):
         os.read(pipe, 1)  # the launcher never writes to it
-    while os.getppid() == launcher:  # of a launcher that has just died, for a moment as well
-        time.sleep(PARENT_LOOK_SECONDS)
+    while os.getppid() == launcher:  # also for a moment after the launcher has died
+        time.sleep(PARENT_POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process that the launcher has started: what it was to do, how it ended, and what there is to say about that."""
+"""A process that the launcher starts: its specification, its end, and the message about its failure."""
 
 from __future__ import annotations
 
@@ -14,42 +14,61 @@ from unisono.errors import WorldError
 from unisono.launcher.failure_record import FailureRecord, is_replaceable, is_spare
 from unisono.launcher.rank_log import RankLog, last_lines
 
-MEANING = {
-    signal.SIGKILL: "usually the machine had no memory left (`dmesg | tail` tells), or somebody killed it",
-    signal.SIGSEGV: "a crash in compiled code: an extension, a driver, or libraries that do not fit together",
-    signal.SIGABRT: "compiled code gave up: an assertion, or an exception that nobody caught",
-    signal.SIGBUS: "usually no room in shared memory (`df -h /dev/shm` tells) or on a disk",
+SIGNAL_CAUSES = {
+    signal.SIGKILL: "usually the machine ran out of memory (see `dmesg | tail`), or the process was killed on purpose",
+    signal.SIGSEGV: "a crash in compiled code: an extension, a driver, or incompatible libraries",
+    signal.SIGABRT: "compiled code aborted: a failed assertion or an uncaught exception",
+    signal.SIGBUS: "usually no space in shared memory (see `df -h /dev/shm`) or on a disk",
     signal.SIGILL: "compiled code for another kind of processor",
     signal.SIGFPE: "an arithmetic error in compiled code",
-    signal.SIGTERM: "somebody ended this one process (`kill`), not the launcher",
-    signal.SIGINT: "somebody interrupted this one process, not the launcher",
+    signal.SIGTERM: "this process alone was terminated (`kill`), not by the launcher",
+    signal.SIGINT: "this process alone was interrupted, not by the launcher",
 }
 CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-"""Signals that a process does not die of because a peer failed. SIGABRT is not one of them: gloo may do that."""
+"""Signals that are never the consequence of a lost peer. (SIGABRT may be: gloo aborts.)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """A process to start."""
+    """A process to start.
+
+    Attributes:
+        command: the program and its arguments.
+        environment: all environment variables.
+        log: the file for its output.
+        record: the file for its failure (failure_record.py).
+        replacement: whether it replaces a process that died.
+    """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
     record: Path
-    substitute: bool = False  # for a process that died
+    replacement: bool = False
 
 
 class WorkerFailure(NamedTuple):
-    """Why a run failed."""
+    """Why a run failed.
+
+    Attributes:
+        rank: of the process that failed first.
+        size: number of processes at the start.
+        time: of the failure, in seconds since the epoch.
+        record: the exception; None if the process left none.
+        signal: that killed it; 0: none.
+        exit_status: for the launcher to return.
+        log: its log.
+        early: whether it ended without an error while the others still needed it.
+    """
 
     rank: int
     size: int
-    time: float  # seconds since the epoch
-    record: FailureRecord | None  # None: the process left no word
-    signal: int  # that it died of, 0: none
-    exit_status: int  # what the launcher should return
+    time: float
+    record: FailureRecord | None
+    signal: int
+    exit_status: int
     log: Path
-    early: bool = False  # it said that all was well, when the others still needed it
+    early: bool = False
 
     @property
     def is_wrong_request(self) -> bool:
@@ -57,45 +76,55 @@ class WorkerFailure(NamedTuple):
         return self.record is not None and self.record.exit_status == 2 and bool(self.record.problems)
 
     def __str__(self) -> str:
-        """What is printed last on the screen."""
+        """Return the message that is printed last on the screen."""
         record = self.record
         if record is not None and self.is_wrong_request:
-            return record.message  # a wrong request needs no traceback
-        title = f"Rank {self.rank} of {self.size}" if self.rank < self.size else f"Process {self.rank}, which joined,"
+            return record.message  # an invalid request needs no traceback
+        title = f"Rank {self.rank} of {self.size}" if self.rank < self.size else f"Process {self.rank}, a replacement,"
         if record is not None:
             return f"{title} failed; its log is {self.log}\n\n{record.traceback or record.message}".rstrip("\n")
         if self.early:
-            said = f"{title} left with exit status 0 (sys.exit? os._exit?) while the others still needed it."
+            message = f"{title} exited with status 0 (sys.exit? os._exit?) while other processes still needed it."
         elif self.signal:
-            meaning = MEANING.get(signal.Signals(self.signal), "")
-            said = f"{title} died of signal {self.signal} ({signal.Signals(self.signal).name})"
-            said += f": {meaning}." if meaning else "."
+            cause = SIGNAL_CAUSES.get(signal.Signals(self.signal), "")
+            message = f"{title} died of signal {self.signal} ({signal.Signals(self.signal).name})"
+            message += f": {cause}." if cause else "."
         else:
-            said = f"{title} left with exit status {self.exit_status} and no word (os._exit?)."
+            message = f"{title} exited with status {self.exit_status} and no error message (os._exit?)."
         tail = last_lines(self.log, 10)
         if tail:
-            return "\n".join([said, f"The end of its log, {self.log}:", *(f"    {line}" for line in tail)])
-        return f"{said}\nIts log is empty: {self.log}"
+            return "\n".join([message, f"The end of its log, {self.log}:", *(f"    {line}" for line in tail)])
+        return f"{message}\nIts log is empty: {self.log}"
 
 
 class WorkerProcess:
-    """A process that was started, and what we know of it."""
+    """A process that was started.
 
-    def __init__(self, rank: int, task: WorkerSpec) -> None:
-        self.rank = rank
-        self.task = task
-        self.log = RankLog(task.log)
-        self.told = False  # we sent it SIGTERM
-        self.killed = False  # we sent it SIGKILL
-        self.log_is_lost = False  # and we said so
+    Attributes:
+        rank: its number, which is its rank at the start.
+        spec: its specification.
+        log: where its output goes.
+        terminated: whether the launcher sent it SIGTERM.
+        killed: whether the launcher sent it SIGKILL.
+        log_error_reported: whether an error of the log was printed.
+        ended_at: when it ended, in seconds since the epoch; None: it is alive.
+        joined: whether it trains; False for a replacement that has not joined yet.
+        survived: whether it died and the others continue without it.
+        orphan_of: the dead process with which it shared a model, for which it was killed.
+    """
+
+    def __init__(self, rank: int, spec: WorkerSpec) -> None:
+        self.rank, self.spec = rank, spec
+        self.log = RankLog(spec.log)
+        self.terminated = self.killed = self.log_error_reported = False
         self.ended_at: float | None = None
-        self.joined = not task.substitute  # is it one of those who train, or has it only been started to join them?
-        self.missed = False  # it died, and the others go on without it
-        self.orphan_of: int | None = None  # it was ended since this one died, with which it shared a model
+        self.joined = not spec.replacement
+        self.survived = False
+        self.orphan_of: int | None = None
         try:
             self.popen = subprocess.Popen(
-                task.command,
-                env=task.environment,
+                spec.command,
+                env=spec.environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -104,8 +133,11 @@ class WorkerProcess:
             )
         except OSError as error:
             self.log.close()
-            do = "Start fewer processes, or close other programs."
-            raise WorldError(f"Start process {rank}.", f"The system says: {error.strerror}.", do) from error
+            raise WorldError(
+                f"Cannot start process {rank}.",
+                f"The system refused: {error.strerror}.",
+                "start fewer processes, or close other programs.",
+            ) from error
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
@@ -115,35 +147,35 @@ class WorkerProcess:
     def alive(self) -> bool:
         return self.ended_at is None
 
-    def tell(self, group: bool) -> None:
-        """SIGTERM, to the process alone (it saves, with the help of its workers) or to all that it started."""
-        self.told = True
+    def terminate(self, group: bool) -> None:
+        """Send SIGTERM to the process alone (it saves, with the help of its workers), or to all that it started."""
+        self.terminated = True
         if self.alive:
             (os.killpg if group else os.kill)(self.popen.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, to all that it started."""
+        """Send SIGKILL to the process and to all that it started."""
         if self.alive:
             self.killed = True
             os.killpg(self.popen.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Look whether it is over, without forgetting it: as long as it is not reaped its group's number is its own."""
+        """Return whether it has ended, without reaping it: until then the id of its process group is not reused."""
         return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     @property
     def replaceable(self) -> bool:
-        """Can the others go on, and finish its step, should it die?"""
-        return not self.joined or is_replaceable(self.task.record)
+        """Whether the others can finish its step and continue if it dies."""
+        return not self.joined or is_replaceable(self.spec.record)
 
     @property
     def spare(self) -> bool:
-        """Do the others go on without it?"""
-        return is_spare(self.task.record)
+        """Whether the others continue without it."""
+        return is_spare(self.spec.record)
 
     def failed(self) -> bool:
-        """Is it over, and not as it should be?"""
+        """Return whether it has ended with a failure."""
         code = self.popen.returncode
-        if not self.alive and ((code < 0 and self.spare) or self.missed or not self.joined):
+        if not self.alive and ((code < 0 and self.spare) or self.survived or not self.joined):
             return False
-        return not self.alive and code != 0 and not self.killed and not (self.told and code == -signal.SIGTERM)
+        return not self.alive and code != 0 and not self.killed and not (self.terminated and code == -signal.SIGTERM)

@@ -105,7 +105,7 @@ class StatusStore:
                 continue
             place, read_at = self._seen[rank]
             silence = time.monotonic() - read_at
-            if silence > place.patience:
+            if silence > place.silence_limit:
                 why = state_of(place.pid) if place.host == self.world.host else f"{GONE} (host {place.host})"
                 place = replace(place, idle=place.idle + silence, silent=why, waits="")
             found.append(place)
@@ -114,7 +114,7 @@ class StatusStore:
     def _unknown(self, rank: int, mine: ProcessStatus) -> ProcessStatus:
         """Return a status for a rank that has never written one. At first it is not yet silent."""
         assert self._first_read is not None
-        if time.monotonic() - self._first_read <= mine.patience:
+        if time.monotonic() - self._first_read <= mine.silence_limit:
             return _silent(rank, mine, "", idle=0.0)
         return _silent(rank, mine, GONE if self.joined else ABSENT)
 

@@ -119,7 +119,7 @@ class StatusThread:
     def _write(self, status: ProcessStatus) -> bool:
         """Write the status for our launcher. Returns False under another launcher."""
         if self._path is not None:
-            status.write(self._path.with_suffix(".place"))
+            status.write(self._path.with_suffix(".status"))
         return self._path is not None
 
     def _count(self) -> None:
@@ -188,7 +188,7 @@ class StatusThread:
 
     def _cpu_seconds(self) -> float:
         """Return the CPU time of this process and its children, without that of this thread."""
-        return status_file.seconds_of(os.getpid()) - time.thread_time()
+        return status_file.cpu_seconds(os.getpid()) - time.thread_time()
 
     def _workers(self) -> tuple[str, ...]:
         """Return a text for each state of the loader's workers."""

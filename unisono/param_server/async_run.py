@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from unisono.config import Settings, plural
 from unisono.distributed.process_group import ProcessGroup
-from unisono.distributed.roles import RoleGroup, build_crew
+from unisono.distributed.roles import RoleGroup, assign_roles
 from unisono.errors import LoopError, RunStopped
 from unisono.launcher import failure_record
 from unisono.param_server.async_server import FirstServer, Follower, ServerBatches, ServerRole, ServerSync
@@ -66,7 +66,7 @@ class AsyncServerLoop(SyncLoop):
     def __init__(self, settings: Settings, group: ProcessGroup) -> None:
         super().__init__(settings, group)
         self.training = ProcessGroup(device=group.device)
-        self.crew = build_crew(group, settings.server.count)
+        self.crew = assign_roles(group, settings.server.count)
         self.saves = group.rank == 0
         self._server: ServerRole | None = None
         self._worker: Worker | None = None
@@ -79,7 +79,7 @@ class AsyncServerLoop(SyncLoop):
         context.progress.bytes_sent = math.nan  # what links carry is not counted
 
     def place(self, model: torch.nn.Module) -> None:
-        self.crew.shares.know(model.parameters())
+        self.crew.shares.assign(model.parameters())
 
     def track(self, things: Iterable[Any]) -> None:
         refuse_foreign(things, self.crew.servers)
@@ -102,7 +102,7 @@ class AsyncServerLoop(SyncLoop):
         context.step_sync.switch_group(self.training)
         self._has_begun = True
         messages = ParameterMessages(context.models, self.crew)
-        if not self.crew.serves:
+        if not self.crew.is_server:
             return self._as_worker(context, parts, steps, links, messages)
         server: ServerRole
         if self.group.rank == 0:

@@ -25,7 +25,7 @@ class ParameterMessages:
 
     def __init__(self, models: Models, crew: RoleGroup) -> None:
         self.models, self.crew = models, crew
-        crew.shares.know(models.params)
+        crew.shares.assign(models.params)
         self._marks: dict[int, Mark] = {}  # what buffers were when they came
         self._moved: set[int] = set()  # buffers that somebody's forward pass changes
 

@@ -15,7 +15,7 @@ import torch
 
 from unisono.config import Settings
 from unisono.distributed.process_group import ProcessGroup
-from unisono.distributed.roles import RoleGroup, build_crew
+from unisono.distributed.roles import RoleGroup, assign_roles
 from unisono.param_server.server_parts import ServerParts, refuse_foreign
 from unisono.plan.assignment import Spans, assign_evenly
 from unisono.train.context import RunContext
@@ -39,14 +39,14 @@ class SyncServerLoop(SyncLoop):
     is_uniform = False
 
     def __init__(self, settings: Settings, group: ProcessGroup) -> None:
-        self.crew = build_crew(group, settings.server.count)
+        self.crew = assign_roles(group, settings.server.count)
         super().__init__(settings, self.crew)
 
     def attach(self, context: RunContext) -> None:
         context.state.stages = ServerParts(self.crew)
 
     def place(self, model: torch.nn.Module) -> None:
-        self.crew.shares.know(model.parameters())
+        self.crew.shares.assign(model.parameters())
 
     def track(self, things: Iterable[Any]) -> None:
         refuse_foreign(things, self.crew.servers)

@@ -1,1 +1,1 @@
-"""The score: what a step computes, as numbers. Nothing here knows torch, processes, or where anything runs."""
+"""Planning: what a step computes, and which process computes it, as numbers. No torch, no processes."""

@@ -1,8 +1,8 @@
-"""Placement: who computes which virtual ranks. A pure function of V and of how fast the processes are.
+"""Assign virtual ranks to processes: a pure function of the number of virtual ranks and the speeds of the processes.
 
-It is a free choice: it never changes what is computed. Process r gets a span [lo, hi) of neighbouring virtual ranks.
-The spans are chosen so that the slowest process is done as early as possible, and among those choices so that as few
-partial sums as possible have to travel (a span of one complete subtree sends one; see reduction_tree.py).
+The assignment never changes what is computed. Process r gets a span [lo, hi) of consecutive virtual ranks. The spans
+are chosen so that the slowest process ends as early as possible; among such choices, so that as few partial sums as
+possible are sent (a span that is one complete subtree sends one; see reduction_tree.py).
 """
 
 from __future__ import annotations
@@ -19,56 +19,66 @@ T = TypeVar("T")
 
 
 def assign(virtual_ranks: int, seconds: Sequence[float]) -> Spans:
-    """Spans for processes that need `seconds[r]` for one virtual rank each (any unit; all above 0).
+    """Return the spans for processes of different speeds.
 
-    Processes beyond the number of virtual ranks get empty spans.
+    Args:
+        virtual_ranks: V, how many virtual ranks there are.
+        seconds: for one virtual rank on each process; any unit, all above 0.
+
+    Returns:
+        A span for each process; empty ones if there are more processes than virtual ranks.
     """
-    return _place(virtual_ranks, tuple(seconds))
+    return _assign(virtual_ranks, tuple(seconds))
 
 
 def assign_evenly(virtual_ranks: int, size: int, sites: int = 1) -> Spans:
-    """Spans for `size` processes that are equally fast.
+    """Return the spans for `size` processes of equal speed.
 
-    sites  number of sites (exchange=local_sgd); each has the same number of contiguous virtual ranks and of processes,
-           and its processes share its virtual ranks only
+    Args:
+        virtual_ranks: V, how many virtual ranks there are.
+        size: number of processes.
+        sites: number of sites (exchange=local_sgd). Each has the same number of consecutive virtual ranks and of
+            processes, and its processes share its virtual ranks only.
     """
     share = virtual_ranks // sites
-    one = _place(share, (1.0,) * (size // sites))
-    return tuple((site * share + lo, site * share + hi) for site in range(sites) for lo, hi in one)
+    one_site = _assign(share, (1.0,) * (size // sites))
+    return tuple((site * share + lo, site * share + hi) for site in range(sites) for lo, hi in one_site)
 
 
 @lru_cache(maxsize=64)
-def _place(virtual_ranks: int, seconds: tuple[float, ...]) -> Spans:
-    most = _most(virtual_ranks, seconds)
-    # fewest[b]: least cost at which the processes so far hold [0, b) together; came[r][b]: where r's span begins then
-    fewest: dict[int, int] = {0: 0}
-    came: list[dict[int, int]] = []
-    left = sum(most)
-    for limit in most:
-        left -= limit
-        reached: dict[int, int] = {}
-        began: dict[int, int] = {}
-        for a, cost in fewest.items():
-            # what remains must fit the processes that remain, or the choice is a dead end
-            for b in range(max(a, virtual_ranks - left), min(a + limit, virtual_ranks) + 1):
-                candidate = cost + (len(subtrees(virtual_ranks, a, b)) or _IDLE)
-                if b not in reached or candidate < reached[b]:
-                    reached[b], began[b] = candidate, a
-        fewest = reached
-        came.append(began)
+def _assign(virtual_ranks: int, seconds: tuple[float, ...]) -> Spans:
+    limits = _limits(virtual_ranks, seconds)
+    # costs[b]: least cost at which the processes so far hold [0, b); starts[r][b]: where the span of r starts then
+    costs: dict[int, int] = {0: 0}
+    starts: list[dict[int, int]] = []
+    remaining = sum(limits)
+    for limit in limits:
+        remaining -= limit
+        next_costs: dict[int, int] = {}
+        start_of: dict[int, int] = {}
+        for a, cost in costs.items():
+            # the remaining virtual ranks must fit the remaining processes
+            for b in range(max(a, virtual_ranks - remaining), min(a + limit, virtual_ranks) + 1):
+                candidate = cost + (len(subtrees(virtual_ranks, a, b)) or _IDLE_COST)
+                if b not in next_costs or candidate < next_costs[b]:
+                    next_costs[b], start_of[b] = candidate, a
+        costs = next_costs
+        starts.append(start_of)
     spans: list[tuple[int, int]] = []
     stop = virtual_ranks
-    for began in reversed(came):
-        spans.append((began[stop], stop))
-        stop = began[stop]
+    for start_of in reversed(starts):
+        spans.append((start_of[stop], stop))
+        stop = start_of[stop]
     return tuple(reversed(spans))
 
 
 class Slot(NamedTuple):
-    """Where a process sits: whose span it computes, and who shares that with it.
+    """The share of a process: a span, whose micro-batches several processes may compute in turn.
 
-    span   which of the spans
-    turn   of `turns` processes that compute its micro-batches in turn, this is number `turn`
+    Attributes:
+        span: the index of the span.
+        turn: of this process among those that share the span.
+        turns: the number of processes that share the span.
     """
 
     span: int
@@ -76,46 +86,50 @@ class Slot(NamedTuple):
     turns: int = 1
 
 
-def micro_batches_of(places: Iterable[tuple[MicroBatchId, T]], seat: Slot) -> Iterator[tuple[MicroBatchId, T]]:
-    """What the process at `seat` computes of its span's micro-batches, each with its samples.
+def micro_batches_of(span: Iterable[tuple[MicroBatchId, T]], slot: Slot) -> Iterator[tuple[MicroBatchId, T]]:
+    """Yield the micro-batches of a span that the process at `slot` computes.
 
-    Those who take turns compute equally many, since none can go on without the others (each holds a part of every
-    layer). Where a last round runs out, the last micro-batch is computed once more, as a spare one:
+    Processes that take turns compute equally many micro-batches, since each holds a part of every layer and needs the
+    others. If the last round is incomplete, the last micro-batch is computed again as a spare one:
 
         five micro-batches, two turns:      0 2 4  and  1 3 (4)
+
+    Args:
+        span: the micro-batches of the span, each with its samples.
+        slot: which of them to yield.
     """
-    if seat.turns == 1:
-        yield from places
+    if slot.turns == 1:
+        yield from span
         return
-    known = list(places)
-    for number in range(seat.turn, -(-len(known) // seat.turns) * seat.turns, seat.turns):
-        place, samples = known[min(number, len(known) - 1)]
-        yield place._replace(spare=number >= len(known)), samples
+    known = list(span)
+    for number in range(slot.turn, -(-len(known) // slot.turns) * slot.turns, slot.turns):
+        micro_batch, samples = known[min(number, len(known) - 1)]
+        yield micro_batch._replace(spare=number >= len(known)), samples
 
 
-_IDLE = 2
-"""What a process without a span counts as, in partial sums: it costs nothing to send, but people paid for it."""
+_IDLE_COST = 2
+"""The cost of a process without a span, in partial sums: it sends nothing, but it would be wasted."""
 
 
-def _most(virtual_ranks: int, seconds: tuple[float, ...]) -> list[int]:
-    """How many virtual ranks each process may take so that the step ends as early as it can.
+def _limits(virtual_ranks: int, seconds: tuple[float, ...]) -> list[int]:
+    """Return how many virtual ranks each process may take so that the step ends as early as possible.
 
-    The end of the step is n * seconds[r] for some process r and some n: the smallest such time by which all V are done.
+    The step ends after n * seconds[r] for some process r and some n: the smallest such time by which all V are done.
     """
     slowest_end = virtual_ranks * min(seconds)
     ends = sorted({n * s for s in set(seconds) for n in range(1, virtual_ranks + 1) if n * s <= slowest_end})
     lo, hi = 0, len(ends) - 1
     while lo < hi:
         middle = (lo + hi) // 2
-        if sum(_done_by(ends[middle], s, virtual_ranks) for s in seconds) >= virtual_ranks:
+        if sum(_count_by(ends[middle], s, virtual_ranks) for s in seconds) >= virtual_ranks:
             hi = middle
         else:
             lo = middle + 1
-    return [_done_by(ends[lo], s, virtual_ranks) for s in seconds]
+    return [_count_by(ends[lo], s, virtual_ranks) for s in seconds]
 
 
-def _done_by(end: float, seconds: float, most: int) -> int:
-    """The largest n <= most with n * seconds <= end; the product is compared, since a quotient would round."""
+def _count_by(end: float, seconds: float, most: int) -> int:
+    """Return the largest n <= most with n * seconds <= end. The product is compared, since a quotient would round."""
     n = min(int(end / seconds) + 1, most)
     while n * seconds > end:
         n -= 1

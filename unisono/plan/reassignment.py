@@ -1,9 +1,9 @@
-"""After a death: who computes what is missing of a step. Numbers only.
+"""After a death: divide the missing virtual ranks of a step among the survivors. Numbers only.
 
     held       process 0: v0 v1 v2    process 1 (dead): v3 v4 v5    process 2: v6 v7
     now        process 0: v0 v1 v2 + v3 v4                          process 2: v6 v7 + v5
 
-What survivors hold stays where it is; what nobody holds is dealt to them evenly, neighbours together.
+Survivors keep the gradients that they hold. The missing virtual ranks are divided among them evenly and in order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from itertools import pairwise
 
 
 def assign_missing(pieces: Mapping[int, int], held: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The virtual ranks that each survivor computes, or, of those without work (pieces[v] is 0), merely counts as its
-    own. `held`: those whose gradients each of them still has."""
-    there = {v for of in held for v in of}
-    missing = [v for v in sorted(pieces) if v not in there and pieces[v]]
+    """Return the virtual ranks that each survivor computes in addition.
+
+    Args:
+        pieces: the number of micro-batches of each virtual rank. One without any is assigned as well, to survivor 0.
+        held: the virtual ranks whose gradients each survivor holds.
+    """
+    present = {v for virtual_ranks in held for v in virtual_ranks}
+    missing = [v for v in sorted(pieces) if v not in present and pieces[v]]
     size = len(held)
     ends = [i * len(missing) // size for i in range(size + 1)]
-    dealt = [missing[first:end] for first, end in pairwise(ends)]
-    dealt[0] = sorted([*dealt[0], *(v for v in pieces if v not in there and not pieces[v])])
-    return dealt
+    assigned = [missing[first:end] for first, end in pairwise(ends)]
+    assigned[0] = sorted([*assigned[0], *(v for v in pieces if v not in present and not pieces[v])])
+    return assigned

@@ -1,18 +1,19 @@
-"""The tree: one fixed association of the sum over V leaves, whoever holds which leaf.
+"""The reduction tree: one fixed order of adding up V leaves, whichever processes hold them.
 
-Floating-point addition is commutative but not associative, so the brackets must not depend on placement. A node is the
-span (lo, hi) of the leaves under it; it splits in the middle; the root is (0, V). With V = 6:
+Floating-point addition is commutative but not associative, so the order of additions must not depend on the assignment
+of leaves to processes. A node is the span (lo, hi) of the leaves under it; it splits in the middle; the root is (0, V).
+With V = 6:
 
                  (0,6)
             /              \\
          (0,3)            (3,6)             a process that holds the leaves 0 .. 3 can form (0,3) and (3,4) by itself,
-         /   \\            /   \\             and these two partial sums are all that anybody else needs from it
+         /   \\            /   \\             and the other processes need only these two partial sums from it
        0   (1,3)        3   (4,6)
             / \\              / \\
            1   2            4   5
 
-Halving aligns with what people have: cut V leaves evenly for any power of two of processes, and every process holds
-exactly one subtree, whatever V is.
+Halving suits common numbers of processes: if V leaves are divided evenly among a power of two of processes, every
+process holds exactly one subtree, whatever V is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree: the sum of the leaves lo .. hi-1."""
+    """A node of the tree: the sum of the leaves lo to hi - 1."""
 
     lo: int
     hi: int
@@ -40,7 +41,7 @@ class Node(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def subtrees(leaves: int, lo: int, hi: int) -> tuple[Node, ...]:
-    """The largest complete subtrees inside the span [lo, hi) of a tree over `leaves` leaves, from left to right."""
+    """Return the largest complete subtrees inside the span [lo, hi) of a tree over `leaves` leaves, left to right."""
     found: list[Node] = []
 
     def visit(node: Node) -> None:
@@ -57,17 +58,17 @@ def subtrees(leaves: int, lo: int, hi: int) -> tuple[Node, ...]:
 
 @lru_cache(maxsize=65536)
 def copies(leaves: int, lo: int, hi: int) -> int:
-    """Gradient copies alive, at most, while the leaves of a span are computed one after the other and folded.
+    """Return the most gradient copies alive while the leaves of a span are computed in order and added up.
 
-    A subtree of m leaves needs ceil(log2 m) + 1 of them: no order of visiting a balanced tree needs fewer (Sethi and
-    Ullman, 1970). Subtrees that are finished wait beside it. So r + 2 holds up to subtrees of four leaves, and each
+    A subtree of m leaves needs ceil(log2 m) + 1 of them; no order of visiting a balanced tree needs fewer (Sethi and
+    Ullman, 1970). Finished subtrees are kept meanwhile. So r subtrees of up to four leaves need r + 2 copies, and each
     doubling of a subtree costs one more.
     """
     return max((i + (n.hi - n.lo - 1).bit_length() + 1 for i, n in enumerate(subtrees(leaves, lo, hi))), default=0)
 
 
 def fold(node: Node, have: dict[Node, T], add: Callable[[T, T], T]) -> T:
-    """The sum at `node`, in tree order, from the sums of disjoint nodes that cover it."""
+    """Return the sum at `node`, in tree order, from the sums of disjoint nodes that cover it."""
     if node in have:
         return have[node]
     left, right = node.children
@@ -76,14 +77,14 @@ def fold(node: Node, have: dict[Node, T], add: Callable[[T, T], T]) -> T:
 
 @lru_cache(maxsize=65536)
 def parent(leaves: int, left: Node, right: Node) -> Node | None:
-    """The node whose two children are `left` and `right`, or None when they are not siblings."""
+    """Return the node whose children are `left` and `right`; None if they are not siblings."""
     both = Node(left.lo, right.hi)
     return both if both.children == (left, right) and subtrees(leaves, *both) == (both,) else None
 
 
 @lru_cache(maxsize=65536)
 def sibling(leaves: int, node: Node) -> Node | None:
-    """The other child of the node's parent; None for the root."""
+    """Return the other child of the node's parent; None for the root."""
     at = Node(0, leaves)
     while at.hi - at.lo > 1:
         left, right = at.children
@@ -94,8 +95,13 @@ def sibling(leaves: int, node: Node) -> Node | None:
 
 
 class NodeHeap(Generic[T]):
-    """Folds leaves that come in any order, each once: siblings are merged as soon as both are there. `add` is as for
-    `Fold`; `held` is what waits, the largest complete subtrees of all that came."""
+    """Fold leaves in any order, each once: siblings are added as soon as both are known.
+
+    Attributes:
+        leaves: of the tree.
+        add: as for Fold.
+        held: the sums that wait for a sibling: the largest complete subtrees of the leaves so far.
+    """
 
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
         self.leaves, self.add = leaves, add
@@ -110,10 +116,14 @@ class NodeHeap(Generic[T]):
 
 
 class Fold(Generic[T]):
-    """Folds nodes (mostly leaves) as they come, from left to right, merging siblings as soon as both are there.
+    """Fold nodes (mostly leaves) from left to right: siblings are added as soon as both are known.
 
-    `add(a, b)` returns a + b and may reuse a. `held` is what waits: at the end, the largest complete subtrees of the
-    span that was pushed, in order. It is never longer than `copies` says. `first` is the leaf where this span begins.
+    Attributes:
+        leaves: of the tree.
+        add: add(a, b) returns a + b and may reuse the memory of a.
+        first: the leaf at which the span begins.
+        held: the sums that wait for a sibling; at the end the largest complete subtrees of the span, in order. It is
+            never longer than `copies` returns.
     """
 
     def __init__(self, leaves: int, add: Callable[[T, T], T], first: int = 0) -> None:
@@ -126,23 +136,27 @@ class Fold(Generic[T]):
             (_, left), (_, right) = self.held[-2:]
             self.held[-2:] = [(both, self.add(left, right))]
 
-    def skip_to(self, leaf: int, nothing: T) -> None:
-        """The leaves from the last one that was pushed up to this one have nothing."""
+    def skip_to(self, leaf: int, zero: T) -> None:
+        """Push `zero` for the leaves up to, not including, `leaf`."""
         for empty in range(self.held[-1][0].hi if self.held else self.first, leaf):
-            self.push(Node(empty, empty + 1), nothing)
+            self.push(Node(empty, empty + 1), zero)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sends what, for one placement: spans[r] is the span [lo, hi) of virtual ranks that process r holds.
+    """The messages for one assignment of virtual ranks to processes.
 
-    The gradient is cut into one chunk a process. Every process sends chunk c of each of its partial sums to process c,
-    which folds what it receives in tree order and hands the result to everybody:
+    The gradient is divided into one chunk for each process. Every process sends chunk c of each of its partial sums to
+    process c, which adds the received chunks in tree order and sends the result to all processes:
 
         process 0 holds (0,3) (3,4)      all-to-all          fold in place             all-gather
         process 1 holds (4,6)            of partial sums     [0] [1] [2]: 1 += 2       of finished
                                          0: (0,3) (3,4) (4,6)             0 += 1       chunks
                                          1: (0,3) (3,4) (4,6)
+
+    Attributes:
+        leaves: V, the number of virtual ranks.
+        spans: the span [lo, hi) of virtual ranks of each process.
     """
 
     leaves: int
@@ -150,19 +164,19 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """How many processes take part."""
+        """The number of processes."""
         return len(self.spans)
 
     def sends(self, rank: int) -> tuple[Node, ...]:
-        """The partial sums that process `rank` forms by itself and sends, a chunk of each to every process."""
+        """Return the partial sums that process `rank` forms by itself and sends, a chunk of each to every process."""
         return subtrees(self.leaves, *self.spans[rank])
 
     def arrivals(self) -> tuple[Node, ...]:
-        """What every process receives, in this order: the partial sums of process 0, then of process 1, and so on."""
+        """Return the partial sums that every process receives: those of process 0, then of process 1, and so on."""
         return tuple(node for rank in range(self.size) for node in self.sends(rank))
 
     def additions(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (i, j) to be carried out in order on the arrivals: number i += number j. The last makes the total."""
+        """Return pairs (i, j): add arrival j to arrival i, in this order. The last addition makes the total."""
         steps: list[tuple[int, int]] = []
 
         def add(i: int, j: int) -> int:
@@ -173,9 +187,9 @@ class Plan:
         return tuple(steps)
 
     def traffic(self, rank: int) -> float:
-        """What `rank` sends in one exchange, in gradients: its partial sums to the others, then its chunk to each.
+        """Return how many gradients `rank` sends in one exchange: its partial sums, then its chunk to each process.
 
-        An ordinary ring all-reduce sends 2 (W - 1) / W; an aligned plan sends exactly that.
+        A ring all-reduce over W processes sends 2 (W - 1) / W; a plan of aligned spans sends exactly that.
         """
         others = (self.size - 1) / self.size
         return len(self.sends(rank)) * others + others
@@ -183,8 +197,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class ScatteredPlan(Plan):
-    """Who sends what, if leaves went to whoever was free: owners[leaf] is the process that computed it, and `spans` say
-    nothing any more."""
+    """The messages where any process may have computed any leaf, as with work stealing. `spans` is not used then.
+
+    Attributes:
+        owners: the process that computed each leaf.
+    """
 
     owners: tuple[int, ...] = ()
 
@@ -200,7 +217,7 @@ class ScatteredPlan(Plan):
 
 
 def chain(values: Sequence[float]) -> float:
-    """The sum of numbers from left to right: how rows of a small table are folded, by everybody alike."""
+    """Return the sum of numbers from left to right, the order in which every process adds the rows of small tables."""
     total = 0.0
     for value in values:
         total += value

@@ -1,10 +1,10 @@
-"""Randomness is keyed, not consumed.
+"""Keys for random numbers: randomness is keyed, not consumed.
 
-A key is a 64-bit number made from the run's seed and the coordinates of what is about to happen (which purpose, which
-step, which micro-batch). Whoever computes a micro-batch, in whatever process, worker or year, seeds from the same key.
+A key is a 64-bit number made of the run's seed and coordinates (the purpose, the step, the micro-batch). Every process
+and every worker seeds a micro-batch from the same key, at any time.
 
 The mixer is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), chained over
-the coordinates. It is ours so that no library's next version can change the order of anybody's data.
+the coordinates. It is implemented here so that no new version of a library can change the order of samples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE, SCRIPT, SHARDS = range(1, 9)
-"""What a key is for; two purposes never share a stream."""
+"""Purposes of keys. Two purposes never share a stream of random numbers."""
 
 _MASK = (1 << 64) - 1
 
@@ -30,7 +30,7 @@ def mix(*coordinates: int) -> int:
 
 
 def micro_batch_key(run_key: int, step: int, virtual_rank: int, number: int) -> int:
-    """The key of a micro-batch under `run_key`: mix of both, with its place packed into one coordinate.
+    """Return the key of a micro-batch: mix of `run_key` and its position, packed into one coordinate.
 
     Packing is one to one below 2^32 steps, 2^16 virtual ranks and 2^16 micro-batches each.
     """
@@ -38,16 +38,16 @@ def micro_batch_key(run_key: int, step: int, virtual_rank: int, number: int) -> 
 
 
 def shuffled(length: int, key: int) -> npt.NDArray[np.int64]:
-    """The numbers 0 .. length-1, each sorted by its own key under `key`: a permutation, shape [length].
+    """Return a permutation of 0 to length - 1, shape [length]: the numbers sorted by their hashes under `key`.
 
-    Sorting keys is slower than shuffling (about 0.1 s for a million) and costs 24 bytes a sample for that moment, once
-    an epoch. In return the order is plain integer arithmetic that can be written down, on any machine.
+    Sorting is slower than shuffling (about 0.1 s for a million) and takes 24 bytes a sample meanwhile, once an epoch.
+    In return the order is plain integer arithmetic, the same on any machine.
     """
     return np.argsort(hashed(0, length, key), kind="stable")
 
 
 def hashed(first: int, last: int, key: int) -> npt.NDArray[np.uint64]:
-    """A number of 64 bits for each of first .. last-1 under `key`, shape [last - first]."""
+    """Return a 64-bit hash of each of first to last - 1 under `key`, shape [last - first]."""
     with np.errstate(over="ignore"):
         h = np.arange(first, last, dtype=np.uint64) ^ np.uint64(key & _MASK)
         h += np.uint64(0x9E3779B97F4A7C15)

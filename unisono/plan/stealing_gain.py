@@ -1,8 +1,8 @@
-"""Whether virtual ranks are claimed within a step: decided by all processes from the same numbers. Numbers only.
+"""Decide whether processes steal work (virtual ranks) within a step. All decide alike, from the same numbers.
 
-Claiming helps where a process is slow now and then and nobody knows which one it will be. It costs: sums leave when all
-is computed, instead of in the midst of the last backward, and every claim is a question. So it is tried when the past
-steps say that it would have paid, kept when it does, and left alone for longer and longer when it does not.
+Work stealing helps where processes are slow now and then, and not predictably the same ones. It has costs: partial sums
+are sent when all leaves are computed, instead of during the last backward pass, and every claim is a request. So it is
+tried when the past steps suggest a gain, and kept if there is one. The pause before the next trial grows each time.
 """
 
 from __future__ import annotations
@@ -12,56 +12,61 @@ from collections.abc import Sequence
 from statistics import median
 
 from unisono.plan.assignment import Spans
-from unisono.plan.load_balance import FIRST, end
+from unisono.plan.load_balance import WARMUP_STEPS, end
 
 WINDOW = 16
-"""Steps that one way is judged by."""
+"""Steps by which a mode is judged."""
 
-HOPE = 1.15
-"""How much longer steps must take than they would if nobody waited, for a try."""
+MIN_WAITING = 1.15
+"""Stealing is tried if steps take this many times as long as they would if no process waited."""
 
-PAYS = 0.97
-"""A step with claims takes at most so much of one without, or they are left."""
+MAX_RATIO = 0.97
+"""Stealing is kept if a step takes at most this share of one without it."""
 
-REST, LONG_REST = 64, 4096
-"""Steps until the next try, after one that did not pay; twice as many each time."""
+PAUSE, LONGEST_PAUSE = 64, 4096
+"""Steps until the next trial after one without a gain; doubled each time."""
 
 
 class StealingGain:
-    """`on` says whether the next step's virtual ranks are to be claimed."""
+    """Decide after each step about the next one. `on`: whether the next step's virtual ranks may be stolen."""
 
     def __init__(self) -> None:
         self.on = False
-        self._waits = deque[float](maxlen=WINDOW)  # a step's time over what it would be if nobody waited
-        self._walls = deque[float](maxlen=WINDOW)
-        self._before = float("inf")  # a step's seconds without claims
-        self._rest, self._left, self._steps = REST, 0, 0
+        self._waiting = deque[float](maxlen=WINDOW)  # a step's time over what it would be if no process waited
+        self._step_seconds = deque[float](maxlen=WINDOW)
+        self._without = float("inf")  # a step's seconds without stealing
+        self._pause, self._paused, self._steps = PAUSE, 0, 0
 
-    def hear(self, spans: Spans, seconds: Sequence[float], wall: float) -> bool:
-        """A step is over: it took `wall` seconds, and a virtual rank took seconds[r] on process r (0: it had none).
-        Returns whether to claim in the next one."""
+    def record(self, spans: Spans, seconds: Sequence[float], step_seconds: float) -> bool:
+        """Record a step. Return whether to steal in the next one.
+
+        Args:
+            spans: the assignment in this step.
+            seconds: for a virtual rank on each process; 0 if it computed none.
+            step_seconds: of the whole step.
+        """
         self._steps += 1
-        if self._steps <= FIRST:
+        if self._steps <= WARMUP_STEPS:
             return self.on
         took = [s or max(seconds) for s in seconds]
-        alone = sum(hi - lo for lo, hi in spans) / sum(1 / s for s in took if s) if any(took) else 0.0
-        self._waits.append(end(spans, took) / alone if alone else 1.0)
-        self._walls.append(wall)
-        self._left = max(self._left - 1, 0)
-        if self._left or len(self._walls) < WINDOW:
+        ideal = sum(hi - lo for lo, hi in spans) / sum(1 / s for s in took if s) if any(took) else 0.0
+        self._waiting.append(end(spans, took) / ideal if ideal else 1.0)
+        self._step_seconds.append(step_seconds)
+        self._paused = max(self._paused - 1, 0)
+        if self._paused or len(self._step_seconds) < WINDOW:
             return self.on
-        typical = sum(self._waits) / WINDOW
-        if not self.on and typical > HOPE:
-            self._before = median(self._walls)
-            self._turn(on=True, rest=0)
-        elif self.on and median(self._walls) > PAYS * self._before:
-            self._turn(on=False, rest=self._rest)
-            self._rest = min(2 * self._rest, LONG_REST)
-        elif self.on and typical < HOPE:  # nobody is slow any more
-            self._turn(on=False, rest=0)
+        typical = sum(self._waiting) / WINDOW
+        if not self.on and typical > MIN_WAITING:
+            self._without = median(self._step_seconds)
+            self._switch(on=True, pause=0)
+        elif self.on and median(self._step_seconds) > MAX_RATIO * self._without:
+            self._switch(on=False, pause=self._pause)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        elif self.on and typical < MIN_WAITING:  # no process is slow any more
+            self._switch(on=False, pause=0)
         return self.on
 
-    def _turn(self, *, on: bool, rest: int) -> None:
-        self.on, self._left = on, rest
-        self._waits.clear()
-        self._walls.clear()
+    def _switch(self, *, on: bool, pause: int) -> None:
+        self.on, self._paused = on, pause
+        self._waiting.clear()
+        self._step_seconds.clear()

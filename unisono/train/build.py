@@ -123,7 +123,7 @@ def build_loop(
     steps = loop.parts(context, parts, steps)
     context.parts, context.extensions = parts, extensions
     context.hooks = steps.hooks._replace(close=(*steps.hooks.close, steps.source.close, steps.sync.close))
-    failure_record.begin_loop(replaceable=recovery is not None, bequeaths=hands_off(context))
+    failure_record.begin_loop(replaceable=recovery is not None, hands_off=hands_off(context))
     models.on_change()
     return loop.steps(context, steps)
 
@@ -247,7 +247,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
     divergence = build_divergence(context, parts)
     found += build_audit(context, parts, divergence[0] if divergence else None)
     found += divergence
-    if wants_balance(settings) and (mesh.world.size > 1 or mesh.world.company is not None):
+    if wants_balance(settings) and (mesh.world.size > 1 or mesh.world.monitor is not None):
         promise = context.progress.exchange[0] if context.progress.exchange is not None else ""
         first, note = context.progress.steps_done, context.monitor.note
         found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))

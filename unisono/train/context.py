@@ -157,7 +157,7 @@ class RunContext:
     @property
     def waits(self) -> bool:
         """Whether this process was started to join others, and has not joined them yet."""
-        return self.group.company is not None and self.group.company.joins
+        return self.group.monitor is not None and self.group.monitor.joins
 
 
 def build_context(

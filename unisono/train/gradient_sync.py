@@ -208,8 +208,8 @@ class GradientSync:
         gradient.agree(is_whole, unused=bool(agreed["unused"]))
 
     def _has_joiners(self) -> bool:
-        company = self.group.company
-        return company is not None and company.knocks
+        monitor = self.group.monitor
+        return monitor is not None and monitor.join_requested
 
     def commit(self, step: StepState, gradient: GradientPass) -> None:
         """The gradient is whole on all processes: apply what this process does by itself."""

@@ -227,7 +227,7 @@ class Run(Generic[S]):
     @property
     def collectives(self) -> Collectives:
         """Collectives with tensors of the script's own (docs/guide/exchanges/custom.md), outside of rounds."""
-        return Collectives(self.context.group, ask=self._check_collective)
+        return Collectives(self.context.group, check=self._check_collective)
 
     def _check_collective(self) -> None:
         self._loop.check_collective()

@@ -84,7 +84,7 @@ def measure(
         "device": " and ".join(dict.fromkeys(group.all_gather_object(group.device.type))),
         "back_end": dist.get_backend(),
         "torch": torch.__version__,
-        "neighbours": len(group.neighbours) == group.size - 1,
+        "neighbours": len(group.neighbors) == group.size - 1,
     }
     report({"about": about})
     for name in plan["names"]:
@@ -92,7 +92,7 @@ def measure(
             for row in pairs(group):
                 report(row)
         # without shared memory, tree_messages is the tree itself
-        elif name != "tree_messages" or any(group.all_gather_object(bool(group.neighbours))):
+        elif name != "tree_messages" or any(group.all_gather_object(bool(group.neighbors))):
             for size in plan["sizes"]:
                 report(_measured(group, name, size))
                 gc.collect()
@@ -176,7 +176,7 @@ def _tree(group: ProcessGroup, count: int) -> Call:
 
 
 def _tree_messages(group: ProcessGroup, count: int) -> Call:
-    return _tree(replace(group, neighbours={}), count)
+    return _tree(replace(group, neighbors={}), count)
 
 
 def _all_gather(group: ProcessGroup, count: int) -> Call:
@@ -185,12 +185,15 @@ def _all_gather(group: ProcessGroup, count: int) -> Call:
 
 
 def _reduce_scatter(group: ProcessGroup, count: int) -> Call:
-    tensor, mine = torch.ones(count, device=group.wire), torch.empty(count // group.size, device=group.wire)
+    tensor, mine = (
+        torch.ones(count, device=group.comm_device),
+        torch.empty(count // group.size, device=group.comm_device),
+    )
     return Call(lambda: _reduce_scatter_single(mine, tensor))
 
 
 def _broadcast(group: ProcessGroup, count: int) -> Call:
-    tensor = torch.ones(count, device=group.wire)
+    tensor = torch.ones(count, device=group.comm_device)
     return Call(lambda: dist.broadcast(tensor, src=0))
 
 

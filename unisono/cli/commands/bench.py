@@ -110,7 +110,7 @@ def bench(
     folder = choose_run_dir("bench", run_dir, resume=False, line=line)
     arguments = [str(folder.resolve() / LINES), json_.dumps(plan)]
     script, screen = Path(__file__).parents[1] / "benchmark" / "measure.py", None if json else 1
-    outcome = local_launch.run(script, arguments, ranks=count, logs=folder / "log", screen=screen, say=not json)
+    outcome = local_launch.run(script, arguments, ranks=count, logs=folder / "log", screen=screen, verbose=not json)
     return _ended(outcome, folder, json, ours=run_dir is None)
 
 

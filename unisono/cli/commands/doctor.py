@@ -245,7 +245,7 @@ def _collective() -> Finding:
         result = Path(folder) / "result.json"
         script = Path(__file__).parents[1] / "benchmark" / "probe.py"
         logs = Path(folder) / "log"
-        outcome = local_launch.run(script, [str(result)], ranks=2, logs=logs, screen=None, say=False)
+        outcome = local_launch.run(script, [str(result)], ranks=2, logs=logs, screen=None, verbose=False)
         if outcome.failure is not None:
             record = outcome.failure.record
             true = record.message if record else str(outcome.failure)

@@ -110,7 +110,7 @@ class Rerun:
                 logs=scratch / "log",
                 threads=int(self.settings.get("threads", 1)),
                 screen=None,
-                say=False,
+                verbose=False,
             )
 
     def environment(self, run_dir: Path | None = None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Verification(ABC):
 
     def _start(self, script: Path, arguments: Sequence[str], run_dir: Path, **more: Any) -> RunOutcome:
         """Run a script without output on the screen; `more` are arguments of `start`."""
-        return self.start(script, arguments, logs=run_dir / "log", screen=None, say=False, **more)
+        return self.start(script, arguments, logs=run_dir / "log", screen=None, verbose=False, **more)
 
     def _say(self, text: str) -> None:
         """Print a line of the report, unless it is JSON."""

@@ -75,7 +75,7 @@ def run_with_restarts(
             on_cpu=ranks.on_cpu,
             screen=screen,
             columns=columns,
-            say=say,
+            verbose=say,
         )
         if outcome.stopped or not _died(outcome):
             return outcome

@@ -1,39 +1,40 @@
-"""Who is alive: processes notice a death, agree on who is left, and form a new group, without being started again.
+"""Elastic membership: notice a lost process, agree on the remaining ones, and form a new group without a restart.
 
-    process 0   all-reduce ......x torn   leaves    "ready"  -->  roster [0, 2]   rank 0 of 2   goes on
+    process 0   all-reduce ......x failed  leaves    "ready"  -->  roster [0, 2]   rank 0 of 2   continues
     process 1   all-reduce, killed
-    process 2   computes ................x torn     "ready"  -->  roster [0, 2]   rank 1 of 2   goes on
+    process 2   computes ................x failed    "ready"  -->  roster [0, 2]   rank 1 of 2   continues
 
-The meeting place (launcher/rendezvous_server.py) sees a process's connection end and tells all others, within
-milliseconds. It needs telling: with gloo only who waits for the dead process itself sees an error, and who waits for
-somebody who waits for that one waits on; and gloo's own abort does not wake a collective that waits (measured; torch
-2.13). So a thread listens in every process, and at bad news shuts down the sockets of its own group (shutdown(2)):
-whatever waits there fails at once. They are shut for reading only. gloo then closes them by itself, a moment later,
-when its own thread sees their end; and who sends something in that moment has sent it, to nobody. Were they shut for
-writing as well, that message would fail, be kept for later, and be forgotten when the connection is closed: of what is
-half on its way gloo tells nobody (pair.cc, signalException), and who waits for it waits for the half hour that a
-collective has. So hung 25 of 40 messages sent just after the shutdown, and none of 40 with reading shut only.
+The rendezvous server (launcher/rendezvous_server.py) sees a process's connection end and notifies all others within
+milliseconds. They need the notice: with gloo only the processes that wait for the dead one get an error, and those that
+wait for these wait on; and gloo's own abort does not wake a waiting collective (measured, torch 2.13). So a thread in
+every process listens, and on a loss shuts down the sockets of its group (shutdown(2)): whatever waits there fails at
+once. The sockets are shut down for reading only. gloo then closes them a moment later, when its own thread reads their
+end, and a message sent in that moment counts as sent. Shut down for writing as well, such a message would fail, be
+queued, and be dropped when the connection closes: gloo reports nothing about a half-written message (pair.cc,
+signalException), and its sender would wait for the half hour of a collective's timeout. That happened to 25 of 40
+messages sent just after the shutdown, and to none of 40 with only reading shut down.
 
-What can still hang so is a message to the dead process itself, in the moment before gloo sees its end, and a large one
-that is half on its way: nobody waits for these in a thread that is needed (waiting.py). And nobody knows all that can
-go wrong in compiled code. So leaving and connecting have a limit (regroup_timeout.py): a process that stands still is
-taken for dead, and the others go on without it.
+A message to the dead process itself can still hang so, in the moment before gloo sees its end, and so can a large one
+that is half written. No thread that is needed waits for these (waiting.py). Compiled code may have other ways to hang.
+So leaving and connecting have a time limit (regroup_timeout.py): a process that hangs counts as dead, and the others
+continue without it.
 
-An accelerator's back end has no sockets that could be shut, and needs none: who waits for it looks at the news by
-himself (waiting.py), and what is left on the device is aborted when the group is left.
+The back end of an accelerator has no sockets to shut down, and needs none: its waiters poll for losses (waiting.py),
+and work that is left on the device is aborted when the group is left.
 
-Ranks are given in the order of age: who began first is first. So a death moves the ranks behind it forward, the main
-process is always one of those that have been there longest, and a process that joins comes last. A process's number is
-its own for good: who replaces process 2 of four is process 4.
+Ranks are in the order of age: the oldest process is rank 0. So a death moves the ranks behind it up, rank 0 is always
+one of the oldest processes, and a new one comes last. The number of a process never changes: the replacement of process
+2 of four is process 4.
 
-Where several processes share a model (parallel.shard), these are a unit: a death takes the whole of it out, and as many
-processes come in its place. The lines of the mesh are made anew with the group.
+Where several processes share a model (parallel.shard), they are a unit: a death removes the whole unit, and as many
+processes replace it. The groups of the mesh's lines are made again with the group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import socket
@@ -45,30 +46,35 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
-from unisono.distributed.membership.waiting import TIMEOUT, SendThread
-from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
+from unisono.distributed.process_group import TIMEOUT, ProcessGroup, SendWork, Work
 from unisono.distributed.rendezvous.connect import connect, first_timeout, leave_group
 from unisono.distributed.rendezvous.store import RendezvousStore
-from unisono.distributed.shared_memory import find_neighbours
+from unisono.distributed.shared_memory import find_neighbors
 from unisono.environment import World
 from unisono.errors import PeerLostError, RunStopped, WorldError, is_connection_error
 
 SCHEME = "unix://"
-"""What the address of a meeting place begins with."""
+"""Prefix of the address of a rendezvous server."""
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life."""
+"""Between two heartbeats."""
 
 CONFIRM_SECONDS = 5.0
-"""A connection that breaks is a death if the meeting place says so within this time; else it is an error."""
+"""A broken connection is a lost peer if the rendezvous server confirms it within this time; else it is an error."""
 
 LEAVE_SECONDS = 300.0
-"""Once a process is done, the others are not far."""
+"""How long a process that is done waits for the others to be done."""
 
 
 class RegroupResult(NamedTuple):
-    """A new group is there: the numbers of its processes in the order of their ranks; of those that are new in it, and
-    of those that are no more."""
+    """A new group.
+
+    Attributes:
+        roster: the numbers of its processes, in the order of their ranks.
+        joined: those that were not in the previous group.
+        lost: those that were lost since the previous group.
+    """
 
     roster: tuple[int, ...]
     joined: tuple[int, ...]
@@ -76,243 +82,273 @@ class RegroupResult(NamedTuple):
 
 
 class Membership:
-    """This process among the others.
+    """This process as a member of an elastic run.
 
-    backend  torch's, of our groups
-    late     does its waiting end before the result is there, and whoever has died? (NCCL)
-    knocks   does somebody want to join?
+    Attributes:
+        number: of this process, which never changes.
+        backend: torch's back end for the groups.
+        async_errors: whether the back end does not report lost peers, so that waiting needs polling (NCCL).
+        joins: whether this process joins a running training; False once it has joined.
+        join_requested: whether a process waits to join.
+        tolerant: whether training continues without a lost peer.
+        failed: whether something failed that has to be repeated in the next group.
+        on_regroup: called when a new group was formed; makes the groups of the mesh's lines again.
     """
 
     def __init__(self, world: World, backend: str = "gloo") -> None:
         assert world.store is not None
         path = world.store.removeprefix(SCHEME)
         self.number = world.rank if world.number is None else world.number
+        self.backend, self.async_errors = backend, backend != "gloo"
         self.joins = world.joins
-        self.knocks = False
-        self.watchful = False  # is there somebody here who goes on when another one dies?
-        self.backend, self.late = backend, backend != "gloo"
-        self.torn = False  # has something failed that the group's next meeting is to make again?
-        self.lines: Callable[[], None] = lambda: None  # makes the other groups anew, those of the mesh's lines
+        self.join_requested = self.tolerant = self.failed = False
+        self.on_regroup: Callable[[], None] = lambda: None
         self.generation = 0
-        self.keys = RendezvousStore(path, TIMEOUT)
+        self.store = RendezvousStore(path, TIMEOUT)
+        self.send_thread: SendThread | None = None
         self._lost = threading.Event()
-        self._formed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._sockets: set[str] = set()  # of the groups that we are in
-        self.messenger: SendThread | None = None  # who waits for what we send
-        self._before: Collection[str] | None = None  # what was there before
-        self._mutex = threading.Lock()
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._line.connect(path)
-        self._left, self._over = threading.Event(), threading.Event()
-        self._standing = RegroupTimeout(
-            lambda: self.keys.asked,
-            lambda: self.keys.waits,
-            lambda: self.watchful and self._lost.is_set(),
-            anywhere=self.late,
+        self._replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._sockets: set[str] = set()  # of the present groups
+        self._sockets_before: Collection[str] | None = None  # those that existed before the present groups
+        self._sockets_lock = threading.Lock()
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect(path)
+        self._send_lock = threading.Lock()
+        self._stopped, self._released = threading.Event(), threading.Event()
+        self._timeout = RegroupTimeout(
+            lambda: self.store.requests,
+            lambda: self.store.waits_for_peer,
+            lambda: self.tolerant and self._lost.is_set(),
+            anywhere=self.async_errors,
         )
-        self._speaking = threading.Lock()
-        self._send(hello=self.number, joins=self.joins, seat=world.rank)
-        for target in (self._listen, self._beat):
-            threading.Thread(target=target, name="company", daemon=True).start()
-        os.register_at_fork(after_in_child=self._part_from_parent)
+        self._send(register=self.number, joins=self.joins, slot=world.rank)
+        for target in (self._listen, self._send_heartbeats):
+            threading.Thread(target=target, name="membership", daemon=True).start()
+        os.register_at_fork(after_in_child=self._disconnect_fork)
 
     @property
     def is_joining(self) -> bool:
-        """Is this process to join others, and in no group with them yet (fake_group.py)?"""
+        """Whether this process is to join others, and is in no group with them yet (fake_group.py)."""
         return self.joins and not self.generation
 
-    # -- what others do
+    # -- the rendezvous server
 
     def _listen(self) -> None:
         rest = b""
         while True:
             try:
-                data = self._line.recv(1 << 16)
+                data = self._connection.recv(1 << 16)
             except OSError:
                 data = b""
             if not data:
-                self._over.set()
-                self._formed.put({"refused": "the meeting place of the run is gone"})
+                self._released.set()
+                self._replies.put({"refused": "the rendezvous server of the run is gone"})
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 self._on_message(json.loads(line))
 
-    def _on_message(self, words: dict[str, Any]) -> None:
-        if "lost" in words and "roster" not in words:
+    def _on_message(self, message: dict[str, Any]) -> None:
+        if "lost" in message and "roster" not in message:
             self._lost.set()
-            if self.watchful:
+            if self.tolerant:
                 self._abort_sockets()
-            if self.messenger is not None:
-                self.messenger.heard()
-        elif "knock" in words:
-            self.knocks = True
-        elif "roster" in words:
-            self.knocks = False
+            if self.send_thread is not None:
+                self.send_thread.on_peer_loss()
+        elif "join_request" in message:
+            self.join_requested = True
+        elif "roster" in message:
+            self.join_requested = False
             self._lost.clear()
-            self._formed.put(words)
-        elif "refused" in words:
-            self._formed.put(words)
-        elif "over" in words:
-            self._over.set()
+            self._replies.put(message)
+        elif "refused" in message:
+            self._replies.put(message)
+        elif "released" in message:
+            self._released.set()
 
     def _abort_sockets(self) -> None:
-        """Nothing comes through our group's sockets any more: who waits for it fails."""
-        if self.late:
+        """Shut down the sockets of the present groups for reading, so that everything that waits for them fails."""
+        if self.async_errors:
             return
-        with self._mutex:
-            for name, descriptor in _sockets().items():
+        with self._sockets_lock:
+            for name, descriptor in _open_sockets().items():
                 if name not in self._sockets:
                     continue
                 try:
-                    end = socket.socket(fileno=os.dup(descriptor))
+                    duplicate = socket.socket(fileno=os.dup(descriptor))
                 except OSError:
                     continue
-                with end, contextlib.suppress(OSError):  # it may be closed at the other end
-                    end.getpeername()  # one that listens has none, and gloo aborts the process if that one is shut
-                    end.shutdown(socket.SHUT_RD)
+                with duplicate, contextlib.suppress(OSError):  # the other end may have closed it
+                    duplicate.getpeername()  # fails for a listening socket, whose shutdown would make gloo abort
+                    duplicate.shutdown(socket.SHUT_RD)
             self._sockets = set()
 
-    def _beat(self) -> None:
-        while not self._left.wait(BEAT_SECONDS):
-            self._send(beat=1)
-            if what := self._standing.stuck():
-                self._send(stuck=what)
+    def _send_heartbeats(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            self._send(heartbeat=1)
+            if activity := self._timeout.check():
+                self._send(stuck=activity)
 
-    def _send(self, **words: Any) -> None:
+    def _send(self, **message: Any) -> None:
         try:
-            with self._speaking:
-                self._line.sendall(json.dumps(words).encode() + b"\n")
+            with self._send_lock:
+                self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            return  # the listener tells who needs to know
+            return  # _listen notices that the server is gone
 
-    def _part_from_parent(self) -> None:
-        """In a fork (a loader worker): our life does not hang on it."""
-        self._left.set()
-        self._line.close()
-        self.keys.close()
+    def _disconnect_fork(self) -> None:
+        """Close the connections in a forked child (a loader worker), whose life does not matter to the server."""
+        self._stopped.set()
+        self._connection.close()
+        self.store.close()
 
-    # -- what we do
+    # -- lost peers
 
     def is_peer_loss(self, error: BaseException) -> bool:
-        """Is it a process's death that this error tells of? Waits a moment for the news."""
+        """Return whether a lost peer caused this error. May wait CONFIRM_SECONDS for the server's notice."""
         if not isinstance(error, (RuntimeError, ConnectionError, WorldError)):
             return False
         if self._lost.is_set():
             return True
         return is_connection_error(str(error)) and self._lost.wait(CONFIRM_SECONDS)
 
-    def watch(self, unit: int) -> None:
-        """From now on somebody here goes on when another one dies. `unit`: so many neighbours share a model."""
-        self.watchful, self.messenger = True, SendThread(self)
+    def tolerate_losses(self, unit: int) -> None:
+        """Continue without lost peers from now on. `unit`: number of consecutive ranks that share a model."""
+        self.tolerant, self.send_thread = True, SendThread(self)
         self._send(unit=unit)
 
     def has_lost_peer(self, seconds: float = 0.0) -> bool:
-        """Has somebody died since the group was formed? That was told so many seconds ago, at least."""
+        """Return whether a peer was lost since the group was formed; if so, sleep for `seconds` first."""
         if not self._lost.is_set():
             return False
         time.sleep(seconds)
         return True
 
     def tolerate_peer_loss(self, error: Exception) -> None:
-        """Raise this error, unless it tells of a death, which the next meeting will see to."""
+        """Raise this error, unless a lost peer caused it, which the next regrouping handles."""
         if not self.is_peer_loss(error):
             raise error
-        self.torn = True
+        self.failed = True
 
-    def report(self, **what: Any) -> None:
-        """The launcher hears of it."""
-        self._send(told={"number": self.number, **what})
+    def wrap(self, work: Any) -> Work:
+        """Return a collective whose `wait` raises if a peer is lost."""
+        if self.is_joining:
+            return work
+        if self.async_errors:
+            return NcclWork(work, self)
+        return GlooWork(work, self) if self.tolerant else work
 
-    def regroup(self, group: ProcessGroup, *, open_: bool = False, **about: Any) -> RegroupResult:
-        """Leave the group that there is, if any, and form a new one with all who are left, and with those who want to
-        join, if all are `open_` for them. `group` is the new one then. All processes must call this; `about` is for the
-        launcher.
+    def wrap_send(self, work: Any) -> Work:
+        """Return a sent gloo message whose `wait` raises if a peer is lost."""
+        return SendWork(work) if self.send_thread is None else self.send_thread.add(work)
 
-        Raises PeerLostError if nobody is left, they cannot connect in time, or the meeting place is gone; in a process
-        that was to join, Stopped.
+    # -- groups
+
+    def report(self, **facts: Any) -> None:
+        """Send facts to the launcher."""
+        self._send(report={"number": self.number, **facts})
+
+    def regroup(self, group: ProcessGroup, *, admit: bool = False, **facts: Any) -> RegroupResult:
+        """Leave the present group, if any, and form a new one of the remaining processes. Collective.
+
+        Args:
+            group: becomes the new group.
+            admit: whether processes may join. They do if all processes agree.
+            facts: are sent to the launcher.
+
+        Raises:
+            PeerLostError: no process is left, they cannot connect, or the rendezvous server is gone.
+            RunStopped: the same, in a process that was to join.
         """
         while True:
-            if not self.late:
-                self._part()
-            self._send(ready=about, open=open_)
-            with self._standing.doing("waits for the others"):
-                words = self._formed.get()
-            if "refused" in words and self.joins:
+            if not self.async_errors:
+                self._leave_group()
+            self._send(ready=facts, admit=admit)
+            with self._timeout.doing("waits for the others", math.inf):
+                reply = self._replies.get()
+            if "refused" in reply and self.joins:
                 raise RunStopped
-            if "refused" in words:
-                raise PeerLostError(
-                    f"Process {self.number} was to form a group with those who are left.",
-                    f"There is none: {words['refused']}.",
-                    "go on from the newest checkpoint: the same command with --resume.",
-                )
-            roster = tuple(words["roster"])
-            self.generation = self.keys.generation = words["generation"]
+            if "refused" in reply:
+                raise self._regroup_error(f"{reply['refused']}.")
+            roster = tuple(reply["roster"])
+            self.generation = self.store.generation = reply["generation"]
             try:
-                if self.late:  # who aborts waits until all who are left do, and now nobody is in a collective
-                    self._part()
-                with self._standing.doing("connects"):
+                if self.async_errors:  # an abort waits for all remaining processes, and now none is in a collective
+                    self._leave_group()
+                with self._timeout.doing("hangs while connecting"):
                     self._connect(group, roster)
             except (RuntimeError, ConnectionError, WorldError) as error:
                 if not self.is_peer_loss(error):
-                    raise PeerLostError(
-                        f"Process {self.number} was to form a group with those who are left.",
-                        f"They cannot connect, though nobody else has died: {str(error).splitlines()[0]}",
-                        "go on from the newest checkpoint: the same command with --resume.",
-                    ) from error
+                    reason = f"Connecting failed, although no other process was lost: {str(error).splitlines()[0]}"
+                    raise self._regroup_error(reason) from error
                 continue
             self.joins = False
-            return RegroupResult(roster, tuple(words["joined"]), tuple(words["lost"]))
+            return RegroupResult(roster, tuple(reply["joined"]), tuple(reply["lost"]))
+
+    def _regroup_error(self, reason: str) -> PeerLostError:
+        return PeerLostError(
+            f"Process {self.number} cannot form a new group with the remaining processes.",
+            reason[:1].upper() + reason[1:],
+            "continue from the newest checkpoint: the same command with --resume.",
+        )
 
     def _connect(self, group: ProcessGroup, roster: Sequence[int]) -> None:
         rank, size = roster.index(self.number), len(roster)
         group.regroup(rank, size, {})
         if size == 1:
-            self.lines()
+            self.on_regroup()
             return
-        store = dist.PrefixStore(f"generation-{self.generation}", self.keys)
-        self._before = _sockets().keys()
+        store = dist.PrefixStore(f"generation-{self.generation}", self.store)
+        self._sockets_before = _open_sockets().keys()
         connect(store, rank, size, self.backend, first_timeout(size), FORM_SECONDS)
-        self.own()
-        group.regroup(rank, size, find_neighbours(group))
-        self.lines()
-        self.own()
+        self.claim_sockets()
+        group.regroup(rank, size, find_neighbors(group))
+        self.on_regroup()
+        self.claim_sockets()
 
-    def own(self) -> None:
-        """The sockets that were made since the group was are its own, and go with it."""
-        if self._before is None:
+    def claim_sockets(self) -> None:
+        """Remember the sockets that were opened since the group was formed: they are shut down with it."""
+        if self._sockets_before is None:
             return
-        with self._mutex:
-            self._sockets = _sockets().keys() - self._before
-        if self._lost.is_set():  # before we had them
+        with self._sockets_lock:
+            self._sockets = _open_sockets().keys() - self._sockets_before
+        if self._lost.is_set():  # the loss came before the sockets were known
             self._abort_sockets()
 
-    def _part(self) -> None:
-        """Out of the group that there is."""
-        with self._standing.doing("leaves its group"):
+    def _leave_group(self) -> None:
+        with self._timeout.doing("hangs while leaving its group"):
             self._abort_sockets()
-            if self.messenger is not None:
-                self.messenger.close()
-                self.messenger = SendThread(self)
-            leave_group(abort=self.late)
-        self.torn = False
+            if self.send_thread is not None:
+                self.send_thread.close()
+                self.send_thread = SendThread(self)
+            leave_group(abort=self.async_errors)
+        self.failed = False
 
     def leave(self) -> None:
-        """In peace: nobody is to take it for a death. The group, if we are in one, is left when all others have said so
-        too, or are dead: who has not may still need it."""
-        self._send(bye=1)
-        if dist.is_initialized():  # servers and workers have parted before, and one of these may stand still
-            self._over.wait(LEAVE_SECONDS)
-        self._left.set()
-        leave_group(abort=self.late)
+        """Leave the run at its regular end, so that this is not taken for a loss.
+
+        The group is left when all others are at their end or lost: until then they may need it.
+        """
+        self._send(leave=1)
+        if dist.is_initialized():  # parameter servers and workers have left before, and one of them may hang
+            self._released.wait(LEAVE_SECONDS)
+        self._stopped.set()
+        leave_group(abort=self.async_errors)
         with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)
-        self.keys.close()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self.store.close()
 
 
-def _sockets() -> dict[str, int]:
-    """The descriptors of this process's sockets, by the kernel's names, "socket:[4711]": a descriptor's number may be
-    another socket's as soon as it is closed."""
+def membership_of(group: ProcessGroup) -> Membership | None:
+    """Return the membership of an elastic group; None if a lost peer ends the run."""
+    return group.monitor if isinstance(group.monitor, Membership) else None
+
+
+def _open_sockets() -> dict[str, int]:
+    """Return the descriptors of this process's sockets by the kernel's name, "socket:[4711]".
+
+    A descriptor is not enough: once closed, its number may be reused for another socket.
+    """
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,14 +1,14 @@
-"""Does this process stand still on its way from a group that has lost somebody to the next one?
+"""Notice when this process hangs between a group that has lost a peer and the next group.
 
-    computes, notices        leaves       says "ready", waits      connects       computes ...
+    computes, notices         leaves       sends "ready", waits    connects       computes ...
     |-- as long as it takes --|-- limit --|-- for the others --|-- limit --|
 
-A forward pass may take minutes, and so may that of somebody else, for whom we wait. But leaving a group and connecting
-are our own code's and gloo's, and take a few milliseconds; and nobody waits long in a collective of a group whose
-sockets are shut. Who does will not come back: gloo forgets a message that was half on its way (membership.py), and
-until its timeout, half an hour later, nothing wakes who waits for that one. So the thread that gives this process's
-signs of life looks at its main thread once a second, and says so; the meeting place then takes it for dead, and the
-launcher kills it, as one that gives no sign at all.
+A forward pass may take minutes, here or on a peer that this process waits for. But leaving a group and connecting are
+our own code and gloo's and take milliseconds, and no process waits long in a collective of a group whose sockets are
+shut down. One that does will not return: gloo drops a message that was half written (membership.py), and nothing wakes
+its waiter until the timeout of half an hour. So the thread that sends this process's heartbeats examines its main
+thread once a second, and reports a hang. The rendezvous server then counts the process as dead, and the launcher kills
+it, as it kills one without heartbeats.
 """
 
 from __future__ import annotations
@@ -22,66 +22,76 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 FORM_SECONDS = 30.0
-"""Leaving a group may take no longer, nor connecting, nor waiting in a group that is gone. On a quiet machine it takes
-30 ms, on a busy one a second or two; and training stands still meanwhile, for all."""
+"""Time limit for leaving a group, for connecting, and for waiting in a lost group. These take 30 ms on a quiet machine
+and a second or two on a busy one, and all processes wait meanwhile."""
 
 DEVICE_SECONDS = 120.0
-"""The same at one place of the script's own, where it may wait for a device: some take their time."""
+"""Time limit at one place of the script's own code, where it may wait for a device."""
 
-IN_GROUP = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}unisono{os.sep}distributed{os.sep}")
-"""Whose code a main thread is in that waits for others in compiled code."""
+GROUP_CODE = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}unisono{os.sep}distributed{os.sep}")
+"""Code from which a main thread calls into a back end and waits there."""
 
 
 class Activity(NamedTuple):
-    """What is done for no longer than `limit` seconds, and where in the code, if that matters."""
+    """Something that may take `limit` seconds, and its place in the code where that matters. `name` is a predicate."""
 
-    what: str
+    name: str
     limit: float
     at: tuple[int, int] = (0, 0)
 
 
 class RegroupTimeout:
-    """moves     counts what goes on while we connect: whoever asks the others something is not stuck
-    waits     is that an answer of others that we wait for?
-    torn      has our group lost somebody, so that nothing can be waited for in it?
-    anywhere  may it wait for a device that waits for the group, wherever it is?
+    """Watch the main thread of this process; make it in that thread.
+
+    Args:
+        requests: returns the number of requests to the rendezvous server so far. While it grows, connecting continues.
+        waits_for_peer: returns whether a request waits for a peer.
+        lost_peer: returns whether the present group has lost a peer.
+        anywhere: watch the script's own code too, which may wait for a device that waits for the group.
     """
 
     def __init__(
-        self, moves: Callable[[], int], waits: Callable[[], bool], torn: Callable[[], bool], *, anywhere: bool = False
+        self,
+        requests: Callable[[], int],
+        waits_for_peer: Callable[[], bool],
+        lost_peer: Callable[[], bool],
+        *,
+        anywhere: bool = False,
     ) -> None:
-        self._moves, self._waits, self._torn, self._anywhere = moves, waits, torn, anywhere
+        self._requests, self._waits_for_peer, self._lost_peer = requests, waits_for_peer, lost_peer
+        self._anywhere = anywhere
         self._main = threading.get_ident()
-        self._doing = ""
-        self._seen: tuple[Activity, int] | None = None  # what it did when we looked last
+        self._doing: Activity | None = None
+        self._seen: tuple[Activity, int] | None = None  # at the previous check
         self._since = 0.0
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """A block that has a limit; or has none, if `what` begins with "waits"."""
-        before, self._doing = self._doing, what
+    def doing(self, name: str, limit: float | None = None) -> Iterator[None]:
+        """Limit the time of this block to `limit` seconds, by default FORM_SECONDS. `name` follows "Process 3 "."""
+        before, self._doing = self._doing, Activity(name, FORM_SECONDS if limit is None else limit)
         try:
             yield
         finally:
             self._doing = before
 
-    def stuck(self) -> str:
-        """What this process has been doing for too long; nothing: it is well. To be asked every now and then."""
-        now, still = time.monotonic(), self._still()
-        seen = (still, self._moves()) if still is not None else None
+    def check(self) -> str:
+        """Return what this process has been doing for too long, or "". Call it about once a second."""
+        now, activity = time.monotonic(), self._limited_activity()
+        seen = (activity, self._requests()) if activity is not None else None
         if seen is None or seen != self._seen:
             self._seen, self._since = seen, now
-        return still.what if still is not None and now - self._since > still.limit else ""
+        return activity.name if activity is not None and now - self._since > activity.limit else ""
 
-    def _still(self) -> Activity | None:
-        if self._doing:
-            return None if self._doing.startswith("waits") or self._waits() else Activity(self._doing, FORM_SECONDS)
-        frame = sys._current_frames().get(self._main) if self._torn() else None
+    def _limited_activity(self) -> Activity | None:
+        if self._doing is not None:
+            return None if self._waits_for_peer() else self._doing
+        frames = sys._current_frames()  # noqa: SLF001  (documented by Python in spite of its name)
+        frame = frames.get(self._main) if self._lost_peer() else None
         if frame is None:
             return None
-        if any(room in frame.f_code.co_filename for room in IN_GROUP):
-            return Activity("waits in a collective of a group that is gone", FORM_SECONDS)
+        if any(path in frame.f_code.co_filename for path in GROUP_CODE):
+            return Activity("hangs in a collective of a group that lost a process", FORM_SECONDS)
         if self._anywhere:
             at = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            return Activity(f"stands still at {at} since another one died", DEVICE_SECONDS, (id(frame), frame.f_lasti))
+            return Activity(f"hangs at {at} since a process was lost", DEVICE_SECONDS, (id(frame), frame.f_lasti))
         return None

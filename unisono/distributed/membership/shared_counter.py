@@ -1,29 +1,29 @@
-"""Tickets: numbers that the processes of a run draw, each once, from the store where they have met."""
+"""Counters that all processes of a run share, in torch's rendezvous store."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.torch_internals import default_store
 
 
 class SharedCounter:
-    """1, 2, 3, ... for every name and process, to whoever asks next.
+    """Counters 1, 2, 3, ..., one for each name and process; each number is given out once.
 
-    A rival of all other ways to agree: no process has to answer, so it does not matter what the others are doing.
+    Unlike collectives, counting needs no answer from any process, so it does not matter what the others are doing.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         assert group.size > 1
         self._rank = group.rank
-        self._store = dist.PrefixStore("tickets", distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore("counters", default_store())
 
     def next(self, name: str, process: int) -> int:
-        """The next number of this name of that process."""
+        """Return the next number of the counter `name` of that process."""
         return int(self._store.add(f"{name} {process}", 1))
 
     def renew(self, *names: str) -> None:
-        """Ours of these names begin anew. Nobody may be drawing them."""
+        """Reset these counters of this process. No process may be counting meanwhile."""
         for name in names:
             self._store.set(f"{name} {self._rank}", "0")

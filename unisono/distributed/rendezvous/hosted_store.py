@@ -1,10 +1,11 @@
-"""A meeting place in process 0, for processes that find each other by a host, a port and a name: those of Slurm's srun.
+"""A store that process 0 hosts, for processes that find each other by host, port and name: those of Slurm's srun.
 
-    process 0   on host a: opens port p, writes the name there <--- process 1: connects, looks for the name, goes on
+    process 0   on host a: opens port p, writes the name there <--- process 1: connects, finds the name, continues
                                                                <--- process 2: the same
 
-A port follows from the number of a job (environment.py), so it may be somebody else's. Then process 0 cannot open it,
-and says so; and whoever connects to it finds another name, or none, and says so as well, instead of mixing two runs.
+The port follows from the number of a job (environment.py), so another program may use it. Then process 0 cannot open it
+and raises an error. A process that connects to the other program finds another name or none, and raises an error too,
+instead of mixing two runs.
 """
 
 from __future__ import annotations
@@ -13,43 +14,52 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unisono.distributed.membership.waiting import TIMEOUT
-from unisono.distributed.rendezvous.host_names import unresolved
+from unisono.distributed.process_group import TIMEOUT
+from unisono.distributed.rendezvous.host_names import resolution_error
 from unisono.environment import host_of
 from unisono.errors import UnreachableHostError, WorldError
 
 HOSTED = "hosted://"
 
-NAMED = timedelta(seconds=30)
-"""Process 0 writes the name in the moment after it has opened the port."""
+NAME_TIMEOUT = timedelta(seconds=30)
+"""Process 0 writes the name immediately after it has opened the port."""
 
-ARRIVES = timedelta(minutes=10)
-"""All tasks of a step start together; but a file system in which a hundred of them import torch may be slow."""
+CONNECT_TIMEOUT = timedelta(minutes=10)
+"""All tasks of a step start together, but a file system from which a hundred of them import torch may be slow."""
 
 
-def host_store(place: str, rank: int, *, patience: timedelta = NAMED) -> dist.Store:
-    """The store at `place`, hosted://host:port/name, which process 0 opens. Raises WorldError."""
-    at = host_of(place)
-    assert at is not None, place
-    (host, port), name = at, place.rpartition("/")[2]
-    asked = f"Process {rank} was to meet the others on host {host}, port {port}."
-    another = f"export MASTER_PORT={other(port)} in the job's script (another port)"
-    do = f"{another}, or MASTER_ADDR=ADDRESS, if Slurm calls that host by a name of its own."
-    if reason := unresolved(host):
-        do = "export MASTER_ADDR=ADDRESS in the job's script: that of the step's first host, where process 0 is."
-        raise UnreachableHostError(asked, f"There is no host {host} for this one: {reason}.", do)
+def host_store(address: str, rank: int, *, timeout: timedelta = NAME_TIMEOUT) -> dist.Store:
+    """Return the store at hosted://host:port/name, which process 0 opens.
+
+    Raises:
+        WorldError: the port cannot be opened, or another program uses it.
+        UnreachableHostError: the host's name does not resolve.
+    """
+    host_and_port = host_of(address)
+    assert host_and_port is not None, address
+    (host, port), name = host_and_port, address.rpartition("/")[2]
+    error_line = f"Process {rank} cannot connect to the run's store on host {host}, port {port}."
+    next_step = (
+        f"export MASTER_PORT={other_port(port)} in the job's script (another port), or MASTER_ADDR=ADDRESS, if Slurm "
+        "calls that host by a name of its own."
+    )
+    if reason := resolution_error(host):
+        next_step = "export MASTER_ADDR=ADDRESS in the job's script: that of the step's first host, where process 0 is."
+        raise UnreachableHostError(error_line, f"The name {host} does not resolve on this host: {reason}.", next_step)
     try:
-        store: dist.Store = dist.TCPStore(host, port, is_master=rank == 0, timeout=ARRIVES, wait_for_workers=False)
+        store: dist.Store = dist.TCPStore(
+            host, port, is_master=rank == 0, timeout=CONNECT_TIMEOUT, wait_for_workers=False
+        )
         if rank == 0:
             store.set(f"unisono-{name}", "here")
-        store.wait([f"unisono-{name}"], patience)
+        store.wait([f"unisono-{name}"], timeout)
     except RuntimeError as error:
-        what = "That port cannot be opened" if rank == 0 else "Process 0 of this job does not answer there"
-        raise WorldError(asked, f"{what}: {str(error).splitlines()[0]}", do) from None
+        fact = "That port cannot be opened" if rank == 0 else "Process 0 of this job does not answer there"
+        raise WorldError(error_line, f"{fact}: {str(error).splitlines()[0]}", next_step) from None
     store.set_timeout(TIMEOUT)
     return dist.PrefixStore(name, store)
 
 
-def other(port: int) -> int:
-    """A port to try instead."""
+def other_port(port: int) -> int:
+    """Return a port to try instead."""
     return port + 1 if port < 65_535 else port - 1

@@ -1,8 +1,9 @@
-"""The store that torch asks, where a run has a meeting place (launcher/rendezvous_server.py): keys and values over a
+"""The client of the rendezvous server (launcher/rendezvous_server.py) as a store of torch's: keys and values over a
 Unix socket.
 
-torch takes any store that inherits from its own (https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Store).
-Who waits for a key that a process was to set which is gone is told so, instead of waiting on.
+torch accepts any subclass of its store
+(https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Store). A wait for a key fails if the process
+that would set it is lost.
 """
 
 from __future__ import annotations
@@ -16,79 +17,82 @@ from typing import Any
 
 import torch.distributed as dist
 
-GONE = "Connection closed by peer: a process of the run is gone"
+LOST_PEER = "Connection closed by peer: a process of the run is gone"
 
 
 class RendezvousStore(dist.Store):
-    """One connection to the meeting place. `generation`: those who wait for the same thing are in the same one.
+    """One connection to the rendezvous server.
 
-    asked  how many questions were asked; waits: is one of them now waiting for what another process is to set?
+    Attributes:
+        generation: of the group that this process forms or is in. A wait ends when the server's is another one.
+        requests: number of requests so far.
+        waits_for_peer: whether the present request waits for a key that a peer sets.
     """
 
-    def __init__(self, path: str, limit: timedelta) -> None:
+    def __init__(self, path: str, timeout: timedelta) -> None:
         super().__init__()
         self.generation = 0
-        self.limit = limit
-        self.asked, self.waits = 0, False
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._line.connect(path)
+        self._timeout = timeout
+        self.requests, self.waits_for_peer = 0, False
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.connect(path)
         self._rest = b""
-        self._one = threading.Lock()  # at a time: gloo asks from wherever it connects
+        self._lock = threading.Lock()  # gloo uses the store from several threads
 
-    def _ask(self, do: str, **words: Any) -> Any:
-        with self._one:
-            self.asked += do != "check"  # which NCCL's own thread asks once a second
-            self.waits = do == "wait"
-            self._line.sendall(json.dumps({"do": do, **words}).encode() + b"\n")
+    def _request(self, op: str, **arguments: Any) -> Any:
+        with self._lock:
+            self.requests += op != "check"  # NCCL's own thread sends that once a second
+            self.waits_for_peer = op == "wait"
+            self._connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
             while b"\n" not in self._rest:
-                data = self._line.recv(1 << 16)
+                data = self._connection.recv(1 << 16)
                 if not data:
-                    raise ConnectionError("Connection closed by peer: the meeting place of the run is gone")
+                    raise ConnectionError("Connection closed by peer: the rendezvous server of the run is gone")
                 self._rest += data
-            answer, _, self._rest = self._rest.partition(b"\n")
-            self.waits = False
-        return json.loads(answer)["value"]
+            reply, _, self._rest = self._rest.partition(b"\n")
+            self.waits_for_peer = False
+        return json.loads(reply)["value"]
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
-    # -- what torch asks
+    # -- torch's interface
 
     def set(self, key: str, value: str | bytes) -> None:
         text = value if isinstance(value, str) else bytes(value).decode("latin-1")
-        self._ask("set", key=key, value=text)
+        self._request("set", key=key, value=text)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return str(self._ask("get", key=key)).encode("latin-1")
+        return str(self._request("get", key=key)).encode("latin-1")
 
-    def add(self, key: str, by: int) -> int:
-        return int(self._ask("add", key=key, by=by))
+    def add(self, key: str, amount: int) -> int:
+        return int(self._request("add", key=key, amount=amount))
 
-    def compare_set(self, key: str, old: str, new: str) -> bytes:
-        return str(self._ask("compare", key=key, old=old, value=new)).encode("latin-1")
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return str(self._request("compare_set", key=key, expected=expected, value=desired)).encode("latin-1")
 
-    def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        seconds = (limit or self.limit).total_seconds()
-        found = self._ask("wait", keys=list(keys), generation=self.generation, seconds=seconds)
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        seconds = (timeout or self._timeout).total_seconds()
+        found = self._request("wait", keys=list(keys), generation=self.generation, seconds=seconds)
         if not found:
-            raise RuntimeError(GONE if found is False else f"Wait timeout: {seconds:g} s for {', '.join(keys)}")
+            raise RuntimeError(LOST_PEER if found is False else f"Wait timeout: {seconds:g} s for {', '.join(keys)}")
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", keys=list(keys)))
+        return bool(self._request("check", keys=list(keys)))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", key=key))
+        return bool(self._request("delete", key=key))
 
     def num_keys(self) -> int:
-        return int(self._ask("count"))
+        return int(self._request("count"))
 
-    def set_timeout(self, limit: timedelta) -> None:
-        self.limit = limit
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
 
     @property
     def timeout(self) -> timedelta:
-        return self.limit
+        return self._timeout
 
     def has_extended_api(self) -> bool:
         return False

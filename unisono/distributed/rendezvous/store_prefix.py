@@ -1,17 +1,17 @@
-"""Give every start of a run keys of its own in a store that outlives it: the store of torchrun's agent.
+"""Give every start of a run its own keys in a store that outlives it: the store of torchrun's agent.
 
 torchrun restarts all processes after a failure (`--max-restarts`), and they connect to the same store as before, which
-still holds every key of the last round. A counter or a barrier would count the dead. No variable of torchrun's names
-a round: `TORCHELASTIC_RESTART_COUNT` is each agent's own number, and stays when nodes come or go. So rank 0 draws a
-random prefix, and the processes agree on it by random numbers that no earlier round can have used:
+still holds every key of the previous round. A counter or a barrier would count dead processes. No variable of torchrun
+names a round: `TORCHELASTIC_RESTART_COUNT` is a number of each agent, and stays when nodes come or go. So rank 0 draws
+a random prefix, and the processes agree on it by random tokens that no earlier round can have used:
 
     rank 1   "hello 1 7f3a"  ---.                                       .--> "confirm 1 c04e" ---.
     rank 2   "hello 2 b81d"  ---+---> rank 0: "welcome-7f3a = c04e" ----+--> "confirm 2 c04e" ---+---> rank 0: "c04e"
     (dead)   "hello 1 55d0"  ---'             "welcome-b81d = c04e"                                    is complete
 
-All of this is appended to one value, which rank 0 reads from its beginning. It answers processes that have died as
-well, and they never confirm. A process that was answered by the rank 0 of an earlier round, which was about to be
-killed, is answered again by the next one.
+All lines are appended to one value, which rank 0 reads from its beginning. It answers processes that have died as well,
+but these never confirm. A process that was answered by rank 0 of an earlier round, just before that was killed, is
+answered again by the next one.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ import torch.distributed as dist
 
 from unisono.errors import WorldError
 
-SAID = "unisono-rounds"
-"""The key of what processes say, a line each: "hello RANK TOKEN" or "confirm RANK PREFIX"."""
+LINES_KEY = "unisono-rounds"
+"""The key of the lines that processes append: "hello RANK TOKEN" or "confirm RANK PREFIX"."""
 
-SHORTEST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.005, 0.25
-"""Between two looks at the store, the longer the longer nothing changes. (torch prints two lines whenever a wait for a
-key times out, so none is tried.)"""
+SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.005, 0.25
+"""Between two polls of the store; grows while nothing changes. (Waiting for a key is no alternative: torch prints two
+lines whenever that times out.)"""
 
 
-def enter_round(store: dist.Store, rank: int, size: int, patience: timedelta) -> dist.Store:
-    """Return the store under a prefix that this start of the `size` processes has for itself. All must call this.
+def enter_round(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return the store under a prefix that only this start of the `size` processes uses. Collective.
 
-    Raises WorldError if not all of them have come within `patience`.
+    Raises:
+        WorldError: not all processes called this within `timeout`.
     """
-    prefix = _lead(store, size, patience) if rank == 0 else _follow(store, rank, size, patience)
+    prefix = _lead(store, size, timeout) if rank == 0 else _follow(store, rank, size, timeout)
     return dist.PrefixStore(prefix, store)
 
 
-def _lead(store: dist.Store, size: int, patience: timedelta) -> str:
-    """Answer all processes until those of this round, ranks 1 to `size` - 1, have confirmed; return the prefix."""
+def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
+    """Answer all processes until ranks 1 to `size` - 1 of this round have confirmed. Return the prefix."""
     prefix, confirmed, read = uuid.uuid4().hex, set[str](), 0
-    _say(store, f"lead 0 {prefix}\n")
-    for _ in _looks(0, size, patience):
-        lines = store.get(SAID).decode().splitlines()
+    _append(store, f"lead 0 {prefix}\n")
+    for _ in _polls(0, size, timeout):
+        lines = store.get(LINES_KEY).decode().splitlines()
         for line in lines[read:]:
-            what, rank, token = line.split()
-            if what == "hello":
+            kind, rank, token = line.split()
+            if kind == "hello":
                 store.set(f"welcome-{token}", prefix)
-            elif what == "confirm" and token == prefix:
+            elif kind == "confirm" and token == prefix:
                 confirmed.add(rank)
         read = len(lines)
         if len(confirmed) == size - 1:
@@ -62,34 +63,34 @@ def _lead(store: dist.Store, size: int, patience: timedelta) -> str:
     return prefix
 
 
-def _follow(store: dist.Store, rank: int, size: int, patience: timedelta) -> str:
-    """Introduce this process to rank 0, and confirm each prefix that it gives; return the one that is complete."""
+def _follow(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Introduce this process to rank 0, and confirm each prefix that it gives. Return the one that is complete."""
     token, prefix = uuid.uuid4().hex, ""
-    _say(store, f"hello {rank} {token}\n")
-    for _ in _looks(rank, size, patience):
+    _append(store, f"hello {rank} {token}\n")
+    for _ in _polls(rank, size, timeout):
         given = store.get(f"welcome-{token}").decode() if store.check([f"welcome-{token}"]) else ""
         if given != prefix:
             prefix = given
-            _say(store, f"confirm {rank} {prefix}\n")
+            _append(store, f"confirm {rank} {prefix}\n")
         if prefix and store.check([f"complete-{prefix}"]):
             break
     return prefix
 
 
-def _say(store: Any, line: str) -> None:
-    """Append a line to what was said, at once. (torch's type stubs do not know `Store.append`.)"""
-    store.append(SAID, line)
+def _append(store: Any, line: str) -> None:
+    """Append a line atomically. (torch's type stubs do not know `Store.append`.)"""
+    store.append(LINES_KEY, line)
 
 
-def _looks(rank: int, size: int, patience: timedelta) -> Iterator[None]:
-    """Yield at each time to look at the store. Raises WorldError once `patience` has passed."""
-    until, pause = time.monotonic() + patience.total_seconds(), SHORTEST_LOOK_SECONDS
+def _polls(rank: int, size: int, timeout: timedelta) -> Iterator[None]:
+    """Yield at each time to poll the store. Raises WorldError after `timeout`."""
+    until, pause = time.monotonic() + timeout.total_seconds(), SHORTEST_POLL_SECONDS
     while time.monotonic() < until:
         yield
         time.sleep(pause)
-        pause = min(1.2 * pause, LONGEST_LOOK_SECONDS)
+        pause = min(1.2 * pause, LONGEST_POLL_SECONDS)
     raise WorldError(
-        f"Process {rank} was to meet the other {size - 1}.",
-        f"Not all of them came within {patience.total_seconds():g} s.",
+        f"Process {rank} timed out waiting for the other {size - 1} processes.",
+        f"Not all of them have started within {timeout.total_seconds():g} s.",
         "look at the output of the others, and start all of them again.",
     )

@@ -49,7 +49,7 @@ class TreeExchange(BucketedExchange):
         self.virtual_ranks = virtual_ranks
         self.group = group
         self.layout = self._lay_out()
-        self.pool = FlatGradientPool(self.layout, shared=bool(group.neighbours))
+        self.pool = FlatGradientPool(self.layout, shared=bool(group.neighbors))
         self.ready = BucketReadiness(self.layout, self._launch, self._merge)
         self.wire: Any = None  # how partial sums meet; None: nobody else has any
         self._fold: Fold[Part] = Fold(virtual_ranks, _where)
@@ -230,7 +230,7 @@ class TreeExchange(BucketedExchange):
         try:
             self.wire.send(bucket, self._roots or [], self._result)
         except (RuntimeError, ConnectionError) as error:
-            if self.group.company is None:
+            if self.group.monitor is None:
                 raise
             self._broken = error  # backward goes on: what it makes here is still good
 

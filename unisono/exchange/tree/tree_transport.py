@@ -51,7 +51,7 @@ class TreeTransport:
 
     def __init__(self, plan: Plan, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout, self.group, self.rank = layout, group, group.rank
-        self.neighbours = group.neighbours
+        self.neighbours = group.neighbors
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
         self.far = [rank for rank in self.others if rank not in self.neighbours]
         self.arrived: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}

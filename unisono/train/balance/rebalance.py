@@ -106,7 +106,7 @@ class Rebalancer(Extension):
         """A step is over: assign virtual ranks otherwise, if that pays. `reports` are those of all processes."""
         seconds = [took for took, _, _ in reports]
         self.source.stealing.observe(self.source.schedule.at(step), seconds, reports[0][2])
-        spans = self.balancer.hear(seconds[self.servers :]) if self.balancer is not None else None
+        spans = self.balancer.record(seconds[self.servers :]) if self.balancer is not None else None
         if self.balancer is None or spans is None:
             return
         spans = ((0, 0),) * self.servers + spans

@@ -79,7 +79,7 @@ class WorkStealing:
 
     def observe(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
         """A step is over: decide whether stealing pays in the next one (plan/stealing_gain.py)."""
-        was, self.on = self.on, self.gain.hear(spans, seconds, wall)
+        was, self.on = self.on, self.gain.record(spans, seconds, wall)
         if was and not self.on:  # no process draws until it is on again, which all of them decide together
             self._renew(0, 1)
 

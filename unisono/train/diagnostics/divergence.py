@@ -242,7 +242,7 @@ def build_divergence(context: RunContext, parts: LoopParts) -> list[DivergenceCh
     whose replicas drift apart in their last bits.
     """
     mesh = context.mesh
-    alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.company is None  # and none will join
+    alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.monitor is None  # and none will join
     if alone or isinstance(mesh.world, RoleGroup):
         return []
     if context.progress.differences or mesh.world.mixed:  # a process that joins later does not know differences yet

@@ -119,7 +119,7 @@ class Models:
             from unisono.train.pipelining.pipeline_run import Pipeline  # half a second
 
             self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example)
-        if self.mesh.torchs is not None:
+        if self.mesh.device_mesh is not None:
 
             def meet(*_: Any) -> None:
                 if not self.busy and (self.pipeline is None or self.pipeline.turn is None):

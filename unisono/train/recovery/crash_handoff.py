@@ -31,13 +31,13 @@ def hands_off(context: RunContext) -> bool:
     """Does this process leave what it has, should another one die? Somebody must be there to begin again. (With one
     virtual rank a step's random numbers go on from the last one's, and buddies have none.)"""
     settings = context.settings
-    return settings.parallel.replicate_shards and settings.virtual_ranks > 1 and context.group.company is not None
+    return settings.parallel.replicate_shards and settings.virtual_ranks > 1 and context.group.monitor is not None
 
 
 def dump_replicas(context: RunContext, replica: ShardReplica, error: Exception) -> None:
     """This process fails with `error`. If that is the death of another process, write what this one has."""
-    company = context.group.company
-    if company is None or not hands_off(context) or not company.is_peer_loss(error):
+    monitor = context.group.monitor
+    if monitor is None or not hands_off(context) or not monitor.is_peer_loss(error):
         return
     steps = [snapshot.step for snapshot in (*replica.mine, *replica.theirs) if snapshot is not None]
     if steps:

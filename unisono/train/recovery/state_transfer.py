@@ -30,13 +30,13 @@ from unisono.train.recovery.snapshot import Snapshot, live_state, restore
 
 
 def send_state(
-    context: RunContext, company: Membership, empty: Sequence[bool], mine: Mapping[str, Any]
+    context: RunContext, membership: Membership, empty: Sequence[bool], mine: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
     """Give processes that have just joined the state of the run. All processes call this together.
 
     Args:
         context: of the run.
-        company: its membership.
+        membership: its membership.
         empty: of each process, whether it has just joined.
         mine: what a process that joins receives besides, as JSON.
 
@@ -47,7 +47,7 @@ def send_state(
     known = [next((r for r in range(slot, group.size, unit) if not empty[r]), None) for slot in range(unit)]
     if None in known:
         raise PeerLostError(
-            f"Process {company.number} was to join a run.",
+            f"Process {membership.number} was to join a run.",
             "All processes that knew its state are gone.",
             "go on from the newest checkpoint: the same command with --resume.",
         )
@@ -59,17 +59,17 @@ def send_state(
     received = None
     if group.rank in known:
         for portion in _portions(sent):
-            pieces = [piece.to(group.wire) for piece in portion]
+            pieces = [piece.to(group.comm_device) for piece in portion]
             wait_for(group.send_and_receive([Message(piece, rank) for rank in new for piece in pieces], []))
     elif empty[group.rank]:
         source = known[group.rank % unit]
         assert source is not None
         received = abouts[source]
-        _refuse_another_machine(context, company, received["machine"])
-        where = torch.device("cpu") if context.mesh.torchs is None else context.device
+        _refuse_another_machine(context, membership, received["machine"])
+        where = torch.device("cpu") if context.mesh.device_mesh is None else context.device
         room = {name: spec.empty(where) for name, spec in specs_of(received["state"]).items()}
         for portion in _portions(room.values()):
-            pieces = [piece.to(group.wire) for piece in portion]  # the same tensors, if they are there
+            pieces = [piece.to(group.comm_device) for piece in portion]  # the same tensors, if they are there
             wait_for(group.send_and_receive([], [Message(piece, source) for piece in pieces]))
             for into, piece in zip(portion, pieces, strict=True):
                 into.copy_(piece)
@@ -104,11 +104,11 @@ def _apply(context: RunContext, about: Mapping[str, Any]) -> None:
     context.identity["device"] = about["machine"]["device"]  # of all processes; ours was that of one process alone
 
 
-def _refuse_another_machine(context: RunContext, company: Membership, theirs: Mapping[str, Any]) -> None:
+def _refuse_another_machine(context: RunContext, membership: Membership, theirs: Mapping[str, Any]) -> None:
     fixed = [name for name in ENVIRONMENT if not (name == "device" and context.group.mixed)]
     if differ := [name for name in fixed if theirs.get(name) != context.identity.get(name)]:
         raise WorldError(
-            f"Process {company.number} was to join a run that is in the midst of it.",
+            f"Process {membership.number} was to join a run that is in the midst of it.",
             f"Its machine differs in {', '.join(differ)}, which changes bits.",
             "replace processes on machines of the same kind.",
         )
@@ -116,7 +116,7 @@ def _refuse_another_machine(context: RunContext, company: Membership, theirs: Ma
 
 def _state_of(context: RunContext) -> Any:
     """Return the state of all that is tracked: by name, or as a snapshot of what this process has of a shared model."""
-    if context.mesh.torchs is None:
+    if context.mesh.device_mesh is None:
         return {name: thing.state_dict() for name, thing in context.state.tracked.items()}
     context.models.reshard()
     live = live_state(context.state.tracked)
@@ -126,7 +126,7 @@ def _state_of(context: RunContext) -> Any:
 
 def _load(context: RunContext, state: Any, steps: int) -> None:
     """Load a state that was decoded."""
-    if context.mesh.torchs is None:
+    if context.mesh.device_mesh is None:
         context.state.take(Checkpoint(Path("the memory of a survivor"), steps, {}, state))
     else:
         restore(Snapshot.of(*state), context.state.tracked, context.device)

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from unisono.data.loader import Schedule
-from unisono.distributed.membership.membership import Membership
+from unisono.distributed.membership.membership import Membership, membership_of
 from unisono.distributed.process_group import wrap_peer_errors
 from unisono.errors import PeerLostError
 from unisono.plan.assignment import Slot, Spans
@@ -117,11 +117,11 @@ class StepRecovery:
         self,
         context: RunContext,
         parts: LoopParts,
-        company: Membership,
+        membership: Membership,
         regrouped: Sequence[Hook],
         build_slot: BuildSlot,
     ) -> None:
-        self.context, self.company, self.group = context, company, context.group
+        self.context, self.membership, self.group = context, membership, context.group
         self.source, self.sync = parts.source, parts.sync
         self._hooks, self._build_slot = regrouped, build_slot
         self._completed = 0
@@ -146,7 +146,7 @@ class StepRecovery:
             whole: whether this process holds the result.
         """
         context = self.context
-        reports = self._exchange_reports(lost, whole=whole and not self.company.torn)
+        reports = self._exchange_reports(lost, whole=whole and not self.membership.failed)
         self._regroup(context.progress.next_step)
         if context.progress.step is not None:  # a later pass of it is assigned otherwise
             self._regrouped_in = context.progress.step.number
@@ -163,7 +163,7 @@ class StepRecovery:
     def _report_survived(self) -> None:
         """Tell the launcher which deaths were survived, so that a later failure is not blamed on them."""
         if self._lost:
-            self.company.report(survived=self._lost)
+            self.membership.report(survived=self._lost)
             self._lost = []
 
     def result(self) -> Mapping[str, Any]:
@@ -176,7 +176,7 @@ class StepRecovery:
     def resume_step(self, step: StepState, gradient: GradientPass, lost: Exception) -> Rounds | None:
         """Continue a pass in which a peer died. Returns the micro-batches that are missing; None: the gradient is whole
         on all processes."""
-        torn = self.company.torn  # shards were not gathered then, and nothing on this process is good
+        torn = self.membership.failed  # shards were not gathered then, and nothing on this process is good
         whole = gradient.is_whole and not torn
         old, held = gradient.exchange, dict[Node, Any]()
 
@@ -240,11 +240,11 @@ class StepRecovery:
             held: returns the virtual ranks whose gradients this process has.
             open_: whether waiting processes may join.
         """
-        if not open_ and not self.company.is_peer_loss(lost):
+        if not open_ and not self.membership.is_peer_loss(lost):
             raise lost
         while True:
             steps_done = self.context.progress.steps_done
-            formed = self.company.regroup(self.group, open_=open_, step=steps_done)
+            formed = self.membership.regroup(self.group, admit=open_, step=steps_done)
             self._lost += formed.lost
             self.deaths += [{"process": number, "step": steps_done} for number in formed.lost]
             self.joined += [{"process": number, "step": steps_done} for number in formed.joined]
@@ -256,13 +256,13 @@ class StepRecovery:
                         self._transfer_state([each.empty for each in reports])
                     return reports
             except PEER_ERRORS as again:
-                if not self.company.is_peer_loss(again):
+                if not self.membership.is_peer_loss(again):
                     raise
 
     def _transfer_state(self, empty: Sequence[bool]) -> None:
         """Give the processes that have just joined the state of the run. All processes call this."""
         mine = {"completed": self._completed, "deaths": self.deaths, "joined": self.joined}
-        received = send_state(self.context, self.company, empty, mine)
+        received = send_state(self.context, self.membership, empty, mine)
         if received is not None:
             self._completed = received["completed"]
             self.deaths, self.joined = received["deaths"], received["joined"]
@@ -316,8 +316,8 @@ def build_recovery(
     build_slot: BuildSlot,
 ) -> StepRecovery | None:
     """Return how this process continues after a death; None: no process can, and the newest checkpoint is the way."""
-    company = context.group.company
-    if company is None or not may_survive(context) or context.progress.exchange is not None:
+    membership = membership_of(context.group)
+    if membership is None or not may_survive(context) or context.progress.exchange is not None:
         return None
-    company.watch(context.mesh.unit)
-    return StepRecovery(context, parts, company, regrouped, build_slot)
+    membership.tolerate_losses(context.mesh.unit)
+    return StepRecovery(context, parts, membership, regrouped, build_slot)

@@ -15,15 +15,15 @@ def may_survive(context: RunContext) -> bool:
     divided model exists; if copies of shards belong to the group that is gone; and if torch assembles a divided model
     with collectives that no process could leave on an accelerator.
     """
-    settings, axes, company = context.settings, context.mesh.axes, context.group.company
-    if company is None:
+    settings, axes, monitor = context.settings, context.mesh.axes, context.group.monitor
+    if monitor is None:
         return False
     replicas = (
         axes.replicate > 1 and axes.replicate * axes.shard == axes.size and not settings.parallel.replicate_shards
     )
-    is_whole = context.mesh.torchs is None
+    is_whole = context.mesh.device_mesh is None
     is_plain = context.loop.is_uniform and context.inspection is None and not settings.audit_every
-    survivable = is_plain and (is_whole or (replicas and not company.late))
+    survivable = is_plain and (is_whole or (replicas and not monitor.async_errors))
     return survivable and settings.virtual_ranks > 1 and survives(settings)
 
 

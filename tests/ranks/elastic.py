@@ -1,4 +1,4 @@
-"""Real processes that may die: what each that lives to the end returns, and others that come in addition."""
+"""Real processes of an elastic run that may die, with a rendezvous server in the test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import late as late_
+from tests.ranks import nccl_like as nccl_like_
 from unisono import phases
 from unisono.environment import World
 from unisono.errors import RunStopped
@@ -26,13 +26,20 @@ context = mp.get_context("forkserver")
 DIED = object()
 
 
-class Company:
-    """`size` processes of function(world, *args), with a meeting place in this one. `late`: by a back end that tells
-    nobody of a death, as NCCL (late.py).
+class ElasticProcesses:
+    """`size` processes of function(world, *args).
 
-    with Company(work, 3) as company:
-        company.kill(1)
-        assert company.results() == {0: ..., 2: ...}
+    with ElasticProcesses(work, 3) as processes:
+        processes.kill(1)
+        assert processes.results() == {0: ..., 2: ...}
+
+    Args:
+        function: what each process runs.
+        size: number of processes at the start.
+        args: further arguments of `function`.
+        seconds: time limit for the results.
+        silence: seconds without a heartbeat after which a process counts as dead.
+        nccl_like: use a back end that reports no deaths (nccl_like.py).
     """
 
     def __init__(
@@ -42,30 +49,30 @@ class Company:
         *args: Any,
         seconds: float = 120.0,
         silence: float = 30.0,
-        late: bool = False,
+        nccl_like: bool = False,
     ) -> None:
         self.function, self.size, self.args, self.seconds = function, size, args, seconds
-        self.silence, self.late = silence, late
+        self.silence, self.nccl_like = silence, nccl_like
         self.processes: dict[int, Any] = {}
-        self.ends: dict[int, Connection] = {}
+        self.pipes: dict[int, Connection] = {}
         self.events: list[dict[str, Any]] = []
         self.killed: set[int] = set()
-        self.told: dict[int, Any] = {}  # of those that are over
+        self.ended: dict[int, Any] = {}  # the results of processes that have ended
 
-    def __enter__(self) -> Company:
+    def __enter__(self) -> ElasticProcesses:
         self.folder = tempfile.TemporaryDirectory(prefix="u-")
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.bind(str(Path(self.folder.name) / "store"))
-        door.listen()
-        self.meeting = RendezvousServer(door, self.size, silence=self.silence, tell=self._note)
-        self.thread = threading.Thread(target=self.meeting.serve, daemon=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(Path(self.folder.name) / "store"))
+        listener.listen()
+        self.server = RendezvousServer(listener, self.size, silence=self.silence, notify=self._on_event)
+        self.thread = threading.Thread(target=self.server.serve, daemon=True)
         self.thread.start()
         for number in range(self.size):
             self.start(number)
         return self
 
-    def _note(self, event: dict[str, Any]) -> None:
-        """What a launcher would hear, and do."""
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """Do what the launcher does."""
         self.events.append(event)
         if "orphan" in event:
             self.kill(event["orphan"])
@@ -83,61 +90,61 @@ class Company:
             joins=joins,
         )
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(self.function, world, theirs, self.args, self.late))
+        process = context.Process(target=_rank, args=(self.function, world, theirs, self.args, self.nccl_like))
         process.start()
         theirs.close()
-        self.processes[number], self.ends[number] = process, mine
+        self.processes[number], self.pipes[number] = process, mine
 
     def kill(self, *numbers: int) -> None:
         for number in numbers:
             self.killed.add(number)
             os.kill(self.processes[number].pid, signal.SIGKILL)
 
-    def await_(self, event: str) -> dict[str, Any]:
-        """The first thing told with this word in it."""
+    def await_(self, key: str) -> dict[str, Any]:
+        """Return the first event with this key."""
         deadline = time.monotonic() + self.seconds
         while time.monotonic() < deadline:
-            for told in self.events:
-                if event in told:
-                    return told
+            for event in self.events:
+                if key in event:
+                    return event
             time.sleep(0.01)
-        raise AssertionError(f"nobody told of {event} within {self.seconds:g} s: {self.events}")
+        raise AssertionError(f"no event {key} within {self.seconds:g} s: {self.events}")
 
     def look(self, doomed: set[int]) -> None:
-        """Raise what somebody has failed of, or that one has died that is not `doomed` to."""
-        for number, end in self.ends.items():
-            if number not in self.told and end.poll():
-                self._hear(number, may_die=number in doomed)
+        """Raise if a process has failed, or if one has died that is neither killed nor `doomed`."""
+        for number, pipe in self.pipes.items():
+            if number not in self.ended and pipe.poll():
+                self._receive(number, may_die=number in doomed)
 
-    def _hear(self, number: int, *, may_die: bool) -> None:
-        """What this process returns, or fails of; it is over."""
+    def _receive(self, number: int, *, may_die: bool) -> None:
+        """Receive the result of a process that has ended; raise if it has failed."""
         try:
-            value, error = self.ends[number].recv()
+            value, error = self.pipes[number].recv()
         except EOFError:
             assert may_die or number in self.killed, f"process {number} died"
-            self.told[number] = DIED
+            self.ended[number] = DIED
             return
         assert not error, f"process {number} failed:\n{error}"
-        self.told[number] = value
+        self.ended[number] = value
 
     @property
     def roster(self) -> list[int]:
-        """Who is in the group, by age."""
-        return list(self.meeting.roster)
+        """The numbers of the members, oldest first."""
+        return list(self.server.roster)
 
     @property
     def alive(self) -> list[int]:
         return [number for number, process in self.processes.items() if process.is_alive()]
 
     def results(self, *, dead: bool = False) -> dict[int, Any]:
-        """What those return that are not killed. `dead`: any may have died by itself."""
+        """Return the results of the processes that are not killed. `dead`: any of them may have died by itself."""
         deadline = time.monotonic() + self.seconds
-        while waiting := {number: end for number, end in self.ends.items() if number not in self.told}:
+        while waiting := {number: pipe for number, pipe in self.pipes.items() if number not in self.ended}:
             ready = wait(list(waiting.values()), timeout=max(deadline - time.monotonic(), 0))
             assert ready, f"processes {sorted(waiting)} still run after {self.seconds:g} s"
-            for number in [n for n, end in waiting.items() if end in ready]:
-                self._hear(number, may_die=dead)
-        return {number: value for number, value in self.told.items() if value is not DIED}
+            for number in [n for n, pipe in waiting.items() if pipe in ready]:
+                self._receive(number, may_die=dead)
+        return {number: value for number, value in self.ended.items() if value is not DIED}
 
     def __exit__(self, *_: Any) -> None:
         for process in self.processes.values():
@@ -146,15 +153,15 @@ class Company:
                 process.kill()
             process.join()
             process.close()
-        for end in self.ends.values():
-            end.close()
-        self.meeting.close()
+        for pipe in self.pipes.values():
+            pipe.close()
+        self.server.close()
         self.thread.join()
         self.folder.cleanup()
 
 
 def die_at(phase: str, times: int) -> None:
-    """This process is killed when it comes to a phase for so many times."""
+    """Kill this process when it enters a phase for the given time."""
     left = times
 
     def observe(_: str, entered: str) -> None:
@@ -166,7 +173,7 @@ def die_at(phase: str, times: int) -> None:
     phases.observe(observe)
 
 
-def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tuple[Any, ...], late: bool) -> None:
+def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tuple[Any, ...], nccl_like: bool) -> None:
     import faulthandler
 
     import torch
@@ -174,12 +181,12 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
     faulthandler.dump_traceback_later(20, exit=False)
     mp.set_start_method("fork", force=True)
     torch.set_num_threads(1)
-    if late:
-        late_.use()
+    if nccl_like:
+        nccl_like_.use()
     try:
         pipe.send((function(world, *args), None))
     except RunStopped:
-        pipe.send((None, None))  # it was to join, and the others were done
+        pipe.send((None, None))  # it was to join, and the others had ended
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     finally:
@@ -187,4 +194,4 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
         pipe.close()
 
 
-_ = run_ranks  # which has told the fork server what to load
+_ = run_ranks  # importing it has configured the fork server
