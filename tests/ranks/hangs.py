@@ -1,4 +1,4 @@
-"""Trainings that stand still, each in another way, and what a lookout says of them."""
+"""Training runs that hang in different ways, and the report of the hang watcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Body = Callable[[Any, Any], None]
 
 
 class Sleepy(torch.utils.data.Dataset):
-    """Fetches nothing more from the fortieth sample on, on one rank."""
+    """A data set that hangs on rank 1 after twenty samples."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.fetched = rank, 0
@@ -75,26 +75,28 @@ def waits_for_a_file(run: Any, step: Any) -> None:
 
 
 def all_elsewhere(run: Any, step: Any) -> None:
-    """Each waits for another one's message."""
+    """Wait for a message of another rank, on every rank."""
     dist.recv(torch.zeros(7), src=(run.rank + 1) % run.size)
 
 
 def train(world: World, folder: str, name: str, size: int) -> None:
-    """Ends with the process, one way or the other."""
+    """Train, and end the process when a failure is recorded."""
     failure_record.write_to(Path(folder) / f"rank-{world.rank}.json")
     threading.Thread(target=_leave_with_the_run, args=(Path(folder),), daemon=True).start()
     train_here(world, folder, name, size)
 
 
 def train_alone(world: World, folder: str, name: str) -> None:
-    """Nobody has started us who would look; what is said goes to a file."""
+    """Train without our launcher; standard error goes to a file."""
     os.dup2(os.open(Path(folder, f"said-{world.rank}"), os.O_WRONLY | os.O_CREAT), 2)
     train_here(world, folder, name, world.size)
 
 
 def meet(world: World, folder: Path, size: int) -> None:
-    """All have been started before the limit of anybody begins: on a busy machine that takes longer than the limit, and
-    whoever comes last would be the one who never came."""
+    """Wait until all processes have started.
+
+    On a busy machine starting takes longer than the time limit, and the last process would be reported as missing.
+    """
     (folder / f"here-{world.rank}").touch()
     while len(list(folder.glob("here-*"))) < size:
         time.sleep(0.01)
@@ -103,9 +105,9 @@ def meet(world: World, folder: Path, size: int) -> None:
 def train_here(world: World, folder: str, name: str, size: int) -> None:
     body, fault = {**HANGS, **SLOW}[name]
     meet(world, Path(folder), size)
-    nobody = socket.create_server(("127.0.0.1", 0))
-    if name == "a dead store":  # its host is rank 0, where somebody hears and does not answer
-        store = f"hosted://127.0.0.1:{nobody.getsockname()[1]}/17.0-0"
+    silent = socket.create_server(("127.0.0.1", 0))
+    if name == "a dead store":  # rank 0 hosts it, and its port accepts connections without answering
+        store = f"hosted://127.0.0.1:{silent.getsockname()[1]}/17.0-0"
         world = replace(world, rank=world.rank + 1, size=size + 1, store=store)
     config = replace(
         Settings(steps=6, batch=16, virtual_ranks=size),
@@ -136,14 +138,14 @@ def _leave_with_the_run(folder: Path) -> None:
 
 
 def together(mine: bool) -> float:
-    """How many say yes."""
-    said = torch.tensor([float(mine)])
-    dist.all_reduce(said)
-    return said.item()
+    """Return the number of ranks that pass True."""
+    count = torch.tensor([float(mine)])
+    dist.all_reduce(count)
+    return count.item()
 
 
 def by_hand(run: Any, step: Any) -> None:
-    """An evaluation of one's own, with collectives of its own, for longer than the limit."""
+    """Run collectives of the script's own for longer than the time limit."""
     until = time.monotonic() + 4 * LIMIT_SECONDS
     while together(time.monotonic() < until) == run.size:
         time.sleep(LIMIT_SECONDS / 4)
@@ -153,7 +155,7 @@ SLOW: dict[str, tuple[Body | str | None, Fault | None]] = {
     "own collectives": (by_hand, None),
     "a rank computes": (None, HangAt(STEP, "update", kind="spin", seconds=4 * LIMIT_SECONDS)),
 }
-"""What takes longer than the limit, and is not stuck."""
+"""Runs that take longer than the time limit and do not hang."""
 
 HANGS: dict[str, tuple[Body | str | None, Fault | None]] = {
     "a rank sleeps": (sleeps, None),
@@ -173,7 +175,7 @@ HANGS: dict[str, tuple[Body | str | None, Fault | None]] = {
 
 
 def play(folder: Path, name: str, size: int = 3) -> tuple[str, int]:
-    """What is recorded of a hang, and for which rank."""
+    """Return the recorded message of a hang, and the rank for which it is recorded."""
     with HangWatcher(folder, verbose=False), contextlib.suppress(AssertionError, TimeoutError):
         run_ranks(train, size, str(folder), name, size, seconds=40)
     (path,) = folder.glob("rank-*.json")

@@ -1,13 +1,13 @@
-"""A back end of torch's that does what NCCL does when somebody dies: it tells nobody.
+"""A back end of torch's that behaves like NCCL when a process dies: it reports nothing.
 
-    gloo    wait returns when the result is there, and raises when a peer is gone
-    NCCL    wait returns at once, and what comes next on the device waits; for a peer that is gone, for ever. Who aborts
-            the group finds all that was under way completed, with whatever lies in the results
+    gloo    `wait` returns when the result is there, and raises when a peer is gone
+    NCCL    `wait` returns at once, and later work on the device waits; for ever, if a peer is gone. When the group is
+            aborted, everything in progress counts as completed, whatever the results contain
 
-This one is NCCL so far, over gloo, for tensors of the processor. A thread is the stream: it makes one collective after
-the other, and stands still when a peer is gone. The messages of a batch are sent when their receivers are there. Who
-looks at a number (`item`, `tolist`, ...) waits for all that was told to `wait`, as for a device. And what an abort
-leaves behind is garbage, which says that it is completed.
+This back end is like NCCL in these respects, over gloo, for tensors on the CPU. A thread plays the stream: it runs one
+collective after the other, and stops when a peer is gone. The messages of a batch are sent when their receivers are
+ready. Reading a number (`item`, `tolist`, ...) waits for all works whose `wait` was called, as for a device. An abort
+leaves garbage in the results, which count as completed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 
 GARBAGE = 0x5A
-"""Every byte of what an abort leaves; of every kind of number it is one, and large."""
+"""Every byte of the results after an abort; a valid and large number in every dtype."""
 
 LONG = timedelta(minutes=10)
 
-_left: list[Any] = []  # gloo's groups of which we know no end: a thread may wait in one
-_waited: set[Queued] = set()  # what the device is to wait for
+_left: list[Any] = []  # gloo groups that are never destroyed: a thread may wait in one
+_waited: set[Queued] = set()  # works whose `wait` was called
 
 
 class Queued:
-    """A collective under way, and the tensors that it writes to."""
+    """A collective in progress, and the tensors that it writes to."""
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
         self.results = results
@@ -46,8 +46,8 @@ class Queued:
         return self.over.is_set()
 
 
-class Late(dist.ProcessGroup):
-    """Collectives are made with copies of tensors: what comes too late is to reach nobody's memory."""
+class NcclLike(dist.ProcessGroup):
+    """A group that runs collectives on copies of tensors, so that a late result changes no memory."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -61,7 +61,7 @@ class Late(dist.ProcessGroup):
         threading.Thread(target=self._serve, name="stream", daemon=True).start()
 
     def getBackendName(self) -> str:
-        return "late"
+        return "nccl_like"
 
     def _set_group_name(self, name: Any) -> None:
         self._called = name
@@ -77,12 +77,12 @@ class Late(dist.ProcessGroup):
             try:
                 make()
             except RuntimeError:
-                return  # nobody is told
+                return  # no error is reported
 
     def _queue(
         self, results: Sequence[torch.Tensor], given: Sequence[torch.Tensor], begin: Callable[..., Sequence[Any]]
     ) -> Queued:
-        """`begin` gloo's works, with copies of what is written to and of what is given, when their turn has come."""
+        """Queue a collective: `begin` starts gloo's works on copies of the results and of the inputs."""
         if self.aborted:
             raise RuntimeError("communicator was aborted")
         copies, gifts = ([tensor.detach().clone() for tensor in each] for each in (results, given))
@@ -115,7 +115,7 @@ class Late(dist.ProcessGroup):
                 queued.over.set()
         self.stream.put(None)
 
-    # -- what the loop calls
+    # -- torch's interface
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         return self._queue(tensors, [], lambda copies, _: [self.gloo.allreduce(copies, opts)])
@@ -132,7 +132,7 @@ class Late(dist.ProcessGroup):
         return self._queue([out], [mine], lambda to, of: [self.gloo.alltoall_base(to[0], of[0], theirs, sizes, opts)])
 
     def messages(self, ops: Sequence[dist.P2POp]) -> list[Queued]:
-        """A batch of messages, one work of all. Who sends waits for a word of the receiver's."""
+        """Send a batch of messages as one work. A sender waits until its receiver is ready."""
         receives = [op for op in ops if op.op is dist.irecv]
         sends = [op for op in ops if op.op is not dist.irecv]
 
@@ -148,9 +148,9 @@ class Late(dist.ProcessGroup):
 
 
 def use() -> None:
-    """From now on this process's groups are late ones; and none of their memory is shared, as with accelerators."""
-    dist.Backend.register_backend("late", Late, devices=["cpu"])
-    dist.Backend.default_device_backend_map["cpu"] = "late"
+    """Use this back end for all groups of this process, without shared memory, as with accelerators."""
+    dist.Backend.register_backend("nccl_like", NcclLike, devices=["cpu"])
+    dist.Backend.default_device_backend_map["cpu"] = "nccl_like"
     dist.batch_isend_irecv = _batch  # type: ignore[assignment]
     for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
         setattr(torch.Tensor, name, _after_the_device(getattr(torch.Tensor, name)))
@@ -164,7 +164,7 @@ def _batch(ops: Sequence[dist.P2POp]) -> Any:
 
 
 def _after_the_device(look: Callable[..., Any]) -> Callable[..., Any]:
-    """Look at a tensor once all is there that the device was to wait for."""
+    """Read a tensor after all works whose `wait` was called."""
 
     def looks(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         while _waited and threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Parameters, buffers and optimizer state at one alignment on any placement, whatever memory a model was built in."""
+"""Parameters, buffers and optimizer state are aligned under any placement, whatever memory a model was built in."""
 
 from __future__ import annotations
 
@@ -75,23 +75,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
-def test_one_process_has_them_aligned(plain: Any) -> None:
+def test_one_process_aligns_parameters(plain: Any) -> None:
     assert plain[0] == {0}
 
 
 @pytest.mark.parametrize(("shard", "gather"), [(1, "layer"), (2, "layer"), (2, "step")])
-def test_two_processes_have_them_aligned(tmp_path: Path, plain: Any, shard: int, gather: str) -> None:
+def test_two_processes_align_parameters(tmp_path: Path, plain: Any, shard: int, gather: str) -> None:
     for found in run_ranks(work, 2, str(tmp_path), shard, gather, True, None):
         assert found == plain
 
 
-def test_a_resume_has_them_aligned(tmp_path: Path, plain: Any) -> None:
+def test_a_resumed_run_aligns_parameters(tmp_path: Path, plain: Any) -> None:
     run_ranks(work, 2, str(tmp_path), 1, "layer", True, 2)
     (found,) = run_ranks(work, 1, str(tmp_path), 1, "layer", True, None, True)
     assert found == plain
 
 
-def test_otherwise_shards_would_have_other_bits(tmp_path: Path) -> None:
+def test_without_alignment_shards_have_other_bits(tmp_path: Path) -> None:
     """Whole parameters begin where the script has put them, gathered ones at a multiple of 64 bytes."""
     (whole,) = run_ranks(work, 1, str(tmp_path / "whole"), 1, "layer", False, None)
     part, _ = run_ranks(work, 2, str(tmp_path / "part"), 2, "step", False, None)

@@ -1,4 +1,4 @@
-"""The collectives for scripts, on trees of tensors: what comes out, of every kind of number, and what is told."""
+"""The collectives for scripts on trees of tensors: results for every dtype, and error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 def of(rank: int) -> dict[str, Any]:
-    """A tree of all kinds: nested, with an empty tensor, one without dims, and one that is not contiguous."""
+    """Return a nested tree of all dtypes, with an empty tensor, a scalar, and one that is not contiguous."""
     g = torch.Generator().manual_seed(rank)
     kinds = {str(kind): torch.randint(0, 2, (3,), generator=g).to(kind) for kind in KINDS}
     numbers = torch.randn(4, 5, generator=g)
@@ -30,7 +30,7 @@ def of(rank: int) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """The same form, names in the same order, and the same numbers."""
+    """Return whether two trees have the same form, the same order of names, and the same numbers."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
     if type(one) is not type(other) or len(one) != len(other):
@@ -41,7 +41,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def moved(world: World) -> list[str]:
-    """Whatever does not come out as it should, when trees are only moved."""
+    """Return the wrong results of collectives that move trees."""
     wrong: list[str] = []
 
     def expect(name: str, got: Any, wanted: Any) -> None:
@@ -50,15 +50,15 @@ def moved(world: World) -> list[str]:
 
     with join(world) as group:
         c, n, rank = Collectives(group), group.size, group.rank
-        everybody = [of(r) for r in range(n)]
-        mine, last = everybody[rank], n - 1
-        expect("all_gather", c.all_gather(mine), everybody)
-        expect("gather", c.gather(mine, to=last), everybody if rank == last else None)
+        all_trees = [of(r) for r in range(n)]
+        mine, last = all_trees[rank], n - 1
+        expect("all_gather", c.all_gather(mine), all_trees)
+        expect("gather", c.gather(mine, to=last), all_trees if rank == last else None)
         plain = {"x": torch.arange(5), "y": (torch.ones(2, dtype=torch.int16), torch.tensor(True))}
         expect("broadcast", c.broadcast(plain if rank == last else None, source=last), plain)
         expect("broadcast keeps the source's own", c.broadcast(mine, source=rank) if n == 1 else mine, mine)
         for by in (1, -1, 2, n):
-            expect(f"shift {by}", c.shift(mine, by), everybody[(rank - by) % n])
+            expect(f"shift {by}", c.shift(mine, by), all_trees[(rank - by) % n])
         trees = [{"rows": torch.full((rank + 2 * p, 3), 10.0 * rank + p), "n": torch.tensor(p)} for p in range(n)]
         came = [{"rows": torch.full((r + 2 * rank, 3), 10.0 * r + rank), "n": torch.tensor(rank)} for r in range(n)]
         expect("all_to_all", c.all_to_all(trees), came)
@@ -73,12 +73,12 @@ def moved(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_trees_of_every_kind_are_moved_as_they_are(size: int) -> None:
+def test_trees_of_every_dtype_are_moved_unchanged(size: int) -> None:
     assert run_ranks(moved, size) == [[]] * size
 
 
 def folded(world: World) -> list[str]:
-    """Whatever does not come out as it should, when trees are added up."""
+    """Return the wrong results of collectives that reduce trees."""
     wrong: list[str] = []
 
     def expect(name: str, got: Any, wanted: Any) -> None:
@@ -88,13 +88,13 @@ def folded(world: World) -> list[str]:
     with join(world) as group:
         c, n, rank = Collectives(group), group.size, group.rank
         kinds = [kind for kind in KINDS if kind is not torch.bool]
-        everybody = [{str(k): (torch.arange(7) + 3 * r).to(k) for k in kinds} | {"no": torch.ones(0)} for r in range(n)]
-        mine, last = everybody[rank], n - 1
-        total = everybody[0]
-        for other in everybody[1:]:  # in the order of ranks, in its own kind of number
+        all_trees = [{str(k): (torch.arange(7) + 3 * r).to(k) for k in kinds} | {"no": torch.ones(0)} for r in range(n)]
+        mine, last = all_trees[rank], n - 1
+        total = all_trees[0]
+        for other in all_trees[1:]:  # in the order of ranks, in the dtype of the tensors
             total = {name: total[name] + other[name] for name in total}
         expect("all_reduce", c.all_reduce(mine), total)
-        expect("ring_all_reduce", c.ring_all_reduce(mine), total)  # small whole numbers: no rounding
+        expect("ring_all_reduce", c.ring_all_reduce(mine), total)  # small integers: no rounding
         found = c.reduce(mine, to=last)
         expect("reduce", found if rank == last else total, total)
         assert (found is None) == (rank != last)
@@ -106,14 +106,14 @@ def folded(world: World) -> list[str]:
         parts = [(torch.full((p + 1,), float(rank)), torch.tensor([rank])) for p in range(n)]
         whole = n * last / 2
         expect("reduce_scatter", c.reduce_scatter(parts), (torch.full((rank + 1,), whole), torch.tensor([int(whole)])))
-        assert mine["torch.int64"].tolist() == (torch.arange(7) + 3 * rank).tolist()  # what went in stays as it was
+        assert mine["torch.int64"].tolist() == (torch.arange(7) + 3 * rank).tolist()  # the arguments are not changed
         grown = torch.ones(2, requires_grad=True)
         assert not c.all_reduce(grown).requires_grad
     return wrong
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_sums_are_made_in_the_order_of_ranks(size: int) -> None:
+def test_sums_are_added_in_the_order_of_ranks(size: int) -> None:
     assert run_ranks(folded, size) == [[]] * size
 
 
@@ -159,20 +159,20 @@ WRONG: list[tuple[Callable[[Collectives], Any], list[str]]] = [
 
 
 def attempts(world: World) -> list[str]:
-    told = []
+    messages = []
     with join(world) as group:
         c = Collectives(group)
         for call, _ in WRONG:
             try:
-                told.append(str(call(c)))
+                messages.append(str(call(c)))
             except LoopError as error:
-                told.append(str(error))
-        assert c.all_reduce(torch.ones(1)).item() == group.size  # and after all that it goes on
-    return told
+                messages.append(str(error))
+        assert c.all_reduce(torch.ones(1)).item() == group.size  # collectives work after an error
+    return messages
 
 
-def test_what_does_not_fit_is_told_on_all_processes() -> None:
-    for told in run_ranks(attempts, 2):
-        for said, (_, wanted) in zip(told, WRONG, strict=True):
-            assert "Next: " in said, said
-            assert all(words in said for words in wanted), said
+def test_invalid_arguments_raise_on_all_processes() -> None:
+    for messages in run_ranks(attempts, 2):
+        for message, (_, parts) in zip(messages, WRONG, strict=True):
+            assert "Next: " in message, message
+            assert all(part in message for part in parts), message

@@ -1,4 +1,4 @@
-"""A process group that the script has made: it is taken over, or refused. No process trains alone in silence."""
+"""A process group that the script has made is used or refused; no process trains alone silently."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_group_that_is_there_is_the_runs_with_the_same_bits(tmp_path: Path) -> None:
-    """Twice in one group, which is there afterwards."""
+def test_an_existing_group_is_used_with_the_same_bits(tmp_path: Path) -> None:
+    """Two runs use one group, which still exists afterwards."""
     assert run_ranks(script, 1, str(tmp_path), "never", "alone") == [False]
     assert run_ranks(script, 2, str(tmp_path), "before", "both", 2) == [True, True]
     alone, *both = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("alone", "both", "both1")]
@@ -84,10 +84,10 @@ def test_a_group_that_is_there_is_the_runs_with_the_same_bits(tmp_path: Path) ->
 
 
 def test_a_group_made_inside_main_is_refused(tmp_path: Path) -> None:
-    told = "This run has 1 process, and the group 2: each would train alone."
+    message = "This run has 1 process, and the group 2: each would train alone."
     assert (
         run_ranks(refused, 2, str(tmp_path), "inside")
-        == [("init_process_group was called inside the script's main function.", told)] * 2
+        == [("init_process_group was called inside the script's main function.", message)] * 2
     )
 
 
@@ -102,9 +102,9 @@ def under_our_launcher(world: World, folder: str) -> str:
     return ""
 
 
-def test_under_our_launcher_it_is_refused(tmp_path: Path) -> None:
-    told = "It made a group of 2; unisono run has started 2 and joins them itself."
-    assert run_ranks(under_our_launcher, 2, str(tmp_path)) == [told] * 2
+def test_an_existing_group_is_refused_under_unisono_run(tmp_path: Path) -> None:
+    message = "It made a group of 2; unisono run has started 2 and joins them itself."
+    assert run_ranks(under_our_launcher, 2, str(tmp_path)) == [message] * 2
 
 
 def without_a_back_end(world: World, folder: str) -> str:
@@ -120,5 +120,5 @@ def without_a_back_end(world: World, folder: str) -> str:
 
 def test_a_group_without_the_back_end_for_the_device_is_refused(tmp_path: Path) -> None:
     """torch's gloo takes tensors of an accelerator as well, and lacks some collectives for them."""
-    (told,) = run_ranks(without_a_back_end, 1, str(tmp_path))
-    assert told.startswith('init_process_group("nccl", ...), or remove init_process_group')
+    (message,) = run_ranks(without_a_back_end, 1, str(tmp_path))
+    assert message.startswith('init_process_group("nccl", ...), or remove init_process_group')

@@ -1,4 +1,4 @@
-"""Whoever stands still is named, with what it waits for and the line where it does."""
+"""A rank that hangs is named, with what it waits for and the line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ slow = pytest.mark.slow
 
 ROUNDS = r"at hangs\.py:\d+ in train_here \(for x, y in step:\)"
 
-SAID = {
+EXPECTED = {
     "a rank sleeps": (1, r"Ranks 0 and 2 wait for rank 1: it sleeps at hangs\.py:\d+ in sleeps \(time\.sleep\(1e6\)\)"),
     "a rank is in another collective": (
         1,
@@ -56,25 +56,25 @@ QUICK = ("a rank sleeps", "a rank is in another collective")
 
 @slow
 @pytest.mark.parametrize("name", hangs.SLOW)
-def test_who_is_slow_is_not_ended(tmp_path: Path, name: str) -> None:
+def test_a_slow_run_is_not_ended(tmp_path: Path, name: str) -> None:
     with HangWatcher(tmp_path, verbose=False):
         run_ranks(hangs.train, 2, str(tmp_path), name, 2)
     assert not list(tmp_path.glob("rank-*.json"))
 
 
 @slow
-def test_without_our_launcher_the_first_process_says_it(tmp_path: Path) -> None:
-    """Places go through the store in which processes have met, and each ends itself."""
+def test_under_another_launcher_the_first_process_reports(tmp_path: Path) -> None:
+    """Statuses are exchanged through the rendezvous store, and each process ends itself."""
     with pytest.raises(AssertionError, match="died with exit code 1"):
         run_ranks(hangs.train_alone, 2, str(tmp_path), "a rank sleeps")
-    said = (tmp_path / "said-0").read_text()
-    assert re.search("Rank 0 waits for rank 1: it sleeps at", said), said
+    output = (tmp_path / "said-0").read_text()
+    assert re.search("Rank 0 waits for rank 1: it sleeps at", output), output
     assert not (tmp_path / "said-1").read_text()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else [slow]) for name in hangs.HANGS])
-def test_it_is_named(tmp_path: Path, name: str) -> None:
+def test_the_guilty_rank_is_named(tmp_path: Path, name: str) -> None:
     message, rank = hangs.play(tmp_path, name)
-    blamed, said = SAID[name]
-    assert re.search(said, message), message
+    blamed, pattern = EXPECTED[name]
+    assert re.search(pattern, message), message
     assert rank == blamed

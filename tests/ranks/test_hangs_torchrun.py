@@ -1,6 +1,6 @@
-"""Under torchrun, and wherever else nobody of ours looks: whoever does not answer has a row all the same, and a name.
+"""Under torchrun and srun, without our launcher: a process that does not answer is named and has a row in the table.
 
-The processes are real, and started as a user would; a table says what each of them does.
+The processes are real and started as a user would start them.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ SILENT = "it does not answer: it"
 CASES = {
     "in the loop": ("torchrun", "loop", 1, f"Ranks 0 and 2 wait for rank 1: {STOPPED}"),
     "the first one in the loop": ("torchrun", "loop", 0, f"Ranks 1 and 2 wait for rank 0: {STOPPED}"),
-    "before it said a word": ("torchrun", "met", 1, f"Ranks 0 and 2 wait for rank 1: ({STOPPED}|{SILENT})"),
+    "before its first status": ("torchrun", "met", 1, f"Ranks 0 and 2 wait for rank 1: ({STOPPED}|{SILENT})"),
     "before it came": (
         "torchrun",
         "before",
         1,
         f"Ranks 0 and 2 wait for rank 1: {SILENT} has not called unisono.main",
     ),
-    "who hosts the store": ("by hand", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
+    "the host of the store": ("by hand", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
     "a task of Slurm's": ("srun", "loop", 1, f"Ranks 0 and 2 wait for rank 1: {STOPPED}"),
     "a task of Slurm's, before it came": ("srun", "before", 1, f"Ranks 0 and 2 wait for rank 1: {SILENT} has not come"),
-    "a task of Slurm's, who hosts the store": ("srun", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
+    "a task of Slurm's that hosts the store": ("srun", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
 }
 
 
@@ -94,13 +94,13 @@ def free_port() -> int:
 
 
 def as_torchrun(port: int) -> Callable[[int], dict[str, str]]:
-    """What torchrun says to each process, where nobody else hosts the store."""
+    """Return torchrun's variables for each process, where no agent hosts the store."""
     said = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return lambda number: {**said, "RANK": str(number)}
 
 
 def as_srun(port: int) -> Callable[[int], dict[str, str]]:
-    """What Slurm says to each task of a step."""
+    """Return Slurm's variables for each task of a step."""
     said = {"JOB_ID": "17", "STEP_ID": "0", "STEP_NUM_TASKS": "3", "NODEID": "0"}
     said |= {"STEP_NODELIST": "localhost", "STEP_TASKS_PER_NODE": "3"}
     step = {f"SLURM_{name}": value for name, value in said.items()} | {"MASTER_PORT": str(port)}
@@ -111,7 +111,7 @@ BY = {"by hand": as_torchrun, "srun": as_srun}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_is_stopped_is_named(tmp_path: Path, name: str) -> None:
+def test_a_stopped_process_is_named(tmp_path: Path, name: str) -> None:
     by, moment, rank, expected = CASES[name]
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -147,12 +147,12 @@ def begin(
 
 
 def said_of(started: list[subprocess.Popen[str]], folder: Path) -> tuple[str, float]:
-    """What those who were started say until one of them speaks of it, and after how long; nobody is left then."""
+    """Return the output of the processes when one reports a hang, and the seconds until then; then kill all."""
     stopped, began = folder / "stopped", 0.0
     try:
         until = time.monotonic() + 60
         while "No process has made progress" not in (said := told(folder)):
-            assert time.monotonic() < until, f"nobody has said a word\n{said}"
+            assert time.monotonic() < until, f"no process has reported a hang\n{said}"
             began = began or (time.monotonic() if stopped.exists() else 0.0)
             time.sleep(0.05)
         seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""A meeting place in process 0: who finds somebody else's port says so, and mixes no two runs."""
+"""A store in process 0: a port that another program uses is an error, and two runs are never mixed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def joined(world: World, port: int) -> list[str]:
         return [str(each) for each in all_.all_gather_object(f"process {world.rank}")]
 
 
-def test_processes_meet_at_a_port_and_a_name() -> None:
+def test_processes_connect_by_port_and_name() -> None:
     assert run_ranks(joined, 2, free_port()) == [["process 0", "process 1"]] * 2
 
 
-def test_a_port_of_somebody_elses_is_named_and_another_one_proposed() -> None:
+def test_a_used_port_is_an_error_that_proposes_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WorldError, match="cannot be opened") as caught:
@@ -38,7 +38,7 @@ def test_a_port_of_somebody_elses_is_named_and_another_one_proposed() -> None:
     assert f"export MASTER_PORT={port + 1}" in caught.value.problems[0].do
 
 
-def test_another_runs_meeting_place_is_not_joined() -> None:
+def test_the_store_of_another_run_is_not_joined() -> None:
     port = free_port()
     theirs = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     theirs.set("unisono-16.0-0", "here")
@@ -46,7 +46,7 @@ def test_another_runs_meeting_place_is_not_joined() -> None:
         host_store(f"hosted://127.0.0.1:{port}/17.0-0", 1, timeout=timedelta(seconds=0.2))
 
 
-def test_a_host_that_nobody_knows_is_said_at_once() -> None:
+def test_an_unknown_host_is_an_error_at_once() -> None:
     with pytest.raises(WorldError, match=r"The name nobody\.invalid does not resolve") as caught:
         host_store("hosted://nobody.invalid:20000/17.0-0", 0)
     assert "MASTER_ADDR=" in caught.value.problems[0].do

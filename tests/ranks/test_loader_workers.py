@@ -1,4 +1,4 @@
-"""Loader workers change nothing; and those that never begin are started again, as if nothing had happened."""
+"""Loader workers do not change the result, and those that do not start are started again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def draws(world: World, config: Settings, folder: str, stop_after: int | None = 
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 8])
-def test_data_that_draws_for_some_samples_only_is_the_same_for_everybody(tmp_path: Path, virtual_ranks: int) -> None:
+def test_data_that_draws_for_some_samples_only_gives_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
     """With one virtual rank the generators are one stream, which a fetch that draws begins anew: the loop's own draws
     and its dropout must not show who fetched."""
     found = {}
@@ -77,25 +77,25 @@ def test_data_that_draws_for_some_samples_only_is_the_same_for_everybody(tmp_pat
     assert found[0]["state"] == found[2]["state"]
 
 
-def test_workers_that_hang_are_started_again(tmp_path: Path) -> None:
+def test_workers_that_hang_at_their_start_are_restarted(tmp_path: Path) -> None:
     """Three of the first four: one begins, the others are killed; then both begin."""
     plain = run_ranks(losses, 2, str(tmp_path / "plain"), 0)
     assert run_ranks(losses, 2, str(tmp_path / "stuck"), 3) == plain
     assert isinstance(plain[0], list)
 
 
-def test_workers_that_never_begin_are_told(tmp_path: Path) -> None:
-    for told in run_ranks(losses, 2, str(tmp_path), 100):
-        assert "Cannot start 2 loader workers" in told
-        assert "--set loader.workers=0" in told
+def test_workers_that_never_start_raise_data_error(tmp_path: Path) -> None:
+    for message in run_ranks(losses, 2, str(tmp_path), 100):
+        assert "Cannot start 2 loader workers" in message
+        assert "--set loader.workers=0" in message
 
 
-def test_a_worker_whose_process_is_gone_before_it_begins_goes_too() -> None:
-    """Else it would wait for work for ever: torch's own look at the parent begins later."""
+def test_a_worker_whose_parent_dies_before_it_starts_ends() -> None:
+    """torch checks the parent only later, so the worker would wait for ever."""
     register = loader_workers._Register(1)
 
     def orphan() -> None:
-        register.parent += 1  # somebody else's child
+        register.parent += 1  # the child of another process
         register.report(0)
 
     child = multiprocessing.get_context("fork").Process(target=orphan)
@@ -198,13 +198,13 @@ def fetched(world: World, mended: bool) -> dict[str, list[Any]]:
     return seen
 
 
-def test_a_worker_hands_over_what_the_process_itself_would() -> None:
+def test_a_worker_delivers_the_batches_of_the_process_itself() -> None:
     (seen,) = run_ranks(fetched, 1, True)
     for name, (here, by_worker, out_of_turn) in seen.items():
         assert here == by_worker == out_of_turn, name
 
 
-def test_without_alignment_it_would_not() -> None:
+def test_without_alignment_batches_differ() -> None:
     """What the run's own check is for, if alignment ever fails."""
     (seen,) = run_ranks(fetched, 1, False)
     differ = {name for name, (here, by_worker, _) in seen.items() if here != by_worker}

@@ -1,4 +1,4 @@
-"""A peer that dies: the others hear of it at once, and say so in words."""
+"""A dead peer is noticed at once and named in the error."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def one_leaves(world: World) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - before
 
 
-def test_a_lost_peer_is_named_as_what_it_is() -> None:
-    (told, seconds), _ = run_ranks(one_leaves, 2)
-    assert "Step 3's exchange failed: a process of the run is gone or silent" in told
-    assert "gone or silent" in told
+def test_a_lost_peer_raises_peer_lost_error() -> None:
+    (message, seconds), _ = run_ranks(one_leaves, 2)
+    assert "Step 3's exchange failed: a process of the run is gone or silent" in message
+    assert "gone or silent" in message
     assert seconds < 10
 
 
@@ -64,12 +64,12 @@ def begin(script: str, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system chooses cores by itself")
-def test_who_fails_just_after_a_collective_ends_in_peace(tmp_path: Path) -> None:
+def test_a_failure_just_after_a_collective_does_not_abort(tmp_path: Path) -> None:
     """A thread of gloo's was about to let go of its tensors, which takes the interpreter: half of them aborted."""
     for number in range(2):
         ranks = [begin(GATHERS, str(rank), f"{tmp_path}/store-{number}") for rank in range(2)]
-        said = [each.communicate(timeout=60)[1] for each in ranks]
-        assert [each.returncode for each in ranks] == [3, 3], said
+        output = [each.communicate(timeout=60)[1] for each in ranks]
+        assert [each.returncode for each in ranks] == [3, 3], output
 
 
 FAILS = """
@@ -88,8 +88,8 @@ with init.join_process_group(World(rank=rank, size=2, store="file://" + sys.argv
 """
 
 
-def test_who_fails_with_a_collective_under_way_ends(tmp_path: Path) -> None:
-    """torch would wait for the others until they are gone, or for half an hour."""
+def test_a_failure_during_a_collective_ends_the_process(tmp_path: Path) -> None:
+    """torch would wait until the other processes end, or for half an hour."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", FAILS, str(rank), f"{tmp_path}/store"], stderr=subprocess.PIPE, text=True
@@ -97,9 +97,9 @@ def test_who_fails_with_a_collective_under_way_ends(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        _, said = ranks[1].communicate(timeout=60)
+        _, output = ranks[1].communicate(timeout=60)
         assert ranks[1].returncode == 1
-        assert said.rstrip().endswith("ValueError: a mistake"), said
+        assert output.rstrip().endswith("ValueError: a mistake"), output
         assert ranks[0].poll() is None
     finally:
         ranks[0].kill()
@@ -112,7 +112,7 @@ def other_errors(world: World) -> str:
     return type(caught.value).__name__
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_not_converted() -> None:
     assert run_ranks(other_errors, 1) == ["RuntimeError"]
 
 
@@ -126,7 +126,7 @@ def values(world: World) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_travels_arrives(size: int) -> None:
+def test_messages_arrive(size: int) -> None:
     for gathered, shared, weights, largest in run_ranks(values, size):
         assert gathered == [{"rank": r, "text": "ü" * r} for r in range(size)]
         assert shared == "from 0"
@@ -135,7 +135,7 @@ def test_what_travels_arrives(size: int) -> None:
 
 
 def connects_late(world: World, failures: list[int]) -> tuple[int, float]:
-    """In attempt number n, the rank failures[n] is told by gloo that it could not connect, though the others could."""
+    """In attempt number n, gloo fails on rank failures[n], although the others have connected."""
     connect, attempts = dist.init_process_group, 0
 
     def fail_sometimes(*args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ def connects_late(world: World, failures: list[int]) -> tuple[int, float]:
         return attempts, group.sum_(torch.ones(1)).item()
 
 
-def test_who_has_connected_tries_again_with_who_has_not() -> None:
+def test_all_processes_reconnect_if_one_could_not_connect() -> None:
     assert run_ranks(connects_late, 3, [1, 0]) == [(3, 3.0)] * 3
 
 
@@ -160,10 +160,10 @@ def connects_never(world: World) -> str:
     return str(caught.value)
 
 
-def test_who_never_connects_is_told_what_to_try() -> None:
-    told = run_ranks(connects_never, 2)
-    assert "All are started, but 5 attempts failed: Gloo connectFullMesh failed" in told[1]
-    assert "5 attempts to connect failed: another process could not" in told[0]
+def test_a_process_that_never_connects_raises_world_error() -> None:
+    message = run_ranks(connects_never, 2)
+    assert "All are started, but 5 attempts failed: Gloo connectFullMesh failed" in message[1]
+    assert "5 attempts failed: another process could not connect" in message[0]
 
 
 def failed_before(world: World) -> float:
@@ -175,5 +175,5 @@ def failed_before(world: World) -> float:
     return time.monotonic() - before
 
 
-def test_a_process_that_could_not_connect_once_meets_one_that_could() -> None:
+def test_a_process_whose_first_attempt_failed_connects() -> None:
     assert max(run_ranks(failed_before, 2)) < CONNECT_TIMEOUT.total_seconds()

@@ -1,4 +1,4 @@
-"""Each start of a run gets keys of its own in a store that keeps those of earlier starts."""
+"""Each start of a run has its own keys in a store that outlives the processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_restart_counts_its_own_processes_only(store: dist.TCPStore) -> None:
     assert run_ranks(here, 2, store.port) == [[2, 1]] * 2
 
 
-def test_one_that_an_earlier_rank_0_has_answered_is_answered_again(store: dist.TCPStore) -> None:
+def test_a_process_answered_by_an_earlier_rank_0_is_answered_again(store: dist.TCPStore) -> None:
     """Rank 0 of an earlier round lives on for a moment, on another host."""
     assert run_ranks(answered_twice, 2, store.port) == [1, 1]
 

@@ -1,4 +1,4 @@
-"""Streams on many processes: stopped on a, resumed on b, every sample once an epoch, and the bits of one process."""
+"""Streams on several processes: a resume on another number of them has the samples and bits of one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORMS: dict[str, tuple[Callable[..., Stream], str, Settings]] = {
 
 
 def features(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """With noise, which is drawn where the sample is fetched."""
+    """Add noise, which is drawn where the sample is fetched."""
     i = sample["cls"]
     assert len(sample["txt"]) == i
     return torch.tensor([i / 20, 1.0, (i % 3) - 1.0]) + 0.1 * torch.rand(3), i
@@ -56,7 +56,7 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def told(run: Run[Any], form: str, data: str, stop: int | None = None) -> dict[str, Any]:
+def train_and_record(run: Run[Any], form: str, data: str, stop: int | None = None) -> dict[str, Any]:
     return follow(run, stream_of(form, Path(data)), stop)
 
 
@@ -82,7 +82,7 @@ def train(world: World, data: str, folder: str, stop: int | None = None, resume:
         form: attempt(
             world,
             Path(folder) / form,
-            partial(told, form=form, data=data, stop=stop),
+            partial(train_and_record, form=form, data=data, stop=stop),
             FORMS[form][2],
             resume=resume,
         )
@@ -103,14 +103,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Any]:
-    """What one process tells that is never stopped."""
+    """Return what one process records that is never stopped."""
     (alone,) = run_ranks(train, 1, str(data), str(tmp_path_factory.mktemp("whole")))
     return {form: {**alone[form], "seen": seen_by([alone], form)} for form in FORMS}
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
-    """On so many processes: where it was stopped, and what they told."""
+    """Return where a run on `size` processes was stopped, and what each process recorded."""
     known: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
 
     def stopped(size: int) -> tuple[Path, list[dict[str, Any]]]:
@@ -122,7 +122,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[[i
     return stopped
 
 
-def test_every_sample_comes_once_an_epoch(whole: dict[str, Any]) -> None:
+def test_every_sample_is_seen_once_an_epoch(whole: dict[str, Any]) -> None:
     for form in FORMS:
         seen = whole[form]["seen"]
         expected = [(epoch, i) for epoch in (0, 1) for i in range(LENGTH)]
@@ -134,7 +134,7 @@ def test_every_sample_comes_once_an_epoch(whole: dict[str, Any]) -> None:
 def test_stopped_on_some_processes_and_resumed_on_others(
     whole: dict[str, Any], stopped: Any, data: Path, tmp_path: Path, before: int, after: int
 ) -> None:
-    """Nothing is lost, nothing comes twice, and the bits are those of one process that was never stopped."""
+    """No sample is lost or repeated, and the bits are those of one process that was never stopped."""
     folder, first = stopped(before)
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("store*"))
     second = run_ranks(train, after, str(data), str(tmp_path / "run"), None, True)
@@ -176,23 +176,23 @@ def test_evaluation_of_a_stream(data: Path, tmp_path: Path) -> None:
 
 
 def damaged(world: World, data: str, folder: str) -> dict[str, Any]:
-    loop = partial(told, form="tar", data=data)
+    loop = partial(train_and_record, form="tar", data=data)
     skip = replace(SETTINGS, loader=LoaderSettings(on_error="skip"))
     longer = attempt(world, Path(folder) / "skip", loop, skip)
     return {"stop": attempt(world, Path(folder) / "stop", loop), "skip": longer}
 
 
-def test_a_damaged_shard_ends_every_process_or_is_passed_over(tmp_path: Path) -> None:
-    """One process counts it, and finds the damage; nobody waits for it in vain."""
+def test_a_damaged_shard_ends_every_process_or_is_skipped(tmp_path: Path) -> None:
+    """One process counts the shard and finds the damage; the others do not wait for it in vain."""
     path = write(tmp_path / "data") / "part-4.tar"
     path.write_bytes(path.read_bytes()[:5000])  # one sample is whole
     results = {n: run_ranks(damaged, n, str(tmp_path / "data"), str(tmp_path / str(n))) for n in (1, 2)}
     for ranks in results.values():
-        assert any(f"of the shard {path} is damaged." in told["stop"] for told in ranks)
-        assert all(isinstance(told["stop"], str) for told in ranks)
-        seen = Counter(sample for told in ranks for sample in told["skip"]["seen"])
+        assert any(f"of the shard {path} is damaged." in recorded["stop"] for recorded in ranks)
+        assert all(isinstance(recorded["stop"], str) for recorded in ranks)
+        seen = Counter(sample for recorded in ranks for sample in recorded["skip"]["seen"])
         assert {i for epoch, i in seen if epoch == 0} == set(range(LENGTH - 5))
-    assert {told["skip"]["weights"] for ranks in results.values() for told in ranks} == {
+    assert {recorded["skip"]["weights"] for ranks in results.values() for recorded in ranks} == {
         results[1][0]["skip"]["weights"]
     }
 
@@ -207,7 +207,7 @@ def other(world: World, data: str, folder: str) -> Any:
 
 
 def test_a_resume_with_another_order_is_refused(data: Path, tmp_path: Path) -> None:
-    (said,) = run_ranks(other, 1, str(data), str(tmp_path))
-    assert "window 7" in said
-    assert "window 6" in said
-    assert "--accept-change length" in said
+    (message,) = run_ranks(other, 1, str(data), str(tmp_path))
+    assert "window 7" in message
+    assert "window 6" in message
+    assert "--accept-change length" in message

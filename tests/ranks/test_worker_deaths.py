@@ -1,4 +1,4 @@
-"""Loader workers that are killed are started again, and the run ends with the bits of an undisturbed one."""
+"""Killed loader workers are restarted, and the run ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def loop(run: Run[Any], folder: Path, how: str) -> Any:
     model = run.place(linear)
     optimizer = sgd(model)
     run.track(model=model, optimizer=optimizer)
-    told: list[Any] = []
+    results: list[Any] = []
     for step in run.steps(train):
         if how == "first fetch" and step.number == 0:
             kill_children(1)
@@ -79,15 +79,15 @@ def loop(run: Run[Any], folder: Path, how: str) -> Any:
             if how == "all at once" and step.number == 2:
                 kill_children()
         step.update(optimizer)
-        told.append(step.loss)
+        results.append(step.loss)
         if how == "training's, in an evaluation" and step.number == 3:
             kill_children()
         if how == "nothing left" and step.number == STEPS - 1:
             kill_children()
         if step.number in (1, 3):
-            told.append(run.evaluate(model, walked, measure))
-    told.append(run.predict(model, walked, forward=lambda m, batch: m(batch[0])).tolist())
-    return [run.context.state.fingerprint(), told], run_result(run).get("worker_restarts", 0)
+            results.append(run.evaluate(model, walked, measure))
+    results.append(run.predict(model, walked, forward=lambda m, batch: m(batch[0])).tolist())
+    return [run.context.state.fingerprint(), results], run_result(run).get("worker_restarts", 0)
 
 
 def trained(world: World, folder: str, how: str, count: int, virtual_ranks: int) -> Any:
@@ -116,7 +116,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize(("how", "ranks", "virtual_ranks"), CASES)
-def test_killed_workers_are_started_again(
+def test_killed_workers_are_restarted(
     tmp_path: Path, plain: dict[int, Any], how: str, ranks: int, virtual_ranks: int
 ) -> None:
     killed = run_ranks(trained, ranks, str(tmp_path), how, 2, virtual_ranks)
@@ -148,7 +148,7 @@ def dealt(world: World, death: bool) -> list[Any]:
     return found
 
 
-def test_a_restart_deals_what_was_dealt_and_nothing_else() -> None:
+def test_a_restart_fetches_pending_tasks_exactly_once() -> None:
     (undisturbed,), (killed,) = run_ranks(dealt, 1, False), run_ranks(dealt, 1, True)
     assert killed == undisturbed
     assert {place.virtual_rank for place, _ in filter(lambda each: isinstance(each, tuple), undisturbed)} == {0, 1, 2}
@@ -170,10 +170,10 @@ def deadly(run: Run[Any], folder: Path) -> None:
 
 
 def test_a_sample_that_kills_every_worker_ends_the_run(tmp_path: Path) -> None:
-    (told,) = run_ranks(fetched, 1, str(tmp_path))
-    assert "A loader worker died 4 times in a row" in told
-    assert "SIGKILL" in told
-    assert "--set loader.workers=0" in told
+    (message,) = run_ranks(fetched, 1, str(tmp_path))
+    assert "A loader worker died 4 times in a row" in message
+    assert "SIGKILL" in message
+    assert "--set loader.workers=0" in message
     assert len(list((tmp_path / "deaths").iterdir())) < 20
 
 

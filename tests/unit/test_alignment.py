@@ -1,4 +1,4 @@
-"""Every tensor and array of a batch at a multiple of 64 bytes; nothing is copied that is there already."""
+"""Tensors and arrays of a batch are aligned to 64 bytes; aligned ones are not copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEMORY = torch.arange(200.0)
 
 
 def off(*shape: int) -> torch.Tensor:
-    """Numbers that begin in the middle of a line."""
+    """Return numbers that begin in the middle of a cache line."""
     return MEMORY[1 : 1 + int(np.prod(shape))].view(shape)
 
 
@@ -73,7 +73,7 @@ def test_a_tensor_is_copied_with_its_strides(t: torch.Tensor) -> None:
     assert align(made) is made
 
 
-def test_a_tensor_with_a_history_keeps_it() -> None:
+def test_a_tensor_keeps_its_autograd_history() -> None:
     leaf = torch.ones(20, requires_grad=True)
     made = align((leaf * 2)[1:])
     assert address(made) == 0
@@ -83,7 +83,7 @@ def test_a_tensor_with_a_history_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("view", [torch.Tensor.conj, lambda z: z.conj().imag])
-def test_what_a_worker_cannot_send_as_a_view_is_resolved(view: Any) -> None:
+def test_conjugate_and_negative_views_are_resolved(view: Any) -> None:
     z = view(torch.view_as_complex(torch.arange(20.0).view(10, 2)))
     assert z.is_conj() or z.is_neg()
     made = align([z])[0]
@@ -149,7 +149,7 @@ CONTAINERS = {
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """All that are in these containers."""
+    """Return all tensors in these containers."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (OrderedDict, UserDict, MappingProxyType, dict)):
@@ -160,7 +160,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("build", CONTAINERS.values(), ids=CONTAINERS)
-def test_containers_are_copied_only_where_something_moved(build: Any) -> None:
+def test_only_containers_with_unaligned_tensors_are_copied(build: Any) -> None:
     x = off(13)
     batch = build(x)
     made = align(batch)
@@ -173,7 +173,7 @@ def test_containers_are_copied_only_where_something_moved(build: Any) -> None:
     assert align(fit) is fit
 
 
-def test_one_tensor_in_two_places_stays_one_and_a_cycle_ends() -> None:
+def test_shared_tensors_stay_shared_and_cycles_end() -> None:
     x = off(13)
     made = align({"input": x, "label": [x]})
     assert made["input"] is made["label"][0]
@@ -182,7 +182,7 @@ def test_one_tensor_in_two_places_stays_one_and_a_cycle_ends() -> None:
     assert address(align(around)[0]) == 0
 
 
-def test_what_is_no_data_is_left_alone() -> None:
+def test_objects_that_are_not_data_are_not_searched() -> None:
     model = torch.nn.Linear(2, 2)
     for value in (
         None,
@@ -200,7 +200,7 @@ def test_what_is_no_data_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, np.dtype([("a", "f4"), ("b", "i4")]), "M8[s]", "U3"])
-def test_an_array_is_as_it_comes_from_a_worker(dtype: Any) -> None:
+def test_an_array_equals_one_from_a_worker(dtype: Any) -> None:
     table = np.zeros(240, dtype=dtype)[1:121].reshape(10, 12)
     for a in (table, table.T, table[:, ::2], np.asfortranarray(table)):
         made = align([a])[0]
@@ -211,7 +211,7 @@ def test_an_array_is_as_it_comes_from_a_worker(dtype: Any) -> None:
         assert align(made) is made
 
 
-def test_parameters_are_moved_and_stay_the_same_objects() -> None:
+def test_parameters_are_aligned_and_stay_the_same_objects() -> None:
     flat = torch.randn(200)
     weight, bias = torch.nn.Parameter(flat[1:40].view(3, 13)), torch.nn.Parameter(flat[41:44])
     buffer, fit = flat[50:60][1:], torch.randn(3, 4)
@@ -226,7 +226,7 @@ def test_parameters_are_moved_and_stay_the_same_objects() -> None:
     assert flat[1:40].data_ptr() != weight.data_ptr()
 
 
-def test_parameters_that_share_memory_stay_together() -> None:
+def test_parameters_that_share_memory_are_not_moved() -> None:
     flat = torch.nn.Parameter(torch.randn(100)[1:])
     part = torch.nn.Parameter(flat.detach()[3:20])
     align_([flat, part])

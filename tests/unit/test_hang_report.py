@@ -1,4 +1,4 @@
-"""The verdict on places, and where a thread stands."""
+"""The diagnosis of a hang, and the position of a thread."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ STILL = ProcessStatus(rank=0, size=3, pid=1, host="here", written=0.0, idle=70.0
 WAITS = replace(STILL, phase="exchange", waits="others", call="all_reduce #7 of float32[3]", where="a.py:3 in main")
 
 
-def test_a_place_is_read_as_it_was_written(tmp_path: Path) -> None:
-    place = replace(WAITS, workers=("one", "two"))
+def test_a_status_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    status = replace(WAITS, workers=("one", "two"))
     assert read(tmp_path / "rank-0.status") is None
-    place.write(tmp_path / "rank-0.status")
-    assert read(tmp_path / "rank-0.status") == place
+    status.write(tmp_path / "rank-0.status")
+    assert read(tmp_path / "rank-0.status") == status
     (tmp_path / "rank-0.status").write_text("{")
     assert read(tmp_path / "rank-0.status") is None
 
 
-def test_as_long_as_somebody_moves_nobody_is_stuck() -> None:
+def test_there_is_no_hang_while_a_process_makes_progress() -> None:
     assert judge([WAITS, replace(STILL, rank=1, idle=59.0)]) is None
     assert judge([replace(WAITS, limit=0.0)]) is None
-    assert judge([WAITS, replace(STILL, rank=1, waits="person")]) is None, "somebody debugs"
+    assert judge([WAITS, replace(STILL, rank=1, waits="person")]) is None, "a person debugs"
     assert judge([WAITS, replace(WAITS, rank=1, limit=180.0)]) is None, "it is in its first step"
 
 
-def test_who_does_not_wait_is_to_blame() -> None:
-    verdict = judge([WAITS, replace(STILL, rank=1, where="b.py:9 in f", code="g()"), replace(WAITS, rank=2)])
-    assert verdict is not None
-    assert verdict.guilty == (1,)
-    assert verdict.then == "end"
-    said = str(verdict.error)
-    assert said.startswith(
+def test_a_rank_that_does_not_wait_is_to_blame() -> None:
+    diagnosis = judge([WAITS, replace(STILL, rank=1, where="b.py:9 in f", code="g()"), replace(WAITS, rank=2)])
+    assert diagnosis is not None
+    assert diagnosis.guilty == (1,)
+    assert diagnosis.then == "end"
+    message = str(diagnosis.error)
+    assert message.startswith(
         "Step 4 makes no progress.\n  No process has made progress for 70 s. Ranks 0 and 2 wait for rank 1: it sleeps"
     )
-    assert "at b.py:9 in f (g())." in said
-    assert len([line for line in said.splitlines() if line.startswith("    ")]) == 4
+    assert "at b.py:9 in f (g())." in message
+    assert len([line for line in message.splitlines() if line.startswith("    ")]) == 4
 
 
-def test_who_computes_is_slow_and_nobody_is_ended() -> None:
-    verdict = judge([WAITS, replace(STILL, rank=1, share=0.9), replace(WAITS, rank=2)])
-    assert verdict is not None
-    assert (verdict.guilty, verdict.works, verdict.then) == ((1,), True, "wait")
-    assert "it computes" in str(verdict.error)
-    waiting = judge([replace(WAITS, share=1.0), replace(STILL, rank=1)])  # a device is waited for at full speed
+def test_a_computing_rank_is_slow_and_the_run_is_not_ended() -> None:
+    diagnosis = judge([WAITS, replace(STILL, rank=1, share=0.9), replace(WAITS, rank=2)])
+    assert diagnosis is not None
+    assert (diagnosis.guilty, diagnosis.works, diagnosis.then) == ((1,), True, "wait")
+    assert "it computes" in str(diagnosis.error)
+    waiting = judge([replace(WAITS, share=1.0), replace(STILL, rank=1)])  # waiting for a device uses a whole core
     assert waiting is not None
     assert waiting.then == "end"
 
 
-def test_where_all_wait_the_odd_one_is_to_blame() -> None:
+def test_if_all_wait_the_rank_in_another_place_is_to_blame() -> None:
     odd = replace(WAITS, rank=2, call="barrier #7", where="a.py:8 in main")
-    verdict = judge([WAITS, replace(WAITS, rank=1), odd])
-    assert verdict is not None
-    assert verdict.guilty == (2,)
+    diagnosis = judge([WAITS, replace(WAITS, rank=1), odd])
+    assert diagnosis is not None
+    assert diagnosis.guilty == (2,)
     assert "rank 0 waits in all_reduce #7 of float32[3] at a.py:3 in main; rank 2 waits in barrier" in str(
-        verdict.error
+        diagnosis.error
     )
     both = judge([WAITS, replace(odd, rank=1)])
     assert both is not None
@@ -75,14 +75,14 @@ def test_where_all_wait_the_odd_one_is_to_blame() -> None:
     assert same.guilty == ()
 
 
-def test_it_is_told_each_time_it_has_doubled() -> None:
-    telling = ReportBackoff()
-    assert [telling.is_due(idle) for idle in (10, 11, 19, 20, 39, 41)] == [True, False, False, True, False, True]
-    telling.reset()
-    assert telling.is_due(10)
+def test_a_hang_is_reported_with_exponential_backoff() -> None:
+    backoff = ReportBackoff()
+    assert [backoff.is_due(idle) for idle in (10, 11, 19, 20, 39, 41)] == [True, False, False, True, False, True]
+    backoff.reset()
+    assert backoff.is_due(10)
 
 
-def test_where_a_thread_stands() -> None:
+def test_the_line_of_a_thread() -> None:
     here, gone = threading.Event(), threading.Event()
 
     def waits() -> None:
@@ -103,7 +103,7 @@ def test_where_a_thread_stands() -> None:
     assert describe_frame(None) == ("", "", "")
 
 
-def test_who_asks_a_person_is_not_stuck() -> None:
+def test_a_process_that_waits_for_input_does_not_hang() -> None:
     scope: dict[str, Any] = {"sys": sys, "stands": describe_frame, "input": lambda place: place}
     source = "def asks():\n    return input(stands(sys._getframe()))\n"
     linecache.cache["asking.py"] = (len(source), None, source.splitlines(keepends=True), "asking.py")
@@ -111,7 +111,7 @@ def test_who_asks_a_person_is_not_stuck() -> None:
     assert scope["asks"]() == ("asking.py:2 in asks", "return input(stands(sys._getframe()))", "person")
 
 
-def test_a_stack_of_faulthandlers() -> None:
+def test_the_line_in_a_stack_of_faulthandler() -> None:
     stacks = (
         'Thread 0x00000000000000ff (most recent call first):\n  File "/home/me/other.py", line 1 in x\n\n'
         f'Thread 0x0000000000000abc (most recent call first):\n  File "{threading.__file__}", line 3 in wait\n'
@@ -124,7 +124,7 @@ def test_a_stack_of_faulthandlers() -> None:
     assert is_own(__file__)
 
 
-def test_a_collective_in_words() -> None:
+def test_the_description_of_a_collective() -> None:
     entry = {
         "profiling_name": "gloo:all_reduce",
         "process_group": ["0", "default_pg"],

@@ -1,4 +1,4 @@
-"""What torch raises when a loader worker is gone, and what is the data set's own; batches that are read at once."""
+"""Errors of dead loader workers differ from errors of the data set; batches of tensors are read at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.data.loader_workers import is_worker_death
 
 DEATHS = [
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
-    EOFError(),  # the socket on which it would have sent a tensor's memory
+    EOFError(),  # from the socket for a tensor's memory
     ConnectionResetError(104, "Connection reset by peer"),
     ConnectionRefusedError(111, "Connection refused"),
     FileNotFoundError(2, "No such file or directory"),
@@ -30,17 +30,17 @@ OWN = [
 
 
 @pytest.mark.parametrize("error", DEATHS, ids=repr)
-def test_a_worker_that_is_gone_is_told_from_an_error_of_the_data(error: Exception) -> None:
+def test_a_worker_death_is_recognized(error: Exception) -> None:
     assert is_worker_death(error)
 
 
 @pytest.mark.parametrize("error", OWN, ids=repr)
-def test_the_data_sets_own_errors_stay_its_own(error: Exception) -> None:
+def test_an_error_of_the_data_set_is_not_a_worker_death(error: Exception) -> None:
     assert not is_worker_death(error)
 
 
 class Doubled(TensorDataset):
-    """Derived, so it may do anything."""
+    """A derived data set, which may do anything."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(2 * tensor for tensor in super().__getitem__(index))
@@ -54,7 +54,7 @@ PART = Subset(POINTS, [7, -1, 3, 11, 0, 19])
     ("data", "samples"),
     [(POINTS, [4]), (POINTS, [0, 19, 7]), (PART, [5, 1, 0]), (Subset(PART, range(1, 5)), [1, 0])],
 )
-def test_a_batch_of_rows_is_what_collating_makes_of_them(data: Any, samples: list[int]) -> None:
+def test_a_batch_read_at_once_equals_the_collated_one(data: Any, samples: list[int]) -> None:
     assert are_rows(data, default_collate)
     usual = default_collate([data[sample] for sample in samples])
     batch = read_rows(data, samples)
@@ -64,14 +64,14 @@ def test_a_batch_of_rows_is_what_collating_makes_of_them(data: Any, samples: lis
         assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
 
 
-def test_only_tensors_that_lie_row_by_row_are_read_at_once() -> None:
+def test_only_contiguous_tensors_are_read_at_once() -> None:
     images = torch.randn(8, 3, 4, 4).to(memory_format=torch.channels_last)
     for data in (Doubled(torch.ones(3)), TensorDataset(images), TensorDataset(torch.randn(3, 8).T), [torch.ones(3)]):
         assert not are_rows(data, default_collate)
     assert not are_rows(POINTS, lambda samples: default_collate(samples))
 
 
-def test_a_sample_that_is_not_there_is_the_same_error() -> None:
+def test_a_missing_sample_raises_index_error() -> None:
     with pytest.raises(IndexError, match="out of bounds"):
         read_rows(Subset(POINTS, [3, 20]), [0, 1])
 
@@ -114,12 +114,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("samples", list(BATCHES.values()), ids=list(BATCHES))
-def test_tuples_are_collated_as_torch_does_it(samples: list[Any]) -> None:
+def test_tuples_are_collated_as_by_torch(samples: list[Any]) -> None:
     assert same(collate(samples), default_collate(samples))
 
 
 @pytest.mark.parametrize("samples", list(WRONG.values()), ids=list(WRONG))
-def test_what_cannot_be_collated_is_torchs_own_error(samples: list[Any]) -> None:
+def test_samples_that_cannot_be_collated_raise_torchs_error(samples: list[Any]) -> None:
     with pytest.raises((TypeError, RuntimeError)) as torchs:
         default_collate(samples)
     with pytest.raises(torchs.type) as ours:
@@ -128,7 +128,7 @@ def test_what_cannot_be_collated_is_torchs_own_error(samples: list[Any]) -> None
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, tuple])
-def test_a_kind_that_a_script_has_taught_torch_is_collated_its_way(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_collate_function_is_used(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, kind, lambda batch, *, collate_fn_map: f"{len(batch)} taught")
     samples = BATCHES["tensors"]
     assert collate(samples) == default_collate(samples) != []

@@ -1,4 +1,4 @@
-"""A rank's log keeps every line but those that were meant to be overwritten, however the output is cut."""
+"""A rank's log keeps every line except those that were overwritten, however the output is cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECES = st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\x1b[2K
 
 
 def kept(data: bytes) -> bytes:
-    """The same rule, said the slow way."""
+    """Compute the expected log in a simple, slow way."""
     out = line = b""
     data = data.replace(b"\r\n", b"\x00")
     for byte in (data[i : i + 1] for i in range(len(data))):
@@ -29,7 +29,7 @@ def kept(data: bytes) -> bytes:
 
 
 @given(PIECES, st.lists(st.integers(0, 60), max_size=10))
-def test_any_cuts_give_the_same_log(
+def test_the_log_does_not_depend_on_how_output_is_cut(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], cuts: list[int]
 ) -> None:
     data = b"".join(pieces)
@@ -51,7 +51,7 @@ def test_a_second_run_is_appended(tmp_path: Path) -> None:
     assert (tmp_path / "log" / "rank-0.log").read_bytes() == b"first\nsecond\n"
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_an_endless_line_does_not_fill_the_memory(tmp_path: Path) -> None:
     log = RankLog(tmp_path / "rank-0.log")
     log.write(b"x" * (LONGEST_LINE + 1))
     assert (tmp_path / "rank-0.log").stat().st_size == LONGEST_LINE + 1
@@ -66,7 +66,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
     log.close()
 
 
-def test_the_last_lines_that_say_something(tmp_path: Path) -> None:
+def test_last_lines_skips_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(b"one\n\ntwo \xff\n   \nthree\n")
     assert last_lines(path, 2) == ["two \N{REPLACEMENT CHARACTER}", "three"]

@@ -1,4 +1,4 @@
-"""The supervisor's own promises, without a script of ours in the processes: it starts, watches and ends anything."""
+"""The supervisor starts, watches and ends any processes, not only scripts of Unisono."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def task(folder: Path, name: str, *command: str, log: Path | None = None) -> Wor
     )
 
 
-def test_any_processes_are_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_any_program_is_supervised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     outcome = supervise([task(tmp_path, "a", "echo", "first"), task(tmp_path, "b", "echo", "second")])
     assert outcome == RunOutcome(0)
     assert capfd.readouterr() == ("first\n", "")
     assert (tmp_path / "b.log").read_text() == "second\n"
 
 
-def test_nothing_is_shown_where_nothing_is_wanted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo said; exit 3")], screen=None, verbose=False)
+def test_nothing_is_printed_without_screen_and_messages(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo output; exit 3")], screen=None, verbose=False)
     assert (outcome.exit_status, outcome.stopped) == (3, False)
     assert capfd.readouterr() == ("", "")
-    assert "said" in str(outcome.failure)
+    assert "output" in str(outcome.failure)
 
 
-def test_when_one_cannot_be_started_the_others_are_ended(tmp_path: Path) -> None:
+def test_if_one_process_cannot_start_the_others_are_killed(tmp_path: Path) -> None:
     tasks = [task(tmp_path, "a", "sleep", "1000"), task(tmp_path, "b", str(tmp_path / "no such program"))]
     with pytest.raises(WorldError, match="Cannot start process 1"):
         supervise(tasks)
@@ -52,12 +52,12 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, capfd
     full = Path("/dev/full")
     outcome = supervise([task(tmp_path, "a", "sh", "-c", "echo one; echo two", log=full)])
     assert outcome == RunOutcome(0)
-    told = capfd.readouterr()
-    assert told.out == "one\ntwo\n"
-    assert told.err == "Cannot write the log /dev/full: No space left on device. The run continues.\n"
+    printed = capfd.readouterr()
+    assert printed.out == "one\ntwo\n"
+    assert printed.err == "Cannot write the log /dev/full: No space left on device. The run continues.\n"
 
 
-def test_outside_the_main_thread_signals_are_left_alone(tmp_path: Path) -> None:
+def test_signals_are_not_handled_outside_the_main_thread(tmp_path: Path) -> None:
     outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(supervise([task(tmp_path, "a", "true")], screen=None)))
     thread.start()
@@ -71,7 +71,7 @@ def test_a_process_that_fills_its_pipe_is_read_to_the_end(tmp_path: Path) -> Non
     assert (tmp_path / "a.log").stat().st_size == 80 * 50_001
 
 
-def test_a_record_says_what_where_and_how(tmp_path: Path) -> None:
+def test_a_failure_record_has_type_message_and_traceback(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json"
     assert read(path) is None
     write_to(path)
@@ -99,7 +99,7 @@ def test_a_record_says_what_where_and_how(tmp_path: Path) -> None:
         ("sorry", 1, "sorry"),
     ],
 )
-def test_a_script_that_leaves_keeps_its_status(code: int | str | None, status: int, message: str) -> None:
+def test_the_exit_status_of_a_script_is_kept(code: int | str | None, status: int, message: str) -> None:
     record = FailureRecord.of(SystemExit(code))
     assert (record.exit_status, record.message, record.traceback) == (status, message, "")
 
@@ -108,7 +108,7 @@ def test_the_loopback_interface_has_a_name() -> None:
     assert loopback_name() is not None
 
 
-def test_a_descriptor_beyond_a_thousand_can_be_waited_for() -> None:
+def test_a_descriptor_above_1023_can_be_polled() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1500:
         pytest.skip("this shell may not have so many descriptors (ulimit -n)")
     reader, writer = os.pipe()

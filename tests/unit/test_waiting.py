@@ -1,4 +1,4 @@
-"""What gloo forgets is not waited for when somebody has died; what fails, fails; what takes long may."""
+"""Waits end when a peer is lost, also for messages that gloo has dropped; they may take long otherwise."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
 
 
-class News:
-    """Has somebody died?"""
+class Notice:
+    """Whether a peer was lost, as a test sets it."""
 
-    bad = False
+    lost = False
 
     def has_lost_peer(self, seconds: float = 0.0) -> bool:
-        return self.bad
+        return self.lost
 
 
 class Work:
-    """Done when somebody says so; as gloo's, which a test cannot make forget."""
+    """A gloo work that is done when the test says so. (A test cannot make gloo drop a message.)"""
 
     def __init__(self, error: str = "") -> None:
         self.done, self.error = threading.Event(), error
@@ -33,8 +33,8 @@ class Work:
             raise RuntimeError(self.error)
 
 
-def test_messages_are_done_in_their_order() -> None:
-    thread = SendThread(News())
+def test_messages_are_waited_for_in_order() -> None:
+    thread = SendThread(Notice())
     works = [Work(), Work()]
     first, second = map(thread.add, works)
     works[0].done.set()
@@ -45,42 +45,42 @@ def test_messages_are_done_in_their_order() -> None:
     thread.close()
 
 
-def test_one_that_fails_fails_for_whoever_waits() -> None:
-    thread, work = SendThread(News()), Work("Connection reset by peer")
-    posted = [thread.add(work), thread.add(Work())]
+def test_an_error_is_raised_for_every_waiter() -> None:
+    thread, work = SendThread(Notice()), Work("Connection reset by peer")
+    sends = [thread.add(work), thread.add(Work())]
     work.done.set()
-    for each in posted:
+    for each in sends:
         with pytest.raises(RuntimeError, match="reset by peer"):
             each.wait()
 
 
-def test_one_that_is_forgotten_is_left_behind_at_a_lost_peer() -> None:
-    news = News()
-    thread = SendThread(news)
-    posted = thread.add(Work())
+def test_a_dropped_message_ends_when_a_peer_is_lost() -> None:
+    notice = Notice()
+    thread = SendThread(notice)
+    sends = thread.add(Work())
 
     def die() -> None:
-        news.bad = True
+        notice.lost = True
         thread.on_peer_loss()
 
     threading.Timer(0.1, die).start()
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="closed by peer"):
-        posted.wait()
+        sends.wait()
     assert 0.1 < time.monotonic() - began < 15
 
 
-def test_a_collective_takes_its_time_until_somebody_dies() -> None:
-    news, slow = News(), Work()
+def test_a_slow_collective_is_waited_for_until_a_peer_is_lost() -> None:
+    notice, slow = Notice(), Work()
     threading.Timer(1.2, slow.done.set).start()
-    GlooWork(slow, news).wait()
-    news.bad = True
+    GlooWork(slow, notice).wait()
+    notice.lost = True
     with pytest.raises(ConnectionError, match="closed by peer"):
-        GlooWork(Work(), news).wait()
+        GlooWork(Work(), notice).wait()
 
 
 class Queued:
-    """As NCCL's: waiting for it returns at once; and that it has failed is told once it counts as completed."""
+    """A work like NCCL's: `wait` returns at once, and raises an error only when the work is completed."""
 
     def __init__(self, error: str = "") -> None:
         self.done, self.error = threading.Event(), error
@@ -94,21 +94,21 @@ class Queued:
         return self.done.is_set()
 
 
-def test_what_returns_at_once_is_waited_for_all_the_same() -> None:
+def test_nccl_work_is_waited_for_although_its_wait_returns_at_once() -> None:
     slow, failed = Queued(), Queued("remote process exited or there was a network error")
     threading.Timer(0.2, slow.done.set).start()
     began = time.monotonic()
-    assert NcclWork(slow, News()).wait()
+    assert NcclWork(slow, Notice()).wait()
     assert time.monotonic() - began > 0.15
     threading.Timer(0.1, failed.done.set).start()
     with pytest.raises(RuntimeError, match="remote process"):
-        NcclWork(failed, News()).wait()
+        NcclWork(failed, Notice()).wait()
 
 
-def test_what_nobody_tells_of_is_waited_for_until_somebody_dies() -> None:
-    news, done = News(), Queued()
-    threading.Timer(0.1, lambda: setattr(news, "bad", True)).start()
+def test_unfinished_nccl_work_ends_when_a_peer_is_lost() -> None:
+    notice, done = Notice(), Queued()
+    threading.Timer(0.1, lambda: setattr(notice, "lost", True)).start()
     with pytest.raises(ConnectionError, match="closed by peer"):
-        NcclWork(Queued(), news).wait()
+        NcclWork(Queued(), notice).wait()
     done.done.set()
-    assert NcclWork(done, news).wait()  # it was over before, and is right
+    assert NcclWork(done, notice).wait()  # completed before the loss
