@@ -41,7 +41,7 @@ class World:
         restarts: how often torchrun or Slurm has restarted all processes.
         joins: whether it joins processes that are training already.
         least: processes that must remain for the run to continue (--ranks MIN:MAX); 0: not given.
-        on_cpu: ranks from the first to before the second compute on the CPU, beside others on accelerators.
+        on_cpu: ranks from the first to before the second compute on the CPU, while others use accelerators.
         launcher: python, unisono, torchrun, srun or mpirun; script: the script has made a process group itself.
         folder: where the command was typed; relative paths in it begin there.
         terminal: whether rank 0 may draw live lines on its standard output.
@@ -73,7 +73,7 @@ class World:
 
     @property
     def cpu_ranks(self) -> int:
-        """The number of ranks that compute on the CPU, beside others on accelerators."""
+        """The number of ranks that compute on the CPU, while others use accelerators."""
         return self.on_cpu[1] - self.on_cpu[0]
 
     @property

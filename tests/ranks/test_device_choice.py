@@ -15,18 +15,18 @@ from unisono.environment import World
 from unisono.testing import run_ranks
 
 
-def seated(world: World, library: str, folder: str, shown: str) -> int | None:
+def chosen_index(world: World, library: str, folder: str, shown: str) -> int | None:
     """`shown`  for each process the accelerator that it sees under the number 0; -: none"""
     mine = shown[world.rank]
     os.environ[standin.NAME] = mine
     standin.equip(library, equipped=mine != "-")
     world = replace(world, local_rank=world.rank, local_size=world.size)
-    seat = find_device_index(world, dist.FileStore(f"{folder}/store", world.size))
-    return None if mine == "-" else seat
+    index = find_device_index(world, dist.FileStore(f"{folder}/store", world.size))
+    return None if mine == "-" else index
 
 
 @pytest.mark.parametrize(
-    ("shown", "seats"),
+    ("shown", "choices"),
     [
         pytest.param("aa", [[0, 1]], id="all see the same ones"),
         pytest.param("ab", [[0, 0]], id="each is shown its own, as Slurm does by cgroups"),
@@ -35,7 +35,7 @@ def seated(world: World, library: str, folder: str, shown: str) -> int | None:
         pytest.param("abb", [[0, 0, 1], [0, 1, 0]], id="two see the same ones"),
     ],
 )
-def test_each_takes_its_own(accelerator: str, tmp_path: Path, shown: str, seats: list[list[int | None]]) -> None:
+def test_each_takes_its_own(accelerator: str, tmp_path: Path, shown: str, choices: list[list[int | None]]) -> None:
     if not accelerator:
         pytest.skip("the accelerators of this machine have names of their own")
-    assert run_ranks(seated, len(shown), accelerator, str(tmp_path), shown) in seats
+    assert run_ranks(chosen_index, len(shown), accelerator, str(tmp_path), shown) in choices

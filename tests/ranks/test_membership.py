@@ -1,4 +1,4 @@
-"""Processes notice a death, agree on who is left, and form a new group; others join them."""
+"""Processes notice a death, agree on the remaining ones, and form a new group; others join them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _message(peer: int) -> Any:
     return Message(torch.zeros(10), peer)
 
 
-def test_those_who_are_left_form_a_group(tmp_path: Any) -> None:
+def test_the_remaining_processes_form_a_group(tmp_path: Any) -> None:
     with ElasticProcesses(survive_alone, 4) as processes:
         processes.killed = {0}
         found = processes.results()
@@ -74,7 +74,7 @@ def survive_chain(world: World) -> Any:
     return survive(world, (2, 3), chain=True)
 
 
-def test_who_waits_for_one_that_waits_for_the_dead_is_woken() -> None:
+def test_a_process_that_waits_for_a_survivor_is_woken() -> None:
     with ElasticProcesses(survive_chain, 4) as processes:
         processes.killed = {2, 3}
         found = processes.results()
@@ -99,7 +99,7 @@ def last_one(world: World) -> Any:
         return sizes, total(group)
 
 
-def test_one_after_the_other_dies_until_one_is_left() -> None:
+def test_processes_die_until_one_is_left() -> None:
     with ElasticProcesses(last_one, 4) as processes:
         processes.killed = {0, 1, 2}
         assert processes.results() == {3: ([4, 3, 2, 1], 1.0)}
@@ -118,7 +118,7 @@ def admit(world: World) -> Any:
         return sizes[0], sizes[-1], group.rank, came, total(group)
 
 
-def test_others_join() -> None:
+def test_new_processes_join() -> None:
     with ElasticProcesses(admit, 2) as processes:
         processes.start(2, joins=True)
         processes.start(3, joins=True)

@@ -1,4 +1,4 @@
-"""Deaths that nobody is told of, as with NCCL (late.py): what hangs on a device, and what a script does by itself."""
+"""Deaths that the back end does not report, as with NCCL (nccl_like.py), in Unisono's and the script's collectives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from unisono.testing import build_run, close_run, finish_run, run_ranks
 
 
 def dies_at(owner: Any, name: str, times: int, *, after: bool = False, once: Callable[[], bool] = lambda: True) -> None:
-    """This process is killed as it calls that function (or after it) for so many times, `once` something is true."""
+    """Kill this process at (or after) a given call of a function, counted from when `once` is true."""
     real, left = getattr(owner, name), times
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def dies_at(owner: Any, name: str, times: int, *, after: bool = False, once: Cal
 
 
 class Deep(nn.Sequential):
-    """Of many buckets, which leave while backward goes on."""
+    """A model of many buckets, which are sent during the backward pass."""
 
     def __init__(self) -> None:
         between = (layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU()))
@@ -80,7 +80,7 @@ def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict
 
 
 @pytest.mark.parametrize("times", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 6, 7))])
-def test_a_loss_can_be_looked_at_although_somebody_has_died(tmp_path: Path, times: int) -> None:
+def test_a_loss_can_be_read_after_a_death(tmp_path: Path, times: int) -> None:
     alone = run_ranks(looks_at_its_loss, 1, settings(), tmp_path / "alone", {})[0]
     with ElasticProcesses(looks_at_its_loss, 3, settings(), tmp_path / "run", {1: times}, nccl_like=True) as processes:
         processes.killed = {1}
@@ -130,7 +130,7 @@ def does_everything(world: World, config: Settings, folder: Path, deaths: dict[i
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_deaths_at_any_moment(tmp_path: Path, seed: int) -> None:
-    """Of all but one, and of those that come in their place."""
+    """All processes but one may die, and so may their replacements."""
     chance = random.Random(seed)
 
     def fate() -> tuple[str, int]:
@@ -173,7 +173,7 @@ def adds_up_by_itself(world: World, folder: Path) -> Any:
             total.item()
 
 
-def test_who_waits_for_a_device_that_waits_in_vain_is_told(tmp_path: Path) -> None:
+def test_a_process_that_waits_for_a_stuck_device_is_reported(tmp_path: Path) -> None:
     with ElasticProcesses(adds_up_by_itself, 3, tmp_path, nccl_like=True) as processes:
         processes.killed = {1}
         why = processes.await_("silent")["why"]

@@ -1,4 +1,4 @@
-"""A process that stands still when a new group is to be formed is taken for dead, and the others go on without it."""
+"""A process that hangs while a new group is formed counts as dead, and the others continue without it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from unisono.environment import World
 
 
 def hurry() -> None:
-    """Limits of a second, in this process."""
+    """Shorten the time limits in this process to a second."""
     regroup_timeout.FORM_SECONDS, membership.BEAT_SECONDS = 1.0, 0.1
 
 
 def send_into_the_end(world: World) -> int:
-    """Send just after our sockets were shut to somebody who waits for it; how many sends then hang?"""
+    """Return how many messages hang that are sent just after the sockets were shut down."""
     hung = 0
     with join(world) as group:
         member: Any = membership.membership_of(group)
@@ -47,13 +47,13 @@ def messages(group: ProcessGroup, peer: int, size: int, *, sends: bool) -> Any:
     return group.send_and_receive(message, []) if sends else group.send_and_receive([], message)
 
 
-def test_who_sends_while_the_sockets_are_shut_does_not_hang() -> None:
+def test_a_send_after_the_shutdown_of_sockets_does_not_hang() -> None:
     with ElasticProcesses(send_into_the_end, 2) as processes:
         assert processes.results() == {0: 0, 1: 0}
 
 
 def half_a_message(world: World) -> Any:
-    """What gloo forgets: process 3 dies when a message to it is half on its way. Process 2 only computes, for long."""
+    """Process 3 dies when a message to it is half written, which gloo drops. Process 2 computes for a long time."""
     hurry()
     with join(world) as group:
         member: Any = membership.membership_of(group)
@@ -75,7 +75,7 @@ def half_a_message(world: World) -> Any:
         return member.regroup(group).roster, total(group)
 
 
-def test_who_hangs_in_gloo_is_left_behind_and_who_computes_is_waited_for() -> None:
+def test_a_hanging_process_is_left_behind_and_a_computing_one_is_not() -> None:
     with ElasticProcesses(half_a_message, 4) as processes:
         processes.await_("sent")
         processes.kill(3)
@@ -85,8 +85,8 @@ def test_who_hangs_in_gloo_is_left_behind_and_who_computes_is_waited_for() -> No
     assert found == {"silent": 0, "why": "hangs in a collective of a group that lost a process"}
 
 
-def stand_still(world: World, where: str) -> Any:
-    """Process 2 dies, and process 1, which was to form a group with process 0 then, stands still."""
+def hang(world: World, where: str) -> Any:
+    """Process 2 dies, and process 1 hangs instead of forming a group with process 0."""
     hurry()
     with join(world) as group:
         member: Any = membership.membership_of(group)
@@ -112,8 +112,8 @@ def stand_still(world: World, where: str) -> Any:
         pytest.param("stopped", None, marks=pytest.mark.slow),
     ],
 )
-def test_the_others_go_on_without_one_that_stands_still(where: str, why: str | None) -> None:
-    with ElasticProcesses(stand_still, 3, where, silence=3.0) as processes:
+def test_the_others_continue_without_a_process_that_hangs(where: str, why: str | None) -> None:
+    with ElasticProcesses(hang, 3, where, silence=3.0) as processes:
         processes.killed = {2}
         found = processes.await_("silent")
         processes.kill(1)

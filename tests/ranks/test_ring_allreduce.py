@@ -1,4 +1,4 @@
-"""All-reduce around a ring: as a plain collective beside gloo's, and as an exchange."""
+"""All-reduce around a ring, as a collective compared with gloo's, and as an exchange."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def beside_gloo(world: World, dtype: torch.dtype, piece_bytes: int) -> list[tuple[float, list[float]]]:
-    """For each length: how far from gloo's sum, in parts of the largest, and the sum."""
+    """Return for each length the relative difference from gloo's sum, and the sum."""
     told = []
     with join(world) as group:
         for length in LENGTHS:
@@ -42,7 +42,7 @@ def beside_gloo(world: World, dtype: torch.dtype, piece_bytes: int) -> list[tupl
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_the_sum_is_gloos_to_rounding_and_the_same_on_all(size: int) -> None:
+def test_the_sum_equals_gloos_to_rounding_and_is_the_same_on_all(size: int) -> None:
     for piece_bytes in (64, 2**20):  # many pieces in flight, and one
         first, *others = run_ranks(beside_gloo, size, torch.float32, piece_bytes)
         assert all(apart < 1e-6 for apart, _ in first), first
@@ -50,32 +50,32 @@ def test_the_sum_is_gloos_to_rounding_and_the_same_on_all(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
-def test_other_kinds_of_numbers(dtype: torch.dtype) -> None:
+def test_other_dtypes(dtype: torch.dtype) -> None:
     limit = {torch.float64: 1e-14, torch.int64: 0.0, torch.bfloat16: 0.02}[dtype]
     for told in run_ranks(beside_gloo, 3, dtype, 100):
         assert all(apart <= limit for apart, _ in told)
 
 
 def carried(world: World) -> list[float]:
-    """Several under way, while this process does something else with the others."""
+    """Run several in the thread while this process uses other collectives."""
     with join(world) as group:
-        carrier = transfer_thread(group)
+        thread = transfer_thread(group)
         rows = [torch.full((1000 * (i + 1),), float(group.rank + i)) for i in range(5)]
-        works = [carrier.begin(row) for row in rows]
+        works = [thread.begin(row) for row in rows]
         told = [group.sum_(torch.ones(1)).item()]
         for work, row in zip(works, rows, strict=True):
             work.wait()
             told += row.unique().tolist()
-        carrier.close()
+        thread.close()
     return told
 
 
-def test_a_thread_carries_them_in_turn() -> None:
+def test_a_thread_runs_them_in_order() -> None:
     assert run_ranks(carried, 3) == [[3.0, 3.0, 6.0, 9.0, 12.0, 15.0]] * 3
 
 
 def alone(world: World) -> str:
-    """One process leaves while the other one's tensor is under way."""
+    """One process ends while the tensor of the other one is in progress."""
     context = join(world)
     group = context.__enter__()  # left without the others, as a process that dies leaves
     if group.rank == 1:
@@ -89,7 +89,7 @@ def alone(world: World) -> str:
     return "nothing"
 
 
-def test_a_peer_that_is_gone_is_told_where_the_sum_is_waited_for() -> None:
+def test_a_lost_peer_raises_in_wait() -> None:
     told, _ = run_ranks(alone, 2)
     assert "a process of the run is gone or silent" in told
 
@@ -103,7 +103,7 @@ def results(folder: Path, size: int, kind: str, **changes: Any) -> list[dict[str
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_run_agrees_with_the_trees_to_rounding_and_says_so(tmp_path: Path, kind: str, size: int) -> None:
+def test_a_run_agrees_with_the_tree_to_rounding_and_promises_that(tmp_path: Path, kind: str, size: int) -> None:
     tree = results(tmp_path, 1, kind)[0]
     for run in results(tmp_path, size, kind, exchange="ring"):
         assert run["losses"] == pytest.approx(tree["losses"], rel=1e-4)
@@ -119,7 +119,7 @@ def test_all_processes_have_the_same_bits(tmp_path: Path) -> None:
     assert len(states(tmp_path, 3, exchange="ring")) == 1
 
 
-def test_it_goes_with_shards(tmp_path: Path) -> None:
+def test_it_works_with_shards(tmp_path: Path) -> None:
     (tree,) = results(tmp_path, 1, "mlp")
     parallel = ParallelSettings(shard=2, reshard="step")
     for run in results(tmp_path, 4, "mlp", exchange="ring", parallel=parallel):
@@ -127,7 +127,7 @@ def test_it_goes_with_shards(tmp_path: Path) -> None:
 
 
 def two_at_once(world: World) -> list[list[float]]:
-    """Two exchanges whose buckets are under way at the same time, as those of a pipeline's stages are."""
+    """Run two exchanges whose buckets are in progress at the same time, like those of pipeline stages."""
     with join(world) as group:
         exchanges = [RingAllReduce([torch.nn.Parameter(torch.zeros(50_000 + i))], 8, group) for i in range(2)]
         told = []

@@ -1,4 +1,4 @@
-"""Memory that neighbours share: who finds whom, who sees what, and that nothing is left of it."""
+"""Shared memory: which processes find each other, what they see, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unisono.testing import run_ranks
 
 
 def held() -> int:
-    """How many pieces of shared memory this process holds, open or mapped."""
+    """Return how many shared memories this process has open or mapped."""
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8").count(f"memfd:{LABEL}")
     links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
     return mapped + sum(LABEL in link for link in links)
@@ -46,7 +46,7 @@ def write_to_each_other(world: World) -> Any:
         return found, most, held(), os.getpid(), dict(group.neighbors)
 
 
-def test_what_one_writes_the_other_reads_and_nothing_is_left() -> None:
+def test_one_process_reads_what_another_writes_and_nothing_is_left() -> None:
     ranks = run_ranks(write_to_each_other, 3)
     pids = [pid for *_, pid, _ in ranks]
     for rank, (found, most, left, _, neighbours) in enumerate(ranks):
@@ -56,7 +56,7 @@ def test_what_one_writes_the_other_reads_and_nothing_is_left() -> None:
 
 
 def some_may_not(world: World) -> Any:
-    """The second process's system knows no such memory; the others go on among themselves, and the sum is the same."""
+    """Rank 1 has no memfd_create; the others share memory among themselves, and the sum is the same."""
     if world.rank == 1:
         os.memfd_create = refuse  # type: ignore[assignment]
     with join(world) as group:
@@ -82,7 +82,7 @@ def refuse(*_: Any) -> int:
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
-def test_who_may_not_share_sends_messages_and_a_closed_exchange_holds_nothing() -> None:
+def test_processes_without_shared_memory_send_messages_and_a_closed_exchange_frees_all() -> None:
     ranks = run_ranks(some_may_not, 3)
     assert [neighbours for neighbours, *_ in ranks] == [[2], [], [0]]
     tenth = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float32)
@@ -106,7 +106,7 @@ def one_leaves(world: World) -> str:
     return str(caught.value)
 
 
-def test_a_neighbour_that_is_gone_is_named_as_what_it_is() -> None:
+def test_a_lost_neighbor_raises_peer_lost_error() -> None:
     told, _ = run_ranks(one_leaves, 2)
     assert "Step 3's exchange failed: a process of the run is gone or silent" in told
     assert "memory closed by peer" in told
@@ -125,13 +125,13 @@ def no_more_descriptors(world: World) -> str:
         return str(caught.value)
 
 
-def test_a_limit_here_is_not_told_as_a_peer_that_is_gone() -> None:
+def test_a_limit_of_this_process_is_not_reported_as_a_lost_peer() -> None:
     for told in run_ranks(no_more_descriptors, 2):
         assert "Too many open files" in told
         assert "ulimit -a" in told
 
 
-def test_a_fork_does_not_write_to_what_is_shared() -> None:
+def test_a_fork_does_not_write_to_shared_memory() -> None:
     memory = SharedMemory(3 * 4096)
     memory.bytes.fill_(1)
     child = os.fork()
@@ -145,7 +145,7 @@ def test_a_fork_does_not_write_to_what_is_shared() -> None:
     assert map_shared_memory(os.getpid(), memory.name, 1).item() == 5
 
 
-def test_torch_can_send_what_is_shared_to_another_process() -> None:
+def test_torch_can_send_a_shared_tensor_to_another_process() -> None:
     memory = SharedMemory(16)
     queue = torch.multiprocessing.get_context("fork").SimpleQueue()
     queue.put(memory.bytes[4:8])
@@ -153,7 +153,7 @@ def test_torch_can_send_what_is_shared_to_another_process() -> None:
 
 
 def strangers(world: World) -> Any:
-    """Somebody else's numbers lead to a file of ours, or to memory that was not made for this."""
+    """Process ids and descriptors of another container lead to other files, or to other memory."""
     with join(world) as group, tempfile.TemporaryFile() as file:
         descriptors = [file.fileno(), os.memfd_create("another"), os.memfd_create(LABEL), 10**6]
         told = iter([(os.getpid(), descriptors[group.rank], "a secret")])
@@ -163,11 +163,11 @@ def strangers(world: World) -> Any:
         return dict(find_neighbors(changed))
 
 
-def test_only_who_holds_the_secret_is_a_neighbour() -> None:
+def test_only_a_process_with_the_secret_is_a_neighbor() -> None:
     assert run_ranks(strangers, 4) == [{}] * 4
 
 
-def test_a_limit_of_the_system_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_system_raises_world_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(WorldError, match="Cannot share 5 bytes of memory") as caught:
         SharedMemory(5)

@@ -1,4 +1,4 @@
-"""Processes die at any moment, others join, and the result is that of a run which nobody disturbed."""
+"""Processes die at any moment, others join, and the result is that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ SLOW = [("forward", 9), ("data", 8), ("other", 13)]
 
 
 BACK_ENDS = pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
-"""One that tells of a death, and one that tells nobody (late.py)."""
+"""A back end that reports a death, and one that does not (nccl_like.py)."""
 
 
 @BACK_ENDS
 @pytest.mark.parametrize(
     "death", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=lambda death: death[0]
 )
-def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, int], nccl_like: bool) -> None:
+def test_the_survivors_finish_the_step(tmp_path: Path, death: tuple[str, int], nccl_like: bool) -> None:
     losses, state = undisturbed(tmp_path)
     with ElasticProcesses(work, 3, settings(), tmp_path, {1: death}, nccl_like=nccl_like) as processes:
         processes.killed = {1}
@@ -66,7 +66,7 @@ def test_those_who_are_left_finish_the_step(tmp_path: Path, death: tuple[str, in
     assert sorted(found) == [0, 2]
 
 
-def test_one_after_the_other_dies_until_one_is_left(tmp_path: Path) -> None:
+def test_processes_die_until_one_is_left(tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path)
     deaths = {0: ("backward", 3), 1: ("exchange", 8), 3: ("forward", 14)}
     with ElasticProcesses(work, 4, settings(), tmp_path, deaths) as processes:
@@ -77,7 +77,7 @@ def test_one_after_the_other_dies_until_one_is_left(tmp_path: Path) -> None:
 
 
 @BACK_ENDS
-def test_a_process_that_joins_takes_its_share(tmp_path: Path, nccl_like: bool) -> None:
+def test_a_joining_process_takes_its_share(tmp_path: Path, nccl_like: bool) -> None:
     losses, state = undisturbed(tmp_path, steps=30)
     with ElasticProcesses(work, 2, settings(steps=30), tmp_path, {1: ("forward", 9)}, nccl_like=nccl_like) as processes:
         processes.killed = {1}
@@ -91,7 +91,7 @@ def test_a_process_that_joins_takes_its_share(tmp_path: Path, nccl_like: bool) -
 
 
 @BACK_ENDS
-def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, nccl_like: bool) -> None:
+def test_a_death_during_an_evaluation_and_a_checkpoint(tmp_path: Path, nccl_like: bool) -> None:
     expected = run_ranks(evaluated, 1, settings(), tmp_path / "alone", {})[0]
     config = settings(checkpoint=CheckpointSettings(every=2))
     for death in (("evaluate", 2), ("checkpoint", 2)):
@@ -126,7 +126,7 @@ def right(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[float, i
     return float((out.argmax(-1) == y).sum()), len(y)
 
 
-def test_a_save_is_lost_with_the_process_that_writes_it_and_made_again_when_the_next_is_due(tmp_path: Path) -> None:
+def test_a_save_is_lost_with_its_writer_and_repeated_at_the_next_one(tmp_path: Path) -> None:
     config = settings(checkpoint=CheckpointSettings(every=2, keep=10))
     alone = run_ranks(large, 1, config, tmp_path / "alone", {})[0]
     with ElasticProcesses(large, 3, config, tmp_path / "run", {0: 2}) as processes:
@@ -137,7 +137,7 @@ def test_a_save_is_lost_with_the_process_that_writes_it_and_made_again_when_the_
     assert newest(tmp_path / "run", print) == tmp_path / "run" / "checkpoints" / "step-00000008"
 
 
-def test_a_save_goes_on_if_its_writer_lives(tmp_path: Path) -> None:
+def test_a_save_continues_if_its_writer_lives(tmp_path: Path) -> None:
     config = settings(checkpoint=CheckpointSettings(every=2, keep=10))
     alone = run_ranks(large, 1, config, tmp_path / "alone", {})[0]
     with ElasticProcesses(large, 3, config, tmp_path / "run", {1: 2, 2: 2}) as processes:
@@ -147,7 +147,7 @@ def test_a_save_goes_on_if_its_writer_lives(tmp_path: Path) -> None:
 
 
 def large(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> Any:
-    """A state that takes a while to write; who is to die does so when so many saves have begun."""
+    """Train a state that takes a while to write; processes die when a given number of saves have begun."""
     with join(world) as group:
         left = deaths.get(world.number or 0, 0) if group.size > 1 else 0
 
@@ -179,7 +179,7 @@ PHASES = ("data", "forward", "backward", "exchange", "update", "checkpoint", "ot
 def long_work(
     world: World, config: Settings, folder: Path, deaths: dict[int, tuple[str, int]], resume: bool = False
 ) -> Any:
-    """Every step evaluates and has a checkpoint soon; each process notes what it has finished."""
+    """Evaluate in every step and save often; each process records the steps that it has finished."""
     with join(world, divided=config.parallel.shard != 1) as group:
         if world.number in deaths:
             die_at(*deaths[world.number])
@@ -265,7 +265,7 @@ def test_everything_is_killed_twenty_times_and_resumed_on_any_number_of_processe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "sometimes"])
-def test_claims_loader_workers_and_odd_models_go_on(tmp_path: Path, kind: str) -> None:
+def test_work_stealing_loader_workers_and_odd_models_recover(tmp_path: Path, kind: str) -> None:
     more = {"balance": BalanceSettings(work_stealing=True), "loader": LoaderSettings(workers=1), "micro_batch": 1}
     (alone,) = run_ranks(train, 1, kind, settings(micro_batch=1), str(tmp_path / "alone"), 101, False, None, None, True)
     with ElasticProcesses(
@@ -277,7 +277,7 @@ def test_claims_loader_workers_and_odd_models_go_on(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.slow
-def test_a_step_of_two_passes_goes_on(tmp_path: Path) -> None:
+def test_a_step_of_two_passes_recovers(tmp_path: Path) -> None:
     expected = run_ranks(two_passes, 1, settings(), tmp_path / "alone", {})[0]
     for times in (4, 5, 8, 9):
         with ElasticProcesses(two_passes, 3, settings(), tmp_path / str(times), {1: ("exchange", times)}) as processes:
@@ -306,7 +306,7 @@ def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, t
 
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_death_in_an_evaluation_between_two_passes(tmp_path: Path, times: int) -> None:
-    """Who is left walks over the virtual ranks of the dead in the second pass, which were not its own in the first."""
+    """In the second pass survivors compute virtual ranks that were not theirs in the first."""
     expected = run_ranks(evaluates_between, 1, settings(steps=5), tmp_path / "alone", {})[0]
     with ElasticProcesses(evaluates_between, 3, settings(steps=5), tmp_path, {1: ("evaluate", times)}) as processes:
         processes.killed = {1}

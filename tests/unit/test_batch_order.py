@@ -1,4 +1,4 @@
-"""Order and keys: every sample once, whoever asks; randomness that can be written down."""
+"""Batch order and RNG keys: every sample once an epoch, on any assignment; keys are plain arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def even(parts: list[int]) -> bool:
 
 @quick
 @given(st.integers(0, 10_000), st.integers(1, 200))
-def test_dealing_gives_everything_once_and_as_evenly_as_it_goes(count: int, hands: int) -> None:
+def test_parts_cover_everything_once_and_are_even(count: int, hands: int) -> None:
     parts = [cut_batch(count, hands, hand) for hand in range(hands)]
     assert parts[0][0] == 0
     assert parts[-1][1] == count
@@ -36,8 +36,8 @@ def test_dealing_gives_everything_once_and_as_evenly_as_it_goes(count: int, hand
 
 @quick
 @given(st.integers(0, 500), st.integers(1, 128), st.integers(1, 128))
-def test_a_span_of_neighbours_gets_its_fair_share(count: int, hands: int, neighbours: int) -> None:
-    """Larger parts are spread over the hands, so two spans of equal width differ by one thing at most."""
+def test_a_span_of_parts_gets_an_even_share(count: int, hands: int, neighbours: int) -> None:
+    """Larger parts are spread, so two spans of equal width differ by one item at most."""
     neighbours = min(neighbours, hands)
     widths = [
         cut_batch(count, hands, i + neighbours - 1)[1] - cut_batch(count, hands, i)[0]
@@ -89,7 +89,7 @@ def test_the_micro_batches_of_a_step_make_up_its_batch(order: BatchOrder, data: 
 
 @quick
 @given(orders, st.integers(0, 50), st.data())
-def test_what_a_virtual_rank_sees_does_not_depend_on_who_holds_it(
+def test_the_samples_of_a_virtual_rank_do_not_depend_on_its_process(
     order: BatchOrder, step: int, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, order.virtual_ranks), max_size=6)))
@@ -115,7 +115,7 @@ def test_the_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert order(shuffle=False).permutation(4).tolist() == list(range(97))
 
 
-def test_the_picture_in_the_docstring() -> None:
+def test_the_example_in_the_docstring() -> None:
     order = BatchOrder(length=31, batch=7, virtual_ranks=3, micro_batch=2)
     assert [[b - a for a, b in order.micro_bounds(0, v)] for v in range(3)] == [[2], [2], [1, 2]]
     assert order.steps_per_epoch == 5
@@ -126,7 +126,7 @@ def test_the_picture_in_the_docstring() -> None:
 
 
 def test_golden_keys() -> None:
-    """These numbers are a promise: if one of them changes, every run ever made has another order and other dropout."""
+    """If one of these numbers changes, every run gets another order of samples and other dropout."""
     assert (ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE) == (1, 2, 3, 4, 5, 6)
     assert mix() == 0
     assert mix(0) == 0xE220A8397B1DCDAF
@@ -155,7 +155,7 @@ def test_keys_are_64_bit_and_differ_for_different_coordinates(a: list[int], b: l
         assert mix(*a) != mix(*b)
 
 
-def test_neighbouring_keys_share_nothing() -> None:
+def test_adjacent_keys_are_unrelated() -> None:
     purposes, steps, micro = (ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE), range(50), range(16)
     every = {mix(seed, p, s, m) for seed in range(3) for p in purposes for s in steps for m in micro}
     assert len(every) == 3 * len(purposes) * 50 * 16
@@ -213,7 +213,7 @@ def test_a_window_shuffles_over_the_borders_of_blocks() -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 6))
-def test_those_who_take_turns_compute_everything_once_and_equally_many(count: int, turns: int) -> None:
+def test_processes_that_take_turns_compute_equally_many_micro_batches(count: int, turns: int) -> None:
     places = [(MicroBatchId(3, i // 2, i % 2), [i]) for i in range(count)]
     each = [list(micro_batches_of(places, Slot(0, turn, turns))) for turn in range(turns)]
     assert len({len(mine) for mine in each}) == 1

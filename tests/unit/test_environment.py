@@ -1,4 +1,4 @@
-"""World: where a process stands, from our launcher, from torchrun, or alone."""
+"""The World of a process: from our launcher, torchrun, srun or mpirun, or alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_plain_process_is_alone() -> None:
     assert world.is_main
 
 
-def test_torchruns_variables_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     world = World.current()
@@ -48,13 +48,13 @@ def test_torchruns_variables_are_understood(monkeypatch: pytest.MonkeyPatch) -> 
         ("WORLD_SIZE", None, "WORLD_SIZE is not set."),
         ("RANK", None, "RANK is not set."),
         ("MASTER_PORT", None, "MASTER_PORT is not set."),
-        ("RANK", "x", "RANK is 'x', which is not a number of 0 or more."),
-        ("RANK", "-1", "RANK is '-1', which is not a number of 0 or more."),
+        ("RANK", "x", "RANK is 'x', which is not a non-negative integer."),
+        ("RANK", "-1", "RANK is '-1', which is not a non-negative integer."),
         ("RANK", "4", "Rank 4 of 4 is impossible with local rank 1 of 2 on this host."),
         ("LOCAL_RANK", "2", "Rank 3 of 4 is impossible with local rank 2 of 2 on this host."),
     ],
 )
-def test_variables_that_cannot_be_are_refused_rather_than_training_alone(
+def test_invalid_torchrun_variables_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, true: str
 ) -> None:
     for key, given in TORCHRUN.items():
@@ -69,14 +69,14 @@ def test_variables_that_cannot_be_are_refused_rather_than_training_alone(
     assert "torchrun" in caught.value.problems[0].do
 
 
-def test_what_our_launcher_assigned_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_world_of_our_launcher_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     mine = World(rank=2, size=3, launcher="unisono", store="file:///somewhere")
     environment.assign(mine)
     assert World.current() is mine
 
 
-def test_a_started_process_inherits_everything_and_our_own_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_process_inherits_the_environment_which_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     theirs = environment.inherited({"OMP_NUM_THREADS": "1"})
@@ -104,7 +104,7 @@ def in_a_step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_tasks_of_a_step_of_slurms_are_the_processes_of_a_run(in_a_step: pytest.MonkeyPatch) -> None:
+def test_the_tasks_of_a_slurm_step_are_the_processes_of_a_run(in_a_step: pytest.MonkeyPatch) -> None:
     world = World.current()
     assert (world.rank, world.size, world.local_rank, world.local_size) == (6, 7, 2, 3)
     assert (world.launcher, world.restarts, environment.job()) == ("srun", 0, "17.0")
@@ -130,7 +130,7 @@ def test_a_batch_script_and_a_step_of_one_task_are_one_process(in_a_step: pytest
     assert (world.size, world.restarts, world.launcher, environment.job()) == (1, 2, "python", "17")
 
 
-def test_torchrun_in_a_step_knows_better(in_a_step: pytest.MonkeyPatch) -> None:
+def test_torchrun_within_a_slurm_step_has_precedence(in_a_step: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         in_a_step.setenv(name, value)
     assert World.current().launcher == "torchrun"
@@ -138,7 +138,7 @@ def test_torchrun_in_a_step_knows_better(in_a_step: pytest.MonkeyPatch) -> None:
     assert (World.current().launcher, World.current().size) == ("srun", 7)
 
 
-def test_what_is_missing_of_slurms_variables_is_named(in_a_step: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_variables_are_named(in_a_step: pytest.MonkeyPatch) -> None:
     in_a_step.delenv("SLURM_NODEID")
     with pytest.raises(WorldError) as caught:
         World.current()
@@ -148,16 +148,14 @@ def test_what_is_missing_of_slurms_variables_is_named(in_a_step: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("name", "value", "true"),
     [
-        ("STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS is 'many', which is not a number of 0 or more."),
+        ("STEP_NUM_TASKS", "many", "SLURM_STEP_NUM_TASKS is 'many', which is not a non-negative integer."),
         ("PROCID", "7", "Rank 7 of 7 is impossible with local rank 2 of 3 on this host."),
         ("LOCALID", "3", "Rank 6 of 7 is impossible with local rank 3 of 3 on this host."),
         ("NODEID", "3", "Rank 6 of 7 is impossible with local rank 2 of 0 on this host."),
         ("STEP_TASKS_PER_NODE", "", "Rank 6 of 7 is impossible with local rank 2 of 0 on this host."),
     ],
 )
-def test_variables_of_slurms_that_cannot_be_are_refused(
-    in_a_step: pytest.MonkeyPatch, name: str, value: str, true: str
-) -> None:
+def test_invalid_slurm_variables_are_refused(in_a_step: pytest.MonkeyPatch, name: str, value: str, true: str) -> None:
     in_a_step.setenv(f"SLURM_{name}", value)
     with pytest.raises(WorldError) as caught:
         World.current()
@@ -166,7 +164,7 @@ def test_variables_of_slurms_that_cannot_be_are_refused(
 
 @pytest.mark.parametrize("port", ["0", "65536", "x", ""])
 @pytest.mark.parametrize("by", ["srun", "torchrun"])
-def test_a_port_that_cannot_be_is_refused(in_a_step: pytest.MonkeyPatch, by: str, port: str) -> None:
+def test_an_invalid_port_is_refused(in_a_step: pytest.MonkeyPatch, by: str, port: str) -> None:
     for name, value in TORCHRUN.items() if by == "torchrun" else ():
         in_a_step.setenv(name, value)
     in_a_step.setenv("MASTER_PORT", port)
@@ -179,7 +177,7 @@ def test_a_port_that_cannot_be_is_refused(in_a_step: pytest.MonkeyPatch, by: str
     ("hosts", "first"),
     [("a", "a"), ("a1,b", "a1"), ("n[007-9]", "n007"), ("n[5,7-9]-x,m", "n5-x"), ("r[0-1]n[2-3]", "r0n2")],
 )
-def test_the_first_host_of_slurms_lists(hosts: str, first: str) -> None:
+def test_the_first_host_of_a_slurm_host_list(hosts: str, first: str) -> None:
     assert environment.first_host(hosts) == first
 
 
@@ -212,7 +210,7 @@ def test_the_processes_of_mpirun_are_those_of_a_run(monkeypatch: pytest.MonkeyPa
     assert World.current().store == "hosted://gpu1:2222/prterun-a-1"
 
 
-def test_mpirun_that_starts_its_processes_by_srun_counts_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_that_uses_srun_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, {**SRUN, **OMPI})
     assert (World.current().launcher, World.current().size) == ("mpirun", 4)
     given(monkeypatch, TORCHRUN)
@@ -240,10 +238,10 @@ NO_ADDRESS = "mpirun gives no address for their rendezvous, and MASTER_ADDR and 
         ({**MPICH, "MASTER_ADDR": "a"}, NO_ADDRESS.replace("MASTER_ADDR and MASTER_PORT are", "MASTER_PORT is")),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "MPI_LOCALRANKID and MPI_LOCALNRANKS are not set."),
         ({**OMPI, "OMPI_COMM_WORLD_RANK": "4"}, "Rank 4 of 4 is impossible with local rank 3 of 4 on this host."),
-        ({"PMIX_RANK": "1"}, "PMIX_RANK is 1, and no variable says how many processes there are."),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK is 1, and no variable gives the number of processes."),
     ],
 )
-def test_mpirun_that_says_too_little_is_refused_rather_than_training_alone(
+def test_incomplete_mpirun_variables_are_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], true: str
 ) -> None:
     given(monkeypatch, variables)

@@ -1,4 +1,4 @@
-"""When virtual ranks move, where to, and when they stay."""
+"""When load balancing moves virtual ranks, and when it does not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unisono.plan.load_balance import LONGEST_PAUSE, PAUSE, WARMUP_STEPS, WINDOW
 
 
 def after(dealer: LoadBalancer, steps: int, seconds: list[float]) -> list[int]:
-    """The steps, of so many with the same times, at which virtual ranks were dealt anew."""
+    """Return the steps, of `steps` with the same times, at which the assignment changed."""
     return [n for n in range(steps) if dealer.record(seconds) is not None]
 
 
-def test_a_slow_process_gets_less_once_it_is_known_to_be_slow() -> None:
+def test_a_slow_process_gets_fewer_virtual_ranks() -> None:
     dealer = LoadBalancer(16, assign_evenly(16, 2))
     assert after(dealer, 100, [1.0, 3.0]) == [max(PAUSE, WARMUP_STEPS + WINDOW) - 1]
     assert dealer.spans == ((0, 12), (12, 16))
@@ -27,7 +27,7 @@ def test_a_slow_process_gets_less_once_it_is_known_to_be_slow() -> None:
 @pytest.mark.parametrize("virtual_ranks", [4, 8, 16, 32])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_noise_moves_nothing(virtual_ranks: int, size: int) -> None:
-    """Processes that are equally fast, each slow now and then, by as much as a random one of them is."""
+    """Processes of equal speed, of which a random one is slow now and then."""
     dealer, chance = (
         LoadBalancer(virtual_ranks, assign_evenly(virtual_ranks, size)),
         random.Random(virtual_ranks * size),
@@ -38,14 +38,14 @@ def test_noise_moves_nothing(virtual_ranks: int, size: int) -> None:
         assert dealer.record(seconds) is None
 
 
-def test_who_is_so_slow_that_the_others_are_done_sooner_without_it_gets_nothing_and_is_named() -> None:
+def test_a_process_that_delays_the_others_gets_nothing_and_is_named() -> None:
     dealer = LoadBalancer(4, assign_evenly(4, 4))
     after(dealer, 40, [1.0, 1.0, 9.0, 1.0])
     assert dealer.slow == (2,)
     assert end(dealer.spans, [1.0, 1.0, 9.0, 1.0]) == 2.0
 
 
-def test_who_was_slow_is_looked_at_again_and_gets_its_part_when_it_is_not_any_more() -> None:
+def test_a_formerly_slow_process_is_tried_again() -> None:
     dealer = LoadBalancer(4, assign_evenly(4, 4))
     after(dealer, 40, [1.0, 1.0, 9.0, 1.0])
     for _ in range(6 * PAUSE):
@@ -55,16 +55,16 @@ def test_who_was_slow_is_looked_at_again_and_gets_its_part_when_it_is_not_any_mo
     assert dealer.spans == assign_evenly(4, 4)
 
 
-def test_who_goes_to_and_fro_is_dealt_for_less_and_less_often() -> None:
-    """A machine that is slow for 30 steps, and quick for 30: no measurement of the past tells what comes."""
+def test_alternating_speeds_change_the_assignment_less_and_less_often() -> None:
+    """A machine that is slow for 30 steps and fast for 30: past times do not predict future ones."""
     dealer = LoadBalancer(16, assign_evenly(16, 2))
     dealt = [n for n in range(6000) if dealer.record([1.0, 3.0 if n // 30 % 2 else 1.0]) is not None]
     assert len(dealt) < 20
     assert max(b - a for a, b in pairwise(dealt)) >= LONGEST_PAUSE / 2
 
 
-def test_what_was_dealt_is_what_all_would_have_dealt() -> None:
-    """The same numbers make the same decision: there is nothing else it could depend on."""
+def test_all_processes_decide_alike() -> None:
+    """The same times lead to the same decision."""
     chance = random.Random(5)
     told = [[chance.uniform(1, 4), chance.uniform(1, 2), chance.uniform(0.5, 1)] for _ in range(300)]
     dealers = [LoadBalancer(12, assign_evenly(12, 3)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The tree and the placement: one sum, however it is cut."""
+"""The reduction tree and the assignment: one sum, however the leaves are divided."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def nodes(leaves: int) -> set[Node]:
 
 @quick
 @given(virtual_ranks, sizes, st.data())
-def test_leaves_in_any_order_make_the_same_brackets(leaves: int, size: int, data: st.DataObject) -> None:
-    """Each process folds what it has, in the order in which it came; what they send is folded by the plan."""
+def test_leaves_in_any_order_are_added_in_tree_order(leaves: int, size: int, data: st.DataObject) -> None:
+    """Each process folds its leaves in any order; the plan folds their partial sums."""
     owners = data.draw(st.lists(st.integers(0, size - 1), min_size=leaves, max_size=leaves))
     order = data.draw(st.permutations(range(leaves)))
     plan = ScatteredPlan(leaves, ((0, 0),) * size, tuple(owners))
@@ -143,7 +143,7 @@ def test_folding_a_span_holds_as_many_copies_as_promised(leaves: int) -> None:
 
 @quick
 @given(virtual_ranks, st.data())
-def test_a_folded_span_has_the_brackets_of_the_tree(leaves: int, data: st.DataObject) -> None:
+def test_a_folded_span_is_added_in_tree_order(leaves: int, data: st.DataObject) -> None:
     lo = data.draw(st.integers(0, leaves - 1))
     hi = data.draw(st.integers(lo + 1, leaves))
     folding: Fold[Expression] = Fold(leaves, pair)
@@ -157,7 +157,7 @@ def test_a_folded_span_has_the_brackets_of_the_tree(leaves: int, data: st.DataOb
 
 @quick
 @given(virtual_ranks, st.randoms(use_true_random=False))
-def test_sums_that_are_ready_fold_like_the_leaves_they_stand_for(leaves: int, chance: random.Random) -> None:
+def test_partial_sums_fold_like_their_leaves(leaves: int, chance: random.Random) -> None:
     def ready(node: Node) -> list[Node]:
         """A random cut through the tree below `node`."""
         if node.hi - node.lo == 1 or chance.random() < 0.3:
@@ -176,7 +176,7 @@ def test_sums_that_are_ready_fold_like_the_leaves_they_stand_for(leaves: int, ch
 
 
 def carry_out(plan: Plan, value: Callable[[int], Any], add: Callable[[Any, Any], Any]) -> Any:
-    """What every process gets: spans are folded where they lie, sent, and added as the plan says."""
+    """Return the sum on every process: spans are folded locally, sent, and added by the plan."""
     arrived: list[Any] = []
     for rank in range(plan.size):
         folding: Fold[Any] = Fold(plan.leaves, add)
@@ -206,7 +206,7 @@ def covers(spans: assignment.Spans, leaves: int, size: int) -> bool:
 
 
 @pytest.mark.parametrize(("size", "sites"), [(2, 2), (4, 2), (6, 3), (9, 3), (6, 2)])
-def test_every_site_has_a_block_of_its_own_dealt_as_if_it_were_alone(size: int, sites: int) -> None:
+def test_every_site_has_its_own_block_of_virtual_ranks(size: int, sites: int) -> None:
     spans, share, each = assign_evenly(18, size, sites), 18 // sites, size // sites
     assert covers(spans, 18, size)
     for site in range(sites):
@@ -220,7 +220,7 @@ def test_every_site_has_a_block_of_its_own_dealt_as_if_it_were_alone(size: int, 
 @example(128, 1024)
 @example(128, 128)
 @example(127, 61)
-def test_even_placement_gives_the_trees_sum(leaves: int, size: int) -> None:
+def test_an_even_assignment_gives_the_sum_of_the_tree(leaves: int, size: int) -> None:
     spans = assign_evenly(leaves, size)
     assert covers(spans, leaves, size)
     widths = [hi - lo for lo, hi in spans]
@@ -230,7 +230,7 @@ def test_even_placement_gives_the_trees_sum(leaves: int, size: int) -> None:
 
 @quick
 @given(virtual_ranks, st.data())
-def test_uneven_placement_gives_the_trees_sum_too(leaves: int, data: st.DataObject) -> None:
+def test_an_uneven_assignment_gives_the_sum_of_the_tree(leaves: int, data: st.DataObject) -> None:
     seconds = data.draw(st.lists(st.floats(0.01, 100) | st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=24))
     spans = assign(leaves, seconds)
     assert covers(spans, leaves, len(seconds))
@@ -242,8 +242,8 @@ def test_uneven_placement_gives_the_trees_sum_too(leaves: int, data: st.DataObje
 
 @quick
 @given(virtual_ranks, st.data())
-def test_any_cut_whatever_gives_the_same_bits(leaves: int, data: st.DataObject) -> None:
-    """Also cuts that nobody would choose, with empty spans; with float32 numbers whose sum depends on the brackets."""
+def test_any_division_gives_the_same_bits(leaves: int, data: st.DataObject) -> None:
+    """Unusual divisions, with empty spans; float32 numbers whose sum depends on the order of addition."""
     cuts = sorted(data.draw(st.lists(st.integers(0, leaves), max_size=12)))
     bounds = [0, *cuts, leaves]
     plan = Plan(leaves, tuple(pairwise(bounds)))
@@ -286,7 +286,7 @@ def test_traffic_is_what_the_plan_sends(leaves: int, size: int) -> None:
 @pytest.mark.parametrize(
     ("leaves", "size"), [(leaves, 1 << k) for leaves in (8, 12, 61, 100, 128) for k in range(8) if 1 << k <= leaves]
 )
-def test_aligned_cuts_cost_what_an_ordinary_all_reduce_costs(leaves: int, size: int) -> None:
+def test_aligned_spans_send_as_much_as_a_ring_all_reduce(leaves: int, size: int) -> None:
     plan = Plan(leaves, assign_evenly(leaves, size))
     # a power of two of processes: one subtree each, whatever V is
     assert [len(plan.sends(rank)) for rank in range(size)] == [1] * size
@@ -295,8 +295,8 @@ def test_aligned_cuts_cost_what_an_ordinary_all_reduce_costs(leaves: int, size: 
 
 @quick
 @given(st.integers(1, 9), st.integers(1, 5), st.data())
-def test_no_placement_that_ends_as_early_sends_less(leaves: int, size: int, data: st.DataObject) -> None:
-    """Against all placements there are, for small numbers: earliest end first, then fewest partial sums."""
+def test_no_assignment_that_ends_as_early_sends_less(leaves: int, size: int, data: st.DataObject) -> None:
+    """Compared with all assignments of small numbers: earliest end first, then fewest partial sums."""
     seconds = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 5.0]), min_size=size, max_size=size))
 
     def judge(spans: assignment.Spans) -> tuple[float, int]:
@@ -342,6 +342,6 @@ def test_a_chain_adds_from_left_to_right(values: list[float]) -> None:
 
 
 def test_numbers_only() -> None:
-    """The score knows no torch, no clock, no process."""
+    """plan/ imports no torch, no clock and no processes."""
     for module in (rng_keys, reduction_tree, assignment):
         assert not {"torch", "time", "os", "random", "socket"} & set(vars(module))

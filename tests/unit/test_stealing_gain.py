@@ -1,4 +1,4 @@
-"""When virtual ranks are claimed, and when not any more."""
+"""When work stealing is switched on and off."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def jittery(chance: random.Random) -> list[float]:
 
 
 def plain(seconds: list[float]) -> float:
-    """How long a step without claims takes."""
+    """Return the time of a step without work stealing."""
     return max(8 * s for s in seconds)
 
 
-def test_it_is_tried_where_somebody_is_always_waited_for_and_stays_where_it_pays() -> None:
+def test_it_is_tried_where_processes_wait_and_kept_if_it_saves_time() -> None:
     mode, chance = StealingGain(), random.Random(1)
     modes = []
     for _ in range(200):
@@ -31,7 +31,7 @@ def test_it_is_tried_where_somebody_is_always_waited_for_and_stays_where_it_pays
     assert all(modes[2 * WINDOW :])
 
 
-def test_where_it_does_not_pay_it_is_tried_seldom_and_more_and_more_so() -> None:
+def test_without_a_gain_it_is_tried_less_and_less_often() -> None:
     mode, chance = StealingGain(), random.Random(2)
     modes = []
     for _ in range(20000):
@@ -42,14 +42,14 @@ def test_where_it_does_not_pay_it_is_tried_seldom_and_more_and_more_so() -> None
     assert begun[-1] - begun[-2] > begun[1] - begun[0]
 
 
-def test_where_nobody_is_slow_it_is_not_tried() -> None:
+def test_it_is_not_tried_if_no_process_is_slow() -> None:
     mode, chance = StealingGain(), random.Random(3)
     for _ in range(1000):
         seconds = [chance.uniform(0.95, 1.05) for _ in range(4)]
         assert not mode.record(SPANS, seconds, plain(seconds))
 
 
-def test_when_nobody_is_slow_any_more_it_ends() -> None:
+def test_it_ends_when_no_process_is_slow_any_more() -> None:
     mode, chance = StealingGain(), random.Random(4)
     for _ in range(100):
         seconds = jittery(chance)

@@ -1,1 +1,1 @@
-"""The world of a run: its processes, how they come together and part, and the few collectives everybody uses."""
+"""Process groups and their collectives, the mesh, shared memory, rendezvous and elastic membership."""

@@ -1,4 +1,4 @@
-"""A group in which this process stands for all others: one process tries what several will do.
+"""A group of which only this process exists: one process tries what several will do.
 
     process 0 ── this one        sums are its own, times the size
     process 1 ┐

@@ -1,1 +1,1 @@
-"""Starting the processes of a run and looking after them until the last one is gone. Nothing in here needs torch."""
+"""Start the processes of a run on this host and supervise them until the last one has ended. No torch."""

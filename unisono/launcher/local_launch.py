@@ -51,7 +51,7 @@ def run(
         minimum: when a process dies and this many remain, they continue, and a replacement is started; None: a death
             ends the run.
         elastic: do so on accelerators as well.
-        on_cpu: ranks from the first to before the second compute on the CPU, beside others on accelerators.
+        on_cpu: ranks from the first to before the second compute on the CPU, while others use accelerators.
         columns: width of `screen`, which takes live lines without being a terminal; 0: use standard output's.
     """
     terminal = columns > 0 or (screen == 1 and draws_live_lines())

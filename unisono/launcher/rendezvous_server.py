@@ -4,7 +4,7 @@
 
 Each process holds two connections to a Unix socket in the launcher's private folder. No other user can reach that, and
 it needs no port. LISTENER is the descriptor of the socket. One connection serves keys and values, as any store of
-torch's does. The other one stands for the life of the process:
+torch's does. The other one represents the life of the process:
 
     process 0   "ready" -----> .                   .-----> "roster [0, 1, 3], generation 2"
     process 1   "ready" -----> .    rendezvous     .-----> the same
@@ -46,7 +46,7 @@ class Connection:
 
     Attributes:
         socket: the connection.
-        number: of the process whose life it stands for; None for a connection that serves keys only.
+        number: of the process whose life it represents; None for a connection that serves keys only.
         joins: whether the process has not been admitted to a group yet.
         slot: its rank at its start, which gives its place in its unit.
         ready: the message with which it reported that it is ready for a new group.
@@ -147,7 +147,7 @@ class RendezvousServer:
             self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
-        """Close a connection. If it stood for the life of a member, notify all others of the loss."""
+        """Close a connection. If it represented the life of a member, notify all others of the loss."""
         if self.connections.pop(connection.socket, None) is None:
             return
         self._selector.unregister(connection.socket)

@@ -154,7 +154,7 @@ def same_everywhere(store: dist.Store, size: int, kind: str) -> bool:
 def count_arrivals(store: dist.Store, size: int, name: str, success: bool = True) -> int:
     """Wait until all processes have called this, and return how many passed True. Collective."""
     store.add(f"{name}-yes", int(success))
-    if store.add(f"{name}-said", 1) == size:  # the last process writes the result
+    if store.add(f"{name}-count", 1) == size:  # the last process writes the result
         store.set(name, str(store.add(f"{name}-yes", 0)))
     store.wait([name], TIMEOUT)
     return int(store.get(name))

@@ -1,5 +1,4 @@
-"""The client of the rendezvous server (launcher/rendezvous_server.py) as a store of torch's: keys and values over a
-Unix socket.
+"""The client of the rendezvous server (launcher/rendezvous_server.py), as a store of torch's over a Unix socket.
 
 torch accepts any subclass of its store
 (https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Store). A wait for a key fails if the process
