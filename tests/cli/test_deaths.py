@@ -94,7 +94,7 @@ def test_what_was_survived_is_no_reason_for_a_later_failure(
     assert told[0].startswith("Process 1 died of SIGKILL after ")
     assert told[1].startswith("Process 2 joined after ")
     failed = r"(failed; its log is out/log/rank-[02]\.log|exited with status 3 and no error message \(os\._exit\?\)\.)"
-    assert re.fullmatch(rf"(Rank 0 of 2|Process 2, which joined,) {failed}", told[2]), told
+    assert re.fullmatch(rf"(Rank 0 of 2|Process 2, a replacement,) {failed}", told[2]), told
     assert told[2].startswith("Process 2") or numbers != "2,"
     assert told[-1] == last
     assert "Restarting" not in ended.err
@@ -173,25 +173,25 @@ def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Comma
     assert "Restarting from the checkpoint after step 4 (1 of 3)." in ended.err
 
 
-STANDING = DYING.replace(
+HANGING = DYING.replace(
     "unisono.main(",
-    """from unisono.distributed import members, standing
-standing.FORM_SECONDS, part = 1.0, members.part
+    """from unisono.distributed.membership import membership, regroup_timeout
+regroup_timeout.FORM_SECONDS, leave_group = 1.0, membership.leave_group
 
-def stand_still(**_):
+def hang(**arguments):
     if world.number in (NUMBERS) and list(Path(__file__).parent.glob("died-*")) and "--resume" not in sys.argv:
         time.sleep(1e6)
-    part()
+    leave_group(**arguments)
 
-members.part = stand_still
+membership.leave_group = hang
 unisono.main(""",
 )
-"""Processes of these numbers stand still when they are to leave their group."""
+"""Processes with these numbers hang while they leave their group."""
 
 
 @pytest.mark.slow
-def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) -> None:
-    command.script(STANDING.replace("NUMBERS", "1,"))
+def test_a_hanging_process_is_killed_and_the_others_continue(command: Command) -> None:
+    command.script(HANGING.replace("NUMBERS", "1,"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
     assert ended.status == 0, ended.err
     told = ended.err.splitlines()
@@ -208,8 +208,8 @@ def test_one_that_stands_still_is_killed_and_the_others_go_on(command: Command) 
 
 
 @pytest.mark.slow
-def test_all_stand_still_and_the_run_begins_again(command: Command) -> None:
-    command.script(STANDING.replace("NUMBERS", "1, 2"))
+def test_if_all_hang_the_run_is_restarted(command: Command) -> None:
+    command.script(HANGING.replace("NUMBERS", "1, 2"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:0", times=2)
     assert ended.status == 0, ended.err
     assert "Process 1 hangs while leaving its group and is killed." in ended.err

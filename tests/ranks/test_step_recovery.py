@@ -46,7 +46,7 @@ QUICK = [("backward", 10), ("exchange", 3), ("update", 3)]
 SLOW = [("forward", 9), ("data", 8), ("other", 13)]
 
 
-BACK_ENDS = pytest.mark.parametrize("late", [False, True], ids=["gloo", "late"])
+BACK_ENDS = pytest.mark.parametrize("nccl_like", [False, True], ids=["gloo", "nccl-like"])
 """A back end that reports a death, and one that does not (nccl_like.py)."""
 
 

@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
+from unisono.config.wording import plural
 from unisono.launcher.elastic_policy import ElasticLauncher
 from unisono.launcher.failure_record import clean_end_at, hands_off_shards, read
 from unisono.launcher.worker_process import CRASHES, WorkerFailure, WorkerProcess, WorkerSpec
@@ -304,9 +305,10 @@ class _Supervisor:
 
     def _announce(self, formed: dict[str, Any], step: int) -> None:
         """Report which processes were lost and which have joined."""
+        remaining = plural(len(formed["roster"]), "process", "processes")
         for number in formed["joined"]:
             self.processes[number].joined = True
-            self._print(f"Process {number} joined after {step} steps; {len(formed['roster'])} processes continue.")
+            self._print(f"Process {number} joined after {step} steps; {remaining} continue.")
         for number in formed["lost"]:
             process = self.processes[number]
             deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
@@ -323,7 +325,7 @@ class _Supervisor:
                 continue  # the run ends: this is reported as its failure, or it has another one
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
             self._print(
-                f"Process {number} {how} after {step} steps; {len(formed['roster'])} processes finish its step and "
+                f"Process {number} {how} after {step} steps; {remaining} finish its step and "
                 f"continue. Its log is {process.spec.log}"
             )
 
