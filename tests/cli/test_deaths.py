@@ -46,8 +46,8 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
     assert joined in (5, 6)
     told = ended.err.splitlines()
     assert told[0].startswith("Process 0 died of SIGKILL after ")
-    assert told[0].endswith(" steps; 2 processes finish its step and continue. Its log is out/log/rank-0.log")
-    assert told[1:] == [f"Process 3 joined after {joined} steps; 3 processes continue."]
+    assert told[0].endswith(" steps; the run continues with 2 processes. Its log is out/log/rank-0.log")
+    assert told[1:] == [f"Process 3 joined after {joined} steps; the run continues with 3 processes."]
     assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
     command.script(SCRIPT)
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
@@ -154,7 +154,7 @@ def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
     assert sorted(each["process"] for each in found["joined"]) == [4, 5]
     told = ended.err.splitlines()
     assert told[0].startswith("Process 1 died of SIGKILL after ")
-    assert "steps; 2 processes finish its step and continue." in told[0]
+    assert "steps; the run continues with 2 processes." in told[0]
     assert told[1].startswith("Process 0 was killed too: it shared a model with it.")
     command.script(SCRIPT)
     assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]

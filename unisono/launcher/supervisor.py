@@ -308,7 +308,7 @@ class _Supervisor:
         remaining = plural(len(formed["roster"]), "process", "processes")
         for number in formed["joined"]:
             self.processes[number].joined = True
-            self._print(f"Process {number} joined after {step} steps; {remaining} continue.")
+            self._print(f"Process {number} joined after {step} steps; the run continues with {remaining}.")
         for number in formed["lost"]:
             process = self.processes[number]
             deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
@@ -325,8 +325,8 @@ class _Supervisor:
                 continue  # the run ends: this is reported as its failure, or it has another one
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
             self._print(
-                f"Process {number} {how} after {step} steps; {remaining} finish its step and "
-                f"continue. Its log is {process.spec.log}"
+                f"Process {number} {how} after {step} steps; the run continues with {remaining}. "
+                f"Its log is {process.spec.log}"
             )
 
     def _drain(self, process: WorkerProcess) -> None:
