@@ -37,7 +37,7 @@ TIMEOUT_SECONDS = 3.0
 WIDTH = 100
 """Characters of the reason why a run ended."""
 
-NOTHING_MOVED = re.compile(r"^Nothing has moved for \d+ s\. (?=.)")
+NO_PROGRESS = re.compile(r"^No process has made progress for \d+ s\. (?=.)")
 
 
 @dataclass(frozen=True)
@@ -282,4 +282,4 @@ def _why(outcome: RunOutcome) -> str:
     record = outcome.failure.record if outcome.failure is not None else None
     reason = record.problems[0].true if record is not None and record.problems else reason_of(outcome)[0]
     first = reason.strip().partition("\n")[0].partition(": usually")[0].rstrip(".")
-    return shorten(NOTHING_MOVED.sub("", first), WIDTH, placeholder=" ...")
+    return shorten(NO_PROGRESS.sub("", first), WIDTH, placeholder=" ...")
