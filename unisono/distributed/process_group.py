@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -139,6 +140,18 @@ class PeerMonitor(Protocol):
 
     def wrap_send(self, work: Any) -> Work:
         """Return a sent gloo message whose `wait` raises if a peer is lost."""
+
+
+class PreparedMessages(NamedTuple):
+    """Sends and receives whose operations are built, so that starting them is one call into torch each.
+
+    works = prepared.wrap([start() for start in prepared.starts])
+    """
+
+    starts: Sequence[Callable[[], Any]]
+    """Each starts one operation, or all of them; call them in this order."""
+    wrap: Callable[[list[Any]], list[Work]]
+    """Turn what the starts returned into works to wait for."""
 
 
 @contextmanager
@@ -268,6 +281,29 @@ class ProcessGroup:
         """Return the tensor itself if it is on the device that messages use, else a buffer there."""
         device = self.comm_device
         return tensor if tensor.device == device else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    def prepare_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> PreparedMessages:
+        """Build the operations of `send_and_receive`, to be started later, once.
+
+        The tensors that are sent are read when the operations start.
+        """
+        receives = [message for message in receives if message.tensor.numel()]
+        sends = [message for message in sends if message.tensor.numel()]
+        if self.on_gloo and not self.mixed:
+            irecvs = [partial(dist.irecv, t, group=self.handle, group_src=peer) for t, peer in receives]
+            isends = [partial(dist.isend, t, group=self.handle, group_dst=peer) for t, peer in sends]
+            return PreparedMessages([*irecvs, *isends], partial(self._wrap_messages, received=len(irecvs)))
+        if self.on_gloo:  # copied to the CPU when they start
+            return PreparedMessages([partial(self.send_and_receive, sends, receives)], lambda started: started[0])
+        ops = [self.op(dist.irecv, message) for message in receives]
+        ops += [self.op(dist.isend, message) for message in sends]
+        starts = [partial(dist.batch_isend_irecv, ops)] if ops else []
+        return PreparedMessages(starts, lambda started: [self._wrap(work) for works in started for work in works])
+
+    def _wrap_messages(self, works: list[Any], received: int) -> list[Work]:
+        """Wrap gloo's works: those of the `received` messages first, then those of the sends."""
+        wrap_send = SendWork if self.monitor is None else self.monitor.wrap_send
+        return [*map(SendWork, works[:received]), *map(wrap_send, works[received:])]
 
     def _wrap(self, work: Any) -> Work:
         return work if self.monitor is None else self.monitor.wrap(work)
