@@ -17,7 +17,8 @@ from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.environment import World
 from unisono.errors import LoopError
-from unisono.exchange.buckets import BucketLayout, BucketReadiness, FlatGradient
+from unisono.exchange.bucket_readiness import BucketReadiness
+from unisono.exchange.buckets import BucketLayout, FlatGradient
 from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Node, fold
@@ -109,7 +110,7 @@ def in_buckets(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:
     """The same with smaller buckets."""
     exchange.ready.close()
     exchange.layout = exchange.pool.layout = BucketLayout(exchange.params, exchange.group.size, bucket_bytes)
-    exchange.ready = BucketReadiness(exchange.layout, exchange._launch, exchange._merge)
+    exchange.ready = BucketReadiness(exchange.layout, complete=exchange._merge)
     return exchange
 
 
@@ -270,14 +271,14 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
     ready = BucketReadiness(layout, lambda bucket: None)
     for repeats in (1, 2):
         ready.begin()
-        ready.enter(FlatGradient(layout), tell=False, last=True, launch=True)
+        ready.enter(FlatGradient(layout), notify=False, last=True, launch=True)
         x = torch.ones(1, 2)
         if repeats == 1:
             layer(x).sum().backward()
             ready.leave()
         else:
             layer(x).sum().backward()
-            with pytest.raises(LoopError, match="received another gradient when its sum was under way"):
+            with pytest.raises(LoopError, match="received another gradient after its sum had been sent"):
                 layer(x).sum().backward()
 
 

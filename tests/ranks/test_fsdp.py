@@ -362,7 +362,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a layer of two kinds": (
         of_two_kinds,
         {},
-        "one kind of numbers: wide is float64 and weight is float32.*layer_classes=",
+        "one dtype: wide is float64 and weight is float32.*layer_classes=",
     ),
     "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),

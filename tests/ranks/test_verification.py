@@ -234,7 +234,7 @@ def no_compilers(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_unique(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(buckets, "unique", lambda grad: grad)
+    patch.setattr(buckets, "coalesced", lambda grad: grad)
 
 
 def no_local_steps(patch: pytest.MonkeyPatch) -> None:

@@ -177,4 +177,4 @@ def loop(
 def copies(run: Run[Settings]) -> int:
     assert run.context.parts is not None
     pools = [getattr(gradient.exchange, "pool", None) for gradient in run.context.parts.sync.gradients]
-    return sum(pool.made for pool in pools if pool)
+    return sum(pool.created for pool in pools if pool)

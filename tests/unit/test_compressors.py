@@ -1,52 +1,20 @@
-"""Forms in which gradients travel, and which nodes of the tree have them: numbers, in one process."""
+"""Compression without processes: the largest elements, the nodes of the tree and their owners, PowerSGD."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from unisono.exchange.compression.block_format import BLOCK, CODES, largest
+from unisono.exchange.compression.compressors import largest_elements
 from unisono.exchange.compression.node_owners import NodeOwners, moves, tree_nodes
 from unisono.exchange.compression.powersgd import first_q, next_q, orthogonalize, shape_of
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Node, subtrees
 
 
-def row(*, scale: float = 1.0, blocks: int = 4) -> torch.Tensor:
-    g = torch.Generator().manual_seed(blocks)
-    return torch.randn(blocks * BLOCK, generator=g) * scale
-
-
-@pytest.mark.parametrize(("kind", "off"), [("fp16", 2.0**-11), ("bf16", 2.0**-8), ("int8", 1 / 30)])
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 1e-36, 65504.0])
-def test_a_form_stands_for_its_row_whatever_its_size(kind: str, off: float, scale: float) -> None:
-    """The loss is a sum, so gradients may be larger than fp16 goes, and far smaller where the weight is divided out."""
-    given = row(scale=scale)
-    form = CODES[kind].encode(given)
-    assert form.shape == (4, CODES[kind].width)
-    assert form.dtype is torch.uint8
-    back = CODES[kind].decode(form)
-    assert (back.double() - given.double()).norm() < 2 * off * given.double().norm()
-
-
-@pytest.mark.parametrize("kind", CODES)
-def test_a_part_of_a_form_stands_for_that_part(kind: str) -> None:
-    code = CODES[kind]
-    form = code.encode(row(blocks=6))
-    assert torch.equal(code.decode(form[2:4]), code.decode(form)[2 * BLOCK : 4 * BLOCK])
-    assert torch.equal(code.decode(code.encode(torch.zeros(BLOCK))), torch.zeros(BLOCK))
-
-
-def test_what_a_form_stands_for_has_that_form() -> None:
-    """So nothing is left over of it."""
-    for code in CODES.values():
-        once = code.decode(code.encode(row()))
-        assert torch.allclose(code.decode(code.encode(once)), once, rtol=1e-6)
-
-
-def test_the_largest_elements_come_in_the_order_of_their_places() -> None:
-    places, values = largest(torch.tensor([0.5, -3.0, 0.0, 2.0, -1.0]), 3)
-    assert (places.tolist(), values.tolist()) == ([1, 3, 4], [-3.0, 2.0, -1.0])
+def test_the_largest_elements_are_in_the_order_of_their_positions() -> None:
+    positions, values = largest_elements(torch.tensor([0.5, -3.0, 0.0, 2.0, -1.0]), 3)
+    assert (positions.tolist(), values.tolist()) == ([1, 3, 4], [-3.0, 2.0, -1.0])
 
 
 # -- nodes
@@ -64,51 +32,51 @@ def test_nodes_are_a_level_of_the_tree() -> None:
 
 
 @pytest.mark.parametrize("leaves", [2, 5, 8, 12])
-def test_all_that_a_node_is_made_of_is_computed_by_somebody(leaves: int) -> None:
+def test_every_leaf_of_a_node_is_computed_by_one_process(leaves: int) -> None:
     for count in (None, 2):
         nodes = tree_nodes(leaves, count)
         for size in range(1, leaves + 1):
-            deal = NodeOwners(leaves, nodes, assign_evenly(leaves, size))
+            owners = NodeOwners(leaves, nodes, assign_evenly(leaves, size))
             for node in nodes:
-                parts = [part for rank in range(size) for part in deal.parts(rank, node)]
+                parts = [part for rank in range(size) for part in owners.parts(rank, node)]
                 assert [v for part in parts for v in range(*part)] == list(range(*node))
-                assert deal.parts(deal.owner(node), node)
-            assert sorted(n for rank in range(size) for n in deal.owned(rank)) == list(range(len(nodes)))
-            assert deal.plan.arrivals()[0].lo == 0
-            assert sum(n.hi - n.lo for n in deal.plan.arrivals()) == leaves
+                assert owners.parts(owners.owner(node), node)
+            assert sorted(n for rank in range(size) for n in owners.owned(rank)) == list(range(len(nodes)))
+            assert owners.plan.arrivals()[0].lo == 0
+            assert sum(n.hi - n.lo for n in owners.plan.arrivals()) == leaves
 
 
 def test_a_process_without_nodes_has_an_empty_span() -> None:
-    deal = NodeOwners(8, tree_nodes(8, 2), ((0, 2), (2, 4), (4, 4), (4, 8)))
-    assert deal.owners == (0, 3)
-    assert deal.plan.spans == ((0, 4), (4, 4), (4, 4), (4, 8))
+    owners = NodeOwners(8, tree_nodes(8, 2), ((0, 2), (2, 4), (4, 4), (4, 8)))
+    assert owners.owners == (0, 3)
+    assert owners.plan.spans == ((0, 4), (4, 4), (4, 4), (4, 8))
 
 
-def test_what_moves_is_what_has_another_owner() -> None:
+def test_a_node_moves_if_its_owner_changes() -> None:
     assert moves((0, 0, 1, 1), (0, 1, 1, 2)) == [(1, 0, 1), (3, 1, 2)]
 
 
-# -- two thin matrices
+# -- PowerSGD
 
 
-def test_columns_become_orthogonal_and_those_that_depend_on_others_nothing() -> None:
+def test_columns_become_orthogonal_and_dependent_ones_zero() -> None:
     g = torch.Generator().manual_seed(0)
     matrix = torch.randn(20, 4, generator=g)
     matrix[:, 2] = matrix[:, 0] * 1e5 + matrix[:, 1]
     matrix[:, 3] = 0.0
-    made = orthogonalize(matrix)
+    orthogonal = orthogonalize(matrix)
     expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    assert torch.allclose(made.T @ made, expected, atol=1e-6)
+    assert torch.allclose(orthogonal.T @ orthogonal, expected, atol=1e-6)
 
 
-def test_a_matrix_of_low_rank_is_found_as_it_is() -> None:
+def test_a_matrix_of_low_rank_is_approximated_exactly() -> None:
     g = torch.Generator().manual_seed(1)
     matrix = torch.randn(40, 3, generator=g) @ torch.randn(3, 30, generator=g)
     p = orthogonalize(matrix @ first_q(0, 30, 4, matrix.device))
     assert torch.allclose(p @ (matrix.T @ p).T, matrix, atol=1e-4)
 
 
-def test_the_iteration_begins_anywhere_alike_and_survives_a_step_without_a_gradient() -> None:
+def test_the_iteration_begins_from_a_fixed_key_and_keeps_q_without_a_gradient() -> None:
     q = first_q(7, 30, 4, torch.device("cpu"))
     assert torch.equal(q, first_q(7, 30, 4, torch.device("cpu")))
     assert not torch.equal(q, first_q(8, 30, 4, torch.device("cpu")))
@@ -121,5 +89,5 @@ def test_the_iteration_begins_anywhere_alike_and_survives_a_step_without_a_gradi
     ("shape", "found"),
     [((64, 96), (64, 96, 4)), ((8, 3, 5, 5), None), ((64, 32, 3, 3), (64, 288, 4)), ((700,), None), ((0, 5), None)],
 )
-def test_a_matrix_is_thinned_where_that_halves_it(shape: tuple[int, ...], found: tuple[int, ...] | None) -> None:
+def test_a_matrix_is_approximated_where_that_halves_it(shape: tuple[int, ...], found: tuple[int, ...] | None) -> None:
     assert shape_of(torch.empty(shape), 4) == found

@@ -1,7 +1,7 @@
-"""The plain way: one gradient copy a process and the library's own all-reduce, in buckets, while backward still runs.
+"""Average gradients with the library's own all-reduce: one gradient copy, in buckets, while backward still runs.
 
-The mathematics are the tree's (sums of losses, divided once by the total weight), but who adds what in which order
-depends on how many processes there are and on the library. Runs agree to rounding, not to the bit, and say so.
+The mathematics is that of the tree: sums of losses, divided once by the total weight. But the order of additions
+depends on the number of processes and on the library, so runs agree to rounding and not to the bit.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.exchange.base import Spans, Weights, all_reduce_bytes
-from unisono.exchange.buckets import BucketedExchange, BucketLayout, BucketReadiness, FlatGradient, divide_
+from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
+from unisono.exchange.buckets import BucketLayout, FlatGradient, divide_
 
 
 class AllReduce(BucketedExchange):
+    """Average gradients with torch.distributed.all_reduce."""
+
     promise = "tolerance"
     reason = "exchange=allreduce adds in an order that depends on the number of processes; exchange=tree does not"
 
@@ -23,7 +26,7 @@ class AllReduce(BucketedExchange):
         self.params = params
         self.group = group
         self.layout = BucketLayout(params, group.size)
-        self.ready = BucketReadiness(self.layout, self._launch)
+        self.ready = BucketReadiness(self.layout, self._launch if group.size > 1 else None)
         self.sum = FlatGradient(self.layout)
         self._works: list[Work] = []
 
@@ -32,7 +35,7 @@ class AllReduce(BucketedExchange):
         self.sum.clear()
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        self.ready.enter(self.sum, tell=False, last=last, launch=last and self.group.size > 1)
+        self.ready.enter(self.sum, notify=False, last=last, launch=last)
 
     def leave(self) -> None:
         self.ready.leave()
@@ -53,9 +56,5 @@ class AllReduce(BucketedExchange):
         return all_reduce_bytes(self.layout.bytes_of_all, self.group)
 
     def _launch(self, bucket: int) -> None:
-        if self.group.size > 1:
-            self._works.append(self._begin(self.sum.flats[bucket]))
-
-    def _begin(self, flat: torch.Tensor) -> Work:
-        """Begin to sum a bucket over all processes, in place."""
-        return self.group.all_reduce(flat)
+        """Start to sum a bucket over all processes, in place."""
+        self._works.append(self.group.all_reduce(self.sum.flats[bucket]))

@@ -1,4 +1,4 @@
-"""Build the exchange that the settings choose, and ask what it promises."""
+"""Build the exchange that the settings choose, and return its promise."""
 
 from __future__ import annotations
 
@@ -40,19 +40,22 @@ def choose_exchange(
 ) -> Exchange:
     """Build the exchange that the settings choose, over these parameters.
 
-    group  processes that average their gradients
-    world  all processes of the run; by default the same
+    Args:
+        settings: The settings of the run.
+        params: The parameters.
+        group: The processes that average their gradients.
+        world: All processes of the run; by default `group`.
     """
     ranks, target, info = settings.virtual_ranks, _target(settings), EXCHANGES[settings.exchange]
     arguments = {"world": world or group, "settings": getattr(settings, settings.exchange, None)}
 
-    def plain() -> Exchange:
+    def uncompressed() -> Exchange:
         more = {name: arguments[name] for name in info.arguments}
         return build_exchange(info.target, params, ranks, group, **more)
 
     def chosen() -> Exchange:
         if target == info.target:
-            return plain()
+            return uncompressed()
         more = {"settings": settings.compress} if target == info.compressed else {}
         return build_exchange(target, params, ranks, group, **more)
 
@@ -60,7 +63,7 @@ def choose_exchange(
         return chosen()
     from unisono.exchange.wrappers.warmup import WarmupExchange
 
-    return WarmupExchange(params, plain(), exchange_class(target), chosen, settings.compress.start_step)
+    return WarmupExchange(params, uncompressed(), exchange_class(target), chosen, settings.compress.start_step)
 
 
 def exchange_after_death(
@@ -90,38 +93,38 @@ def build_exchange(
 def refuse_hook(name: str) -> None:
     """Raise LoopError if the exchange called `name` does not support communication hooks."""
 
-    def supports(info: str) -> bool:
-        return hasattr(exchange_class(EXCHANGES[info].target), "register_comm_hook")
+    def supports(exchange: str) -> bool:
+        return hasattr(exchange_class(EXCHANGES[exchange].target), "register_comm_hook")
 
     if not supports(name):
         others = [f"--set exchange={other}" for other in EXCHANGES if supports(other)]
         raise LoopError(
             f"run.register_comm_hook does not work with exchange={name}.",
             "It has no bucket that torch would pass to a hook.",
-            " or ".join(others) + ", or leave the line out.",
+            " or ".join(others) + ", or remove the call.",
         )
 
 
-def refuse_numbers(params: Sequence[torch.nn.Parameter], compress: CompressSettings) -> None:
-    """Raise LoopError if the gradients of these parameters cannot travel in the form that is asked for.
+def refuse_dtypes(params: Sequence[torch.nn.Parameter], compress: CompressSettings) -> None:
+    """Raise LoopError if gradients of these parameters cannot be compressed as the settings ask.
 
-    Whole numbers count even when they are frozen, as torch has them: who passes them on to be trained expects that they
-    are. Quantised weights beside a trained adapter are not passed on where a pass names its optimizers.
+    Integers count even when they are frozen, as in torch: a script that passes them on expects them to be trained.
+    Quantized weights under a trained adapter are not passed on where a pass names its optimizers.
     """
-    whole = [p for p in params if not (p.is_floating_point() or p.is_complex())]
-    odd = whole or [p for p in params if p.requires_grad and p.dtype != torch.float32]
-    if compress.kind == "none" or not odd:
+    integers = [p for p in params if not (p.is_floating_point() or p.is_complex())]
+    refused = integers or [p for p in params if p.requires_grad and p.dtype != torch.float32]
+    if compress.kind == "none" or not refused:
         return
-    if whole:
-        more = "whole numbers have no gradient"
+    if integers:
+        why = "integers have no gradient"
         do = "keep them in buffers (register_buffer), or name what trains: step.run(..., over=[optimizer])"
     else:
-        more = "too much of wider numbers would be lost"
+        why = "other dtypes would lose too much"
         do = "keep parameters in float32 (--set precision=bf16 computes in fewer bits)"
-    dtype = dtype_name(odd[0].dtype)
+    dtype = dtype_name(refused[0].dtype)
     raise LoopError(
-        f"compress.kind={compress.kind} was given {len(odd)} of {len(params)} parameters in {dtype}.",
-        f"Forms are made of float32: {more}.",
+        f"compress.kind={compress.kind} does not support {dtype} parameters.",
+        f"{len(refused)} of {len(params)} parameters are {dtype}. Only float32 gradients are compressed: {why}.",
         f"--set compress.kind=none, or {do}.",
     )
 

@@ -1,4 +1,4 @@
-"""What exchanges carry from step to step, as one thing in a checkpoint: residuals, outer momentum, servers' copies."""
+"""Save what exchanges carry from step to step: residuals, outer momentum, copies of servers."""
 
 from __future__ import annotations
 
@@ -10,51 +10,59 @@ from unisono.exchange.base import Exchange
 
 
 class ExchangeStates:
-    """The exchanges of a run, each under a key that says whose gradient it makes whole.
+    """The states of a run's exchanges, each under a key that identifies the gradient that it averages.
 
-    kind  which exchange it is, in words: what another one has carried means nothing to it, and is dropped
-    own   the name of a script's own, which is known when its loop begins
+    Args:
+        kind: The exchange of the run. The state of another kind is dropped when it is loaded.
+
+    Attributes:
+        own: The name of a script's own exchange, which is known when its loop begins.
+        exchanges: The exchanges, by key.
+        kept: Other parts with a state, which belong to no exchange alone and stay when these are closed.
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.own = self._saved_own = "none"
         self.exchanges: dict[str, Exchange] = {}
-        self.kept: dict[str, Any] = {}  # what belongs to none of them alone, and stays when they are closed
-        self._waiting: dict[str, Any] = {}  # was saved, and its exchange is not built yet
-        self._trained = self._saved_trained = ""  # which parameters trained, when an exchange was built last
+        self.kept: dict[str, Any] = {}
+        self._waiting: dict[str, Any] = {}  # loaded states whose exchanges are not built yet
+        self._trained = self._saved_trained = ""  # identifies the parameters that train
 
-    def keep(self, key: str, thing: Any) -> None:
-        """Something with a state that belongs to all of them, known before anything is loaded."""
-        self.kept[key] = thing
+    def keep(self, key: str, part: Any) -> None:
+        """Register a part with a state that belongs to no exchange alone, before anything is loaded."""
+        self.kept[key] = part
 
     def register(self, key: str, exchange: Exchange, trained: Sequence[str] | None = None) -> None:
-        """An exchange was built: if something was saved for it, it continues from there.
+        """Register an exchange that was built, and load the state that was saved for it.
 
-        trained  the names of all parameters that train now. If others did when it was saved, nothing that was saved
-                 counts: the exchanges of a run that was not interrupted would have been closed in between. None: it
-                 does not depend on them.
+        Args:
+            key: Identifies the gradient.
+            exchange: The exchange.
+            trained: The names of all parameters that train now. If others trained when the state was saved, it is
+                dropped: in a run without an interruption the exchanges would have been closed in between. None: the
+                exchange does not depend on them.
         """
         if trained is not None:
             self._trained = hashlib.sha256("\n".join(trained).encode()).hexdigest()[:16]
             if self._trained != self._saved_trained:
                 self._waiting.clear()
         self.exchanges[key] = exchange
-        saved = self._ours().pop(key, None)
+        saved = self._usable().pop(key, None)
         if saved is not None:
             exchange.load_state_dict(saved)
 
     def forget(self) -> None:
-        """The exchanges are closed: other parameters train from now on."""
+        """Drop the exchanges, which are closed because other parameters train from now on."""
         if self.exchanges:
             self._waiting.clear()
         self.exchanges.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """All processes must call this together; the main process's is the one that is saved."""
+        """Return all states. All processes call this together, and the main process's is saved."""
         states = {key: exchange.state_dict() for key, exchange in (self.exchanges | self.kept).items()}
-        of = {**self._ours(), **{key: state for key, state in states.items() if state}}
-        trained = (self._trained or self._saved_trained) if of else ""  # stages of a pipeline train unlike parameters
+        of = {**self._usable(), **{key: state for key, state in states.items() if state}}
+        trained = (self._trained or self._saved_trained) if of else ""  # pipeline stages train different parameters
         return {"kind": self.kind, "own": self.own, "trained": trained, "of": of}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -63,6 +71,6 @@ class ExchangeStates:
         for key in self.kept.keys() & self._waiting.keys():
             self.kept[key].load_state_dict(self._waiting.pop(key))
 
-    def _ours(self) -> dict[str, Any]:
-        """What waits, if it is of this very exchange."""
+    def _usable(self) -> dict[str, Any]:
+        """Return the waiting states if they belong to this exchange."""
         return self._waiting if self._saved_own == self.own else {}

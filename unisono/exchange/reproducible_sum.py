@@ -43,10 +43,9 @@ import torch
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.errors import LoopError
 from unisono.exchange.base import Spans, Weights, all_reduce_bytes
+from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
 from unisono.exchange.buckets import (
-    BucketedExchange,
     BucketLayout,
-    BucketReadiness,
     FlatGradient,
     LooseGradient,
     blocks,
@@ -126,7 +125,7 @@ class ReproducibleSum(BucketedExchange):
             self._leaf, self._to_come = LooseGradient(self.layout), self.pieces[virtual_rank]
             self._added = [False] * len(self.params)
         self._to_come -= 1
-        self.ready.enter(self._leaf, tell=not self._to_come, last=last, launch=last and self.group.size > 1)
+        self.ready.enter(self._leaf, notify=not self._to_come, last=last, launch=last and self.group.size > 1)
 
     def leave(self) -> None:
         self.ready.leave()

@@ -1,7 +1,6 @@
-"""All-reduce around a ring (distributed/ring_allreduce.py draws it), with nothing of a library but sending and
-receiving.
+"""Average gradients with an all-reduce around a ring, made of sends and receives (distributed/ring_allreduce.py).
 
-As allreduce.py in everything but the sum itself: buckets leave while the last backward runs, carried by a thread.
+Everything but the sum is as in allreduce.py: buckets leave while the last backward runs, carried by a thread.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from unisono.distributed.process_group import ProcessGroup, Work
+from unisono.distributed.process_group import ProcessGroup
 from unisono.distributed.ring_allreduce import transfer_thread
 from unisono.exchange.allreduce import AllReduce
 
 
 class RingAllReduce(AllReduce):
+    """Average gradients with our own ring all-reduce."""
+
     promise = "tolerance"
     reason = (
         "exchange=ring adds in the order of the ring, which depends on the number of processes; exchange=tree does not"
@@ -25,9 +26,9 @@ class RingAllReduce(AllReduce):
         super().__init__(params, virtual_ranks, group)
         self.carrier = transfer_thread(group)
 
-    def _begin(self, flat: torch.Tensor) -> Work:
-        # .data has a version of its own: what the ring writes is not taken for the loop's doing
-        return self.carrier.begin(flat.data)
+    def _launch(self, bucket: int) -> None:
+        # .data has a version counter of its own: what the ring writes is not mistaken for a change by the loop
+        self._works.append(self.carrier.begin(self.sum.flats[bucket].data))
 
     def close(self) -> None:
         self.carrier.close()

@@ -1,4 +1,4 @@
-"""One virtual rank on one process: nothing to exchange. Autograd's own p.grad, divided by the weight; that is all."""
+"""The exchange of one virtual rank on one process: nothing is exchanged, and p.grad is divided by the weight."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from unisono.exchange.buckets import finite
 
 
 class SingleProcess(Exchange):
-    """Bit-equal to the loop one writes by hand: sum loss, backward, gradients divided by the total weight."""
+    """Divide autograd's own p.grad. The bits are those of a loop by hand that divides by the total weight."""
 
     promise = "exact"
     reason = "one virtual rank on one process"
     used: Sequence[bool] = ()
-    touched = False  # one micro-batch after the other adds to p.grad as the loop leaves it: plain torch
+    touched = False  # micro-batches accumulate in the p.grad that the loop leaves, as in plain torch
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         assert virtual_ranks == group.size == 1
         self.params = params
-        # The kernel of torch's GradScaler multiplies all gradients and looks at them, if they are of one kind: the
-        # quickest there is. It leaves a 1 in `_found` when an element is not finite.
+        # The kernel of torch's GradScaler multiplies gradients of one dtype and checks them in one pass, which is the
+        # fastest way. It sets `_found` to 1 if an element is not finite.
         self._fast = {(p.dtype, p.device) for p in params} == {(torch.float32, p.device) for p in params[:1]}
         self._found = torch.zeros((), device=params[0].device)
         self._factors: dict[float, torch.Tensor] = {}
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Of torch's DistributedDataParallel: nothing travels, so there is nothing for it to do."""
+        """Accept a communication hook, which has nothing to do."""
 
     @property
     def sent(self) -> float:
@@ -48,13 +48,13 @@ class SingleProcess(Exchange):
             torch._foreach_div_(grads, weight)
         return self._multiply(grads, inverse) if self._fast else all(map(finite, grads))
 
-    def _multiply(self, grads: list[torch.Tensor], by: float) -> bool:
-        """Multiply and look: are they all finite?"""
-        factor = self._factors.get(by)
-        if factor is None:
-            factor = self._factors[by] = torch.tensor(by, device=self._found.device)
+    def _multiply(self, grads: list[torch.Tensor], factor: float) -> bool:
+        """Multiply in place, and return whether all elements are finite."""
+        multiplier = self._factors.get(factor)
+        if multiplier is None:
+            multiplier = self._factors[factor] = torch.tensor(factor, device=self._found.device)
         if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, self._found, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, self._found, multiplier)
         if self._found.item() == 0.0:
             return True
         self._found.zero_()

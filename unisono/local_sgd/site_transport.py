@@ -8,9 +8,9 @@ counterparts, who are at the same place in the other sites:
     site 1      process 0   [ b0 |    ] ---b0--->  (a0 + b0) / 2 = m0  ...
                 process 1   [    | b1 ] ---b1--->  (a1 + b1) / 2 = m1  ...
 
-Sites are added in their order, as everybody has received them (quantize.py), so all sites have the same bits. Chunks
-are whole blocks of the row, so how many processes a site has changes none of them. With more than two sites each sends
-its row to every other one.
+Sites are added in their order, as everybody has received them (block_quantizer.py), so all sites have the same bits.
+Chunks are whole blocks of the row, so how many processes a site has changes none of them. With more than two sites each
+sends its row to every other one.
 
 With the rows go a few words, and everything that all sites do together begins with words: so it is noticed when one of
 them is elsewhere, and messages between two processes never get out of step.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
-from unisono.exchange.compression.quantize import BLOCK, decode, encode, size_of
+from unisono.exchange.compression.block_quantizer import BLOCK, decode_row, encode_row, row_bytes
 
 
 class PendingExchange:
@@ -64,7 +64,7 @@ class PendingExchange:
         self._written = []  # gloo's hold its connections: a forked loader worker would close them
         found = []
         for row, (length, dtype) in enumerate(zip(self.lengths, dtypes, strict=True)):
-            first, *rest = [decode(codes[row], self.bits, dtype) for codes in self.codes]
+            first, *rest = [decode_row(codes[row], self.bits, dtype) for codes in self.codes]
             total = first.clone()
             for other in rest:
                 total += other
@@ -106,10 +106,10 @@ class SiteTransport:
             chunk = chunk_of(row, self.site)
             if left:
                 chunk = chunk.add_(left[i])
-            codes.append(encode(chunk, bits))
+            codes.append(encode_row(chunk, bits))
             if left:
-                left[i].copy_(chunk - decode(codes[-1], bits, chunk.dtype))
-            self.sent += (self.across.size - 1) * self.site.size * size_of(len(chunk), bits, chunk.dtype)
+                left[i].copy_(chunk - decode_row(codes[-1], bits, chunk.dtype))
+            self.sent += (self.across.size - 1) * self.site.size * row_bytes(len(chunk), bits, chunk.dtype)
         told = torch.tensor(words, dtype=torch.float64, device=self.site.device)
         self.sent += (self.across.size - 1) * self.site.size * told.nbytes
         return PendingExchange(self.site, self.across, told, codes, [len(row) for row in rows], bits)

@@ -58,17 +58,17 @@ class ParameterServerExchange(TreeExchange):
     def crew(self) -> RoleGroup | None:
         return self.group if isinstance(self.group, RoleGroup) else None
 
-    def _lay_out(self) -> BucketLayout:
+    def _build_layout(self) -> BucketLayout:
         """Buckets that one server holds whole."""
         if self.crew is None:
-            return super()._lay_out()
+            return super()._build_layout()
         holders = [self.crew.shares.of(p) for p in self.params]
         layout = BucketLayout(self.params, 1, holders=holders)
         self.holders = [holders[bucket.members[0]] for bucket in layout.buckets]
         """The server of each bucket."""
         return layout
 
-    def _build_wire(self, plan: Plan) -> PushTransport:
+    def _build_transport(self, plan: Plan) -> PushTransport:
         assert self.crew is not None
         return PushTransport(plan, self.layout, self.crew, self.holders)
 
@@ -76,7 +76,7 @@ class ParameterServerExchange(TreeExchange):
         if self.crew is None:
             return super().finish(weight)
         assert self._result is not None
-        self.wire.finish()
+        self.transport.finish()
         whole = True
         for flat, holder in zip(self._result.flats, self.holders, strict=True):
             if holder == self.crew.rank:
@@ -157,8 +157,13 @@ class PushTransport:
         self.coming: deque[_PendingPush] = deque()
         self.count = 0
 
-    def send(self, bucket: int, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
-        """A worker's partial sums of a bucket go out; a server waits for everybody's of what it holds."""
+    def prepare(self, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
+        """Set the partial sums of this process, and where their sum is gathered, before the first `send` of a step."""
+        self.roots, self.result = roots, result
+
+    def send(self, bucket: int) -> None:
+        """Start to send a worker's partial sums of a bucket, or to receive all of them on the server that holds it."""
+        roots, result = self.roots, self.result
         about, holder = self.layout.buckets[bucket], self.holders[bucket]
         if holder != self.crew.rank:
             # .data has a version of its own; a partial sum of nothing is zeros

@@ -57,7 +57,7 @@ class GradientPass:
         ranks, by_layer = settings.virtual_ranks, settings.parallel.reshard == "layer"
         self.gathered = [] if by_layer else list(layers)
         self.leaves = self._gather() if self.gathered else params
-        self.gather_order = layers[0].notes if layers else None
+        self.gather_order = layers[0].gather_order if layers else None
         self.scattered = layers if by_layer else []
         if self.scattered:
             self.exchange = self._scatter()
@@ -121,7 +121,7 @@ class GradientPass:
 
     def _gather(self) -> list[torch.nn.Parameter]:
         """Gather all layers of all models, until `commit`, and return the whole of every parameter."""
-        whole = {id(s): p for layer in self.gathered for s, p in zip(layer.params, layer.gather(), strict=True)}
+        whole = {id(s): p for layer in self.gathered for s, p in zip(layer.params, layer.unshard(), strict=True)}
         return [whole[id(p)] for p in self.params]
 
     # -- the gradient becomes whole
@@ -129,7 +129,7 @@ class GradientPass:
     def end_gathering(self) -> None:
         """Check the order in which layers were gathered: the rounds of the pass are done."""
         if self.gather_order is not None:
-            self.gather_order.end()
+            self.gather_order.end_step()
 
     def agree(self, is_finite: bool, *, unused: bool) -> None:
         """The exchange has finished: agree with all processes that each of them holds the whole gradient.
@@ -160,8 +160,8 @@ class GradientPass:
         if self.gathered:
             ours = set(map(id, self.params))
             for layer in self.gathered:
-                layer.divide(ours)
-                layer.rest()
+                layer.assign_gradients(ours)
+                layer.reshard()
         self._made = [p.grad for p in self.params]
         self._versions = versions(map(to_local, self._made))
 

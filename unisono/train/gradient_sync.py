@@ -11,8 +11,8 @@ from unisono.config import Settings
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import ProcessGroup, is_dtensor
 from unisono.errors import LoopError
-from unisono.exchange.buckets import gradient_modified_error
-from unisono.exchange.choose import refuse_numbers
+from unisono.exchange.bucket_readiness import gradient_modified_error
+from unisono.exchange.choose import refuse_dtypes
 from unisono.exchange.exchange_state import ExchangeStates
 from unisono.exchange.wrappers.custom import CustomExchange
 from unisono.parallel.precision import LossScale
@@ -130,7 +130,7 @@ class GradientSync:
         if optimizers is not None:
             held = {id(p) for o in optimizers for group in getattr(o, "param_groups", []) for p in group["params"]}
             chosen = [p for p in chosen if id(p) in held]
-        refuse_numbers(chosen, self.settings.compress)
+        refuse_dtypes(chosen, self.settings.compress)
         params = [p for p in chosen if p.requires_grad]
         if optimizers is not None and not params:
             names = " and ".join(type(o).__name__ for o in optimizers) or "nothing"

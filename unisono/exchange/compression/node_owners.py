@@ -1,16 +1,16 @@
-"""Which sums are compressed: fixed nodes of the tree, and who makes, keeps and sends what of them. Numbers only.
+"""Find which sums are compressed, and which process computes, compresses and sends each of them. Numbers only.
 
-With 8 virtual ranks and `compress.groups=4`, on three processes:
+Gradients are compressed at fixed nodes of the tree. With 8 virtual ranks and `compress.groups=4`, on three processes:
 
     virtual rank    0   1   2   3   4   5   6   7
-    node           (  0,2  )(  2,4  )(  4,6  )(  6,8  )      each is compressed as one, whoever holds it
+    node           (  0,2  )(  2,4  )(  4,6  )(  6,8  )      each is compressed as one sum
     process          0   0   0   1   1   1   2   2
-    it owns          (0,2)   (2,4)    (4,6)   (6,8)          the process that holds its first leaf
-                       0       0        1       2
-    it hands on                3 -> 0  -                     what others made of it comes to its owner uncompressed
+    owner             (0,2)   (2,4)   (4,6)   (6,8)          the process that holds the node's first leaf
+                        0       0       1       2
+    uncompressed               3: 1 -> 0                     partial sums of other processes go to the owner
 
-So bytes are saved when every process holds whole nodes: as many nodes as virtual ranks (the default), or as many as
-there are processes, or a multiple.
+So bytes are saved when every process holds whole nodes: with as many nodes as virtual ranks (the default), or as many
+as processes, or a multiple of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.plan.reduction_tree import Node, Plan, subtrees
 
 
 def tree_nodes(leaves: int, count: int | None) -> tuple[Node, ...]:
-    """The nodes of one level of the tree, `count` of them (a power of two); None: its leaves."""
+    """Return the `count` nodes (a power of two) of one level of the tree; None: its leaves."""
     if count is None or count == leaves:
         return tuple(Node(v, v + 1) for v in range(leaves))
     level = [Node(0, leaves)]
@@ -34,32 +34,39 @@ def tree_nodes(leaves: int, count: int | None) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class NodeOwners:
-    """For one placement: spans[r] is the span of leaves that process r computes."""
+    """The owners of compressed nodes under one assignment of leaves.
+
+    Attributes:
+        leaves: The number of leaves of the tree.
+        nodes: The nodes that are compressed.
+        spans: The span of leaves that each process computes.
+    """
 
     leaves: int
     nodes: tuple[Node, ...]
     spans: tuple[tuple[int, int], ...]
 
     def owner(self, node: Node) -> int:
-        """The process that compresses the node, and keeps what compressing it has left over."""
+        """Return the process that compresses a node and keeps its residual."""
         return next(rank for rank, (lo, hi) in enumerate(self.spans) if lo <= node.lo < hi)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
+        """The owner of each node."""
         return tuple(map(self.owner, self.nodes))
 
     def owned(self, rank: int) -> list[int]:
-        """The numbers of a process's nodes."""
+        """Return the numbers of the nodes that a process owns."""
         return [number for number, owner in enumerate(self.owners) if owner == rank]
 
     def parts(self, rank: int, node: Node) -> tuple[Node, ...]:
-        """The sums within a node that a process makes by itself."""
+        """Return the sums within a node that a process computes by itself."""
         lo, hi = self.spans[rank]
         return subtrees(self.leaves, max(lo, node.lo), min(hi, node.hi))
 
     @cached_property
     def plan(self) -> Plan:
-        """As if every process had computed the nodes that it owns, and nothing else."""
+        """The plan in which each process has computed exactly the nodes that it owns."""
         spans, end = [], 0
         for rank in range(len(self.spans)):
             owned = self.owned(rank)
@@ -69,5 +76,5 @@ class NodeOwners:
 
 
 def moves(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(node, from, to) of every node whose owner is another one now."""
+    """Return (node, from, to) for each node whose owner has changed."""
     return [(n, a, b) for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]

@@ -1,15 +1,16 @@
-"""PowerSGD: of each matrix, what two thin ones say of it. (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, algorithm 1.)
+"""PowerSGD: approximate each gradient matrix by two thin ones (Vogels et al., arXiv 1905.13727, algorithm 1).
 
-M [n, m] is the gradient of a node, with what was left over of its earlier ones; Q [m, rank] is the same everywhere:
+M [n, m] is the gradient of a node plus its residual; Q [m, rank] is the same on all processes:
 
-    each node         P = M Q          [n, rank]     they are added up, by the tree
-    everybody         P orthogonal     one Gram-Schmidt, in float64
-    each node         Q = M' P         [m, rank]     they are added up, by the tree
-    everybody         the sum's approximation is P Q'; each node keeps M - P (its own Q)'
+    each node           P = M Q             [n, rank]     summed by the tree
+    each process        orthogonalize P                   one Gram-Schmidt, in float64
+    each node           Q = M' P            [m, rank]     summed by the tree
+    each process        P Q' approximates the sum; each node keeps the residual M - P (its own Q)'
 
-It is linear: sums of P are P of sums, so a process adds up its nodes before it sends, and what travels does not grow
-with their number. Q is where the next step begins (a step of a power iteration, which follows the gradient as it
-turns); the first one is drawn under a key. What is no matrix, or too small for it to pay, travels as it is.
+It is linear: the sum of the nodes' P is the P of their sum. So a process adds up its nodes before it sends, and the
+traffic does not grow with their number. The next step begins with this step's Q, which is one step of a power iteration
+that follows the gradient as it turns; the first Q is drawn from a fixed key. Parameters that are no matrix, or too
+small to save bytes, are sent as they are.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import torch
 
 from unisono.plan.rng_keys import mix
 
-KEY = 0x506F776572  # whose key: no run's seed decides where the iteration begins
+KEY = 0x506F776572
+"""The key of the first Q. It is fixed, so no run's seed decides where the iteration begins."""
 
 
 def shape_of(p: torch.Tensor, rank: int) -> tuple[int, int, int] | None:
-    """(n, m, rank) of a parameter as a matrix; None: two thin ones are not even half as large."""
+    """Return (n, m, rank) of a parameter as a matrix; None if the two thin ones have more than half of its elements."""
     if p.dim() < 2 or not p.numel():
         return None
     n, m = p.shape[0], prod(p.shape[1:])
@@ -33,27 +35,29 @@ def shape_of(p: torch.Tensor, rank: int) -> tuple[int, int, int] | None:
 
 
 def first_q(number: int, m: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Where the iteration of parameter `number` begins."""
+    """Return the first Q [m, rank] of parameter `number`."""
     g = torch.Generator().manual_seed(mix(KEY, number))
     return torch.randn(m, rank, generator=g).to(device)
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Its columns, made orthogonal one after the other, of length 1; a column that depends on the others becomes 0."""
+    """Make the columns orthogonal and of length 1, one after the other. A column that depends on others becomes 0."""
     columns: list[torch.Tensor] = []
     for column in matrix.double().unbind(1):
         size = column.norm()
-        for _ in range(2):  # once leaves a rest where columns are nearly parallel
+        for _ in range(2):  # once leaves an error where columns are nearly parallel
             for other in columns:
                 column = column - other * (other * column).sum()
-        left = column.norm()
-        # of a float32 less than a millionth is its rounding
-        columns.append(torch.where(left > 1e-6 * size, column / left, torch.zeros_like(column)))
+        rest = column.norm()
+        # below a millionth, the rest is the rounding of float32
+        columns.append(torch.where(rest > 1e-6 * size, column / rest, torch.zeros_like(column)))
     return torch.stack(columns, 1).to(matrix.dtype)
 
 
 def next_q(q: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Where the next step begins, from where this one did and the sum that it found. Its size does not matter, so it
-    stays near 1; a column in which nothing was found is not lost for good."""
+    """Return the Q of the next step from this step's Q and the sum that it found.
+
+    Its scale does not matter, so it is kept near 1. A column in which nothing was found keeps its old values.
+    """
     size = found.abs().max()
     return torch.where(found.abs().amax(0) > 1e-9 * size, found / size, q)

@@ -1,19 +1,22 @@
-"""How partial sums meet: for one placement, who tells whom what about every bucket, and the sums over what that brings.
+"""Exchange partial sums between processes, bucket by bucket, and add them up in the order of the tree.
 
-Between hosts, chunks travel as messages. Neighbours (distributed/shared_memory.py) need not send them: each reads its
-chunk where the others have it and writes the sum where they want it; their messages say where that is, and when it is
-there:
+Processes on different hosts exchange chunks in messages. Processes on one host (neighbors,
+distributed/shared_memory.py) read the chunks in each other's memory, and write the sums there. Their messages say only
+where the memory is and when it may be read:
 
-    process 0   [ a0 | a1 ]  "it is there"   reads b0, writes m0 here and there   "done"   [ m0 | m1 ]
-    process 1   [ b0 | b1 ]  "it is there"   reads a1, writes m1 here and there   "done"   [ m0 | m1 ]
+    process 0   [ a0 | a1 ]  "ready"   reads b0, writes m0 here and there   "done"   [ m0 | m1 ]
+    process 1   [ b0 | b1 ]  "ready"   reads a1, writes m1 here and there   "done"   [ m0 | m1 ]
 
-Nobody else reads or writes chunk c of a bucket between c's two messages, and nobody uses a bucket before all have said
-that they are done. After a failure, nobody may use it before all have said that they have left the step. Whoever begins
-to add up leaves a mark in all the memory that he is about to write to: so it is known there whether a partial sum is
-still one, even if he dies a moment later.
+Between these two messages, only one process reads and writes chunk c of a bucket. A bucket is used after all processes
+have said "done"; after a failure, after all have said that they have left the step. A process that is about to add up
+sets a mark in every memory that it will write to. So its owner knows that a partial sum has been overwritten, even if
+the writer dies a moment later.
 
-All processes post the same messages in the same order: about the partial sums of bucket 0, of bucket 1, the sum of
-bucket 0, the partial sums of bucket 2, the sum of bucket 1, and so on; with the first go the weights to divide by.
+All processes send the same sequence of messages: the partial sums of bucket 0, of bucket 1, the sum of bucket 0, the
+partial sums of bucket 2, the sum of bucket 1, and so on. The first message also carries the weights to divide by.
+
+The operations of all messages are built before the last backward (`prepare`), so an autograd hook that completes a
+bucket reaches torch's isend through `send` alone.
 """
 
 from __future__ import annotations
@@ -24,172 +27,227 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_for
+from unisono.distributed.process_group import Message, PreparedMessages, ProcessGroup, Work, wait_for
 from unisono.distributed.shared_memory import SharedName, map_shared_memory
 from unisono.exchange.base import Weights
 from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, finite
 from unisono.plan.reduction_tree import Plan
 
 IN_FLIGHT = 2
-"""Buckets whose partial sums are on their way at the same time: one is added up while the other travels."""
+"""Buckets whose partial sums travel at the same time: one is added up while the other travels."""
 
 ZEROS = SharedName(-1, -1)
-"""What a process calls a partial sum of nothing."""
+"""The name that stands for a partial sum of zeros, which has no memory."""
 
 
-class _PendingSend(NamedTuple):
-    """A bucket whose partial sums are under way."""
+class _BucketMessages(NamedTuple):
+    """The messages of one bucket, and the tensors that they fill."""
 
-    number: int
-    parts: list[torch.Tensor | None]  # our chunk of each, in the order of the plan's arrivals; None: a neighbour has it
-    chunks: torch.Tensor  # [size, chunk]: where the sum is gathered here
-    works: list[Work]
+    parts: list[torch.Tensor | None]
+    """Our chunk of each partial sum, in the plan's order; None: it is in a neighbor's memory."""
+    chunks: torch.Tensor
+    """[size, chunk]: where the sum is gathered on this process."""
+    partial_sums: PreparedMessages
+    sums: PreparedMessages
 
 
 class TreeTransport:
-    """The messages of every bucket for one placement, and the sums over what they bring."""
+    """Exchange and add up the partial sums of a step under one plan.
+
+    Args:
+        plan: Which process holds which partial sums.
+        layout: The buckets.
+        group: The processes that exchange gradients.
+    """
 
     def __init__(self, plan: Plan, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout, self.group, self.rank = layout, group, group.rank
-        self.neighbours = group.neighbors
+        self.neighbors = group.neighbors
         self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
-        self.far = [rank for rank in self.others if rank not in self.neighbours]
-        self.arrived: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-        self.row = torch.zeros(plan.leaves, dtype=torch.float64, device=group.device)
-        self.ready = torch.zeros(1, dtype=torch.uint8)  # that partial sums are ready: nobody reads more from it
-        self.seen: dict[tuple[int, int], list[torch.Tensor]] = {}  # neighbours' memory, bucket by bucket
-        self.marks: dict[tuple[int, int], torch.Tensor] = {}  # and the mark in it
-        self.own: list[torch.Tensor] = []  # the marks of our own partial sums
+        self.remote = [rank for rank in self.others if rank not in self.neighbors]
+        self.row = torch.zeros(
+            plan.leaves, dtype=torch.float64, device=group.device
+        )  # the weights of all virtual ranks
+        self.ready = torch.zeros(1, dtype=torch.uint8)  # the content of a "ready" or "done" message, which is not read
+        self._receive_buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._mapped: dict[tuple[int, int], list[torch.Tensor]] = {}  # neighbors' memory, cut into buckets
+        self._marks: dict[tuple[int, int], torch.Tensor] = {}  # the marks in neighbors' memory
+        self._own_marks: list[torch.Tensor] = []
+        self._messages: list[_BucketMessages] = []
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """From now on partial sums are dealt like this."""
+        """Use another plan from now on."""
         self.plan, layout = plan, self.layout
-        self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
+        self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of each partial sum, in order
         self.additions = plan.additions()
-        self.foreign = sum(rank in self.far for rank in self.holders)  # partial sums that come in messages
+        self.received = sum(rank in self.remote for rank in self.holders)  # partial sums that arrive in messages
         for number, b in enumerate(layout.buckets):
-            room, needed = (number % IN_FLIGHT, b.dtype, b.device), self.foreign * (b.size // plan.size)
-            if room not in self.arrived or self.arrived[room].numel() < needed:
-                self.arrived[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
-        # what is said between neighbours: in a step's first message where the sum goes and where the partial sums lie
+            key, needed = (number % IN_FLIGHT, b.dtype, b.device), self.received * (b.size // plan.size)
+            if key not in self._receive_buffers or self._receive_buffers[key].numel() < needed:
+                self._receive_buffers[key] = torch.empty(needed, dtype=b.dtype, device=b.device)
+        # what neighbors send first: the name of the memory for the sum, then of each partial sum
         self.names = {rank: torch.empty(1 + len(plan.sends(rank)), 2, dtype=torch.int64) for rank in range(plan.size)}
 
     def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
-        """`divisor`: what to divide by, if that is known already."""
+        """Begin a step.
+
+        Args:
+            weights: Returns the weight of each virtual rank of this process, once the last backward has begun.
+            divisor: The total weight, where it is known already; then no weights are exchanged.
+        """
         self.weights = weights
         self.divisor = divisor
-        self.sent: list[_PendingSend] = []
-        self.settled = 0  # buckets whose sum is made
-        self.finite: list[torch.Tensor] = []  # has a block of what we made a finite sum?
-        self.results: list[torch.Tensor] = []  # our chunk of every bucket
-        self.works: list[Work] = []
+        self.error: Exception | None = None  # of a message that was sent from inside backward
+        self._messages = []
+        self._partial_sums: list[list[Work]] = []  # the messages of every bucket that has been sent
+        self._added = 0  # buckets that have been added up
+        self._sums: list[Work] = []  # the messages with the sums
+        self._block_is_finite: list[torch.Tensor] = []
+        self._own_chunks: list[torch.Tensor] = []  # the chunk of every bucket that this process has added up
 
-    def send(self, bucket: int, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
-        """Everybody gets their chunk of each of our partial sums; our chunk of everybody's is on its way to us.
+    def prepare(self, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
+        """Build the messages of all buckets. Call it before the first `send` of a step.
 
-        `result` is where their sum is gathered: our first partial sum, of which others have their chunk before they
-        send us what belongs there.
+        Args:
+            roots: The partial sums of this process, in the plan's order; None: zeros.
+            result: Where the sum is gathered. It may be the first partial sum: the others have received their chunks
+                of it before they send the sums that belong there.
         """
-        if bucket >= IN_FLIGHT:
-            self._wait_for_sums()
-        if bucket == 0:
-            self.own = [copy.mark for copy in (result, *roots) if copy is not None]
-        about, size = self.layout.buckets[bucket], self.plan.size
-        chunk = about.size // size
-        room = self.arrived[bucket % IN_FLIGHT, about.dtype, about.device][: self.foreign * chunk]
-        # .data has a version of its own: what is written from here on is not taken for the loop's doing
-        mine = [
-            room.new_zeros(size, chunk) if root is None else root.flats[bucket].data.view(size, -1) for root in roots
+        self._own_marks = [copy.mark for copy in (result, *roots) if copy is not None]
+        if self.neighbors:
+            self.names[self.rank] = torch.tensor([_name(result), *map(_name, roots)])
+        self._messages = [self._prepare_bucket(bucket, roots, result) for bucket in range(len(self.layout.buckets))]
+
+    def _prepare_bucket(
+        self, bucket: int, roots: Sequence[FlatGradient | None], result: FlatGradient
+    ) -> _BucketMessages:
+        info, size = self.layout.buckets[bucket], self.plan.size
+        buffer = self._receive_buffers[bucket % IN_FLIGHT, info.dtype, info.device]
+        buffer = buffer[: self.received * (info.size // size)]
+        # .data has a version counter of its own: writes from here on are not mistaken for changes by the user's loop
+        own = [
+            buffer.new_zeros(size, info.size // size) if root is None else root.flats[bucket].data.view(size, -1)
+            for root in roots
         ]
-        sends = [Message(root[other], other) for other in self.far for root in mine]
+        sends = [Message(root[other], other) for other in self.remote for root in own]
         receives: list[Message] = []
         parts: list[torch.Tensor | None] = []
-        ours, theirs = iter(mine), iter(room.view(self.foreign, chunk))
+        own_chunks, rows = iter(root[self.rank] for root in own), iter(buffer.view(self.received, info.size // size))
         for holder in self.holders:
             if holder == self.rank:
-                parts.append(next(ours)[self.rank])
-            elif holder in self.neighbours:
+                parts.append(next(own_chunks))
+            elif holder in self.neighbors:
                 parts.append(None)
             else:
-                parts.append(part := next(theirs))
+                parts.append(part := next(rows))
                 receives.append(Message(part, holder))
-        if bucket == 0:
-            if self.divisor is None:
-                rows = [self.row[slice(*span)] for span in self.plan.spans]
-                rows[self.rank].copy_(self.weights())
-                sends += [Message(rows[self.rank], other) for other in self.others]
-                receives += [Message(rows[other], other) for other in self.others]
-            if self.neighbours:
-                self.names[self.rank] = torch.tensor([_name(result), *map(_name, roots)])
-        sends += [Message(self.ready if bucket else self.names[self.rank], other) for other in self.neighbours]
-        receives += [Message(self.ready if bucket else self.names[other], other) for other in self.neighbours]
+        if bucket == 0 and self.divisor is None:
+            rows_of_weights = [self.row[slice(*span)] for span in self.plan.spans]
+            sends += [Message(rows_of_weights[self.rank], other) for other in self.others]
+            receives += [Message(rows_of_weights[other], other) for other in self.others]
+        sends += [Message(self.ready if bucket else self.names[self.rank], other) for other in self.neighbors]
+        receives += [Message(self.ready if bucket else self.names[other], other) for other in self.neighbors]
         chunks = result.flats[bucket].data.view(size, -1)
-        self.sent.append(_PendingSend(bucket, parts, chunks, self.group.send_and_receive(sends, receives)))
+        return _BucketMessages(parts, chunks, self.group.prepare_messages(sends, receives), self._prepare_sums(chunks))
+
+    def _prepare_sums(self, chunks: torch.Tensor) -> PreparedMessages:
+        """Build the messages in which each process hands its chunk of the sum to the others."""
+        sends = [Message(chunks[self.rank], other) for other in self.remote]
+        receives = [Message(chunks[other], other) for other in self.remote]
+        sends += [Message(self.ready, other) for other in self.neighbors]
+        receives += [Message(self.ready, other) for other in self.neighbors]
+        return self.group.prepare_messages(sends, receives)
+
+    def send(self, bucket: int) -> None:
+        """Start to exchange the partial sums of a bucket, which are complete on this process.
+
+        Autograd hooks call it. Where the run survives deaths, an error waits for `finish`, because the gradients that
+        backward still computes are needed.
+        """
+        if self.error is not None:
+            return
+        try:
+            if bucket >= IN_FLIGHT:
+                self._add_up_next()
+            if bucket == 0 and self.divisor is None:
+                self.row[slice(*self.plan.spans[self.rank])].copy_(self.weights())
+            messages = self._messages[bucket].partial_sums
+            self._partial_sums.append(messages.wrap([start() for start in messages.starts]))
+        except (RuntimeError, ConnectionError) as error:
+            if self.group.monitor is None:
+                raise
+            self.error = error
 
     def finish(self) -> bool:
-        """The sums are where `send` was told to put them; is all that we made of them finite?"""
-        while self.settled < len(self.sent):
-            self._wait_for_sums()
-        wait_for(self.works)
-        self.sent, self.works = [], []  # gloo's hold its connections: a forked loader worker would close them, and hang
-        return bool(torch.stack(self.finite).all()) or all(map(finite, self.results))
+        """Wait until the sum is whole in the `result` of `prepare`.
 
-    def _wait_for_sums(self) -> None:
-        """Of the oldest bucket under way: wait for its partial sums, add them up, hand everybody our chunk of it."""
-        bucket, parts, chunks, works = self.sent[self.settled]
-        self.settled += 1
-        wait_for(works)
+        Returns:
+            Whether the chunks that this process has added up are finite.
+        """
+        if self.error is not None:
+            raise self.error
+        while self._added < len(self._partial_sums):
+            self._add_up_next()
+        wait_for(self._sums)
+        # gloo's works keep its connections open: a forked loader worker would close them, and hang
+        self._messages, self._partial_sums, self._sums = [], [], []
+        return bool(torch.stack(self._block_is_finite).all()) or all(map(finite, self._own_chunks))
+
+    def _add_up_next(self) -> None:
+        """Add up the oldest bucket that has been sent, and start to send our chunk of its sum."""
+        bucket = self._added
+        parts, chunks, _, sums = self._messages[bucket]
+        self._added += 1
+        wait_for(self._partial_sums[bucket])
         if self.divisor is None:
             self.divisor = reduce(torch.add, self.row)
-        near = {rank: self._look(rank, bucket) for rank in self.neighbours}
+        shared = {rank: self._chunks_of_neighbor(rank, bucket) for rank in self.neighbors}
         if bucket == 0:
-            for mark in self.own:
+            for mark in self._own_marks:
                 mark.fill_(1)
-        outs = [chunks[self.rank], *(memory.pop(0) for memory in near.values())]
-        whole = [near[h].pop(0) if part is None else part for part, h in zip(parts, self.holders, strict=True)]
-        self._reduce_in_order(whole, self.divisor, outs)
-        sends = [Message(chunks[self.rank], other) for other in self.far]
-        receives = [Message(chunks[other], other) for other in self.far]
-        sends += [Message(self.ready, other) for other in self.neighbours]
-        receives += [Message(self.ready, other) for other in self.neighbours]
-        self.works += self.group.send_and_receive(sends, receives)
+        outs = [chunks[self.rank], *(memory.pop(0) for memory in shared.values())]
+        all_parts = [shared[h].pop(0) if part is None else part for part, h in zip(parts, self.holders, strict=True)]
+        self._reduce_in_order(all_parts, self.divisor, outs)
+        self._sums += sums.wrap([start() for start in sums.starts])
 
-    def _look(self, rank: int, bucket: int) -> list[torch.Tensor]:
-        """Our chunk of a bucket as a neighbour holds it: where the sum goes, then of each of its partial sums."""
-        about, found = self.layout.buckets[bucket], []
+    def _chunks_of_neighbor(self, rank: int, bucket: int) -> list[torch.Tensor]:
+        """Return our chunk of a bucket in a neighbor's memory: of the sum, then of each of its partial sums."""
+        info, found = self.layout.buckets[bucket], []
         for name in map(SharedName._make, self.names[rank].tolist()):
             if name == ZEROS:
-                found.append(torch.zeros(about.size // self.plan.size, dtype=about.dtype))
+                found.append(torch.zeros(info.size // self.plan.size, dtype=info.dtype))
                 continue
             key = rank, name.number
-            if key not in self.seen:
-                memory = map_shared_memory(self.neighbours[rank], name, self.layout.bytes_shared)
-                self.seen[key], self.marks[key] = self.layout.cut(memory), self.layout.mark_of(memory)
+            if key not in self._mapped:
+                memory = map_shared_memory(self.neighbors[rank], name, self.layout.bytes_shared)
+                self._mapped[key], self._marks[key] = self.layout.cut(memory), self.layout.mark_of(memory)
             if bucket == 0:
-                self.marks[key].fill_(1)
-            found.append(self.seen[key][bucket].view(self.plan.size, -1)[self.rank])
+                self._marks[key].fill_(1)
+            found.append(self._mapped[key][bucket].view(self.plan.size, -1)[self.rank])
         return found
 
     def _reduce_in_order(self, parts: list[torch.Tensor], divisor: torch.Tensor, outs: list[torch.Tensor]) -> None:
-        """The plan's total over the divisor, to all of `outs`, ours first. A block at a time, while that is in the
-        cache. The parts are ours to write: nobody else reads this chunk of them."""
-        self.results.append(outs[0])
-        for stretch in blocks(outs[0]):
-            block, (result, *others) = [part[stretch] for part in parts], [out[stretch] for out in outs]
+        """Write the plan's total over the divisor to all of `outs`, of which the first is our own.
+
+        One block at a time, so that it stays in the cache. `parts` are overwritten.
+        """
+        self._own_chunks.append(outs[0])
+        for block in blocks(outs[0]):
+            terms, (result, *others) = [part[block] for part in parts], [out[block] for out in outs]
             for i, j in self.additions[:-1]:
-                block[i].add_(block[j])
-            for i, j in self.additions[-1:]:  # the last sum is the total: no need to write it twice
-                torch.add(block[i], block[j], out=result).div_(divisor)
+                terms[i].add_(terms[j])
+            for i, j in self.additions[-1:]:  # the last sum is the total: it is written once, divided
+                torch.add(terms[i], terms[j], out=result).div_(divisor)
             if not self.additions:
-                torch.div(block[0], divisor, out=result)
-            self.finite.append(torch.isfinite(result.sum()))
+                torch.div(terms[0], divisor, out=result)
+            self._block_is_finite.append(torch.isfinite(result.sum()))
             for other in others:
                 other.copy_(result)
 
 
 def _name(copy: FlatGradient | None) -> SharedName:
-    """What neighbours open it by."""
+    """Return the name under which neighbors open a gradient's memory."""
     if copy is None:
         return ZEROS
     assert copy.memory is not None

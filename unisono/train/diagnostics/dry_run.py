@@ -29,7 +29,7 @@ from unisono.data.rng import seed_everything
 from unisono.distributed.fake_group import dry_run_group
 from unisono.environment import World
 from unisono.errors import LoopError, SettingsError
-from unisono.exchange.choose import refuse_numbers
+from unisono.exchange.choose import refuse_dtypes
 from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train.context import build_context
@@ -130,7 +130,7 @@ class DryRun(Run[S]):
 
     def _look_at_numbers(self, params: Iterable[torch.nn.Parameter]) -> None:
         with _refusing():
-            refuse_numbers(list(params), self.settings.compress)
+            refuse_dtypes(list(params), self.settings.compress)
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
         """This needs all processes."""

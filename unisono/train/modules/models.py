@@ -52,7 +52,7 @@ class Models:
         self.trained: list[torch.nn.Parameter] = []
         self.layers: list[ShardedLayer] = []
         """What is gathered at once, of all models, if they are sharded."""
-        self.notes: GatherOrder | None = None
+        self.gather_order: GatherOrder | None = None
         """Of who gathers which layer, if they are gathered one by one."""
         self.pipeline: Pipeline | None = None
         """Of the model, if it is cut into stages."""
@@ -104,12 +104,12 @@ class Models:
         if layers and parallel.reshard == "layer":
             from unisono.parallel.fsdp.gather_order import GatherOrder  # as much as half a second
 
-            self.notes = self.notes or GatherOrder(self.mesh.shard)
+            self.gather_order = self.gather_order or GatherOrder(self.mesh.shard)
             for layer in layers:
-                layer.listen(self.notes)
+                layer.check_order(self.gather_order)
         elif layers:
             for layer in layers:
-                layer.gather_by(self.mesh.shard)
+                layer.gather_over(self.mesh.shard)
         if layers and self._undo is None:
             self._undo = reduce_whole(self.mesh.shard)
         self.layers += layers
@@ -145,7 +145,7 @@ class Models:
     def regroup(self) -> None:
         """The processes that share them have a new group, or other replicas beside them (distributed/mesh.py)."""
         for layer in self.layers:
-            layer.become(self.mesh.shard)
+            layer.regroup(self.mesh.shard)
 
     def batch_norms(self) -> list[tuple[str, _BatchNorm]]:
         """Every batch norm, with its name."""
@@ -238,20 +238,20 @@ class Models:
         return context
 
     def gather(self) -> None:
-        """Every layer is there, until `rest`: then it does not matter who calls which."""
+        """Every layer is there, until `reshard`: then it does not matter who calls which."""
         for layer in self.layers:
-            layer.gather()
+            layer.unshard()
 
     def reshard(self) -> None:
         """Parameters are what they are between two steps: shards, if somebody has gathered them."""
         for layer in self.layers:
-            layer.rest()
+            layer.reshard()
 
     def end_evaluation(self) -> None:
         """The last forward pass of an evaluation is done."""
         self.reshard()
-        if self.notes is not None:
-            self.notes.end()
+        if self.gather_order is not None:
+            self.gather_order.end_step()
 
     def close(self) -> None:
         """Let go of torch's hooks; closing twice changes nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.exchange.tree.reduce_scatter import Chunk, NoReduce, ReduceScatterTree
+from unisono.exchange.tree.reduce_scatter import ChunkReducer, NoReduce, ReduceScatterTree
 
 if TYPE_CHECKING:
     from unisono.train.gradient_pass import GradientPass
@@ -56,29 +56,29 @@ def _layers(exchange: ReduceScatterTree, gradient: GradientPass, note: Note, *, 
     """Hear of layers that are gathered one by one: FSDP2 hands over the whole gradient of a layer, flat."""
     numbers = {id(p): number for number, p in enumerate(gradient.params)}
 
-    def heard(chunk: Chunk, flat: torch.Tensor) -> None:
-        for p, whole in zip(chunk.params, chunk.wholes(flat), strict=True):
+    def on_gradient(reducer: ChunkReducer, flat: torch.Tensor) -> None:
+        for p, whole in zip(reducer.params, reducer.full_gradients(flat), strict=True):
             if id(p) in numbers:
                 note(numbers[id(p)], whole)
 
     if spare:
-        for chunk in (*exchange.chunks, *exchange.dropped):
-            chunk.layer.reduce_by(ObservedGradient(chunk, heard))
+        for reducer in (*exchange.reducers, *exchange.dropped):
+            reducer.layer.set_reduce_scatter(ObservedGradient(reducer, on_gradient))
         yield
         return
-    exchange.heard = heard
+    exchange.on_gradient = on_gradient
     try:
         yield
     finally:
-        exchange.heard = None
+        exchange.on_gradient = None
 
 
 class ObservedGradient(NoReduce):
     """Take a layer's gradient, note it, and drop it."""
 
-    def __init__(self, chunk: Chunk, heard: Callable[[Chunk, torch.Tensor], None]) -> None:
-        super().__init__(chunk.layer, chunk.params, chunk.scatter, chunk.size)
-        self._heard = heard
+    def __init__(self, reducer: ChunkReducer, on_gradient: Callable[[ChunkReducer, torch.Tensor], None]) -> None:
+        super().__init__(reducer.layer, reducer.params, reducer.exchange, reducer.size)
+        self._on_gradient = on_gradient
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **_: Any) -> None:
-        self._heard(self, input_tensor)
+        self._on_gradient(self, input_tensor)

@@ -64,7 +64,7 @@ class GradientSums:
                 self._unsure.add(number)
             grad = grad if found is None else found
         dense = to_local(grad.detach())
-        dense = dense if dense.layout is torch.strided else buckets.unique(dense).to_dense()
+        dense = dense if dense.layout is torch.strided else buckets.coalesced(dense).to_dense()
         row[number] = dense.reshape(-1)[window.start : window.stop].clone()
 
     def differing(self, weight: float, group: ProcessGroup) -> list[int]:

@@ -1,0 +1,120 @@
+"""Every private name of torch that this package uses, with the reason. A new version of torch may change them.
+
+Public accessors such as `nn.Module.named_parameters` and `setattr` are not enough where a module's slots are exchanged
+for a forward pass: `setattr` refuses a plain tensor in the place of a parameter, and counts as a change by the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+Slot = tuple[nn.Module, str]
+"""Where a parameter is found: a module, and the parameter's name in it. A tied parameter has several."""
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which a module keeps its own parameters."""
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dict in which a module keeps its own buffers."""
+    return module._buffers
+
+
+def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dict in which a module keeps its own submodules."""
+    return module._modules
+
+
+def forward_hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts in which a module keeps the hooks before and after its forward."""
+    return [module._forward_hooks, module._forward_pre_hooks]
+
+
+def has_gradient_hook(p: torch.Tensor) -> bool:
+    """Return whether `register_hook` was called on a tensor."""
+    return bool(p._backward_hooks)
+
+
+def accumulation_hooks(p: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
+    """Return the hooks that autograd calls after it has accumulated into p.grad."""
+    return (p._post_accumulate_grad_hooks or {}).values()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor has been written to in place; -1 for an inference tensor, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view of another one."""
+    return bool(tensor._is_view())
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the innermost pair of hooks on saved tensors (torch.autograd.graph.saved_tensors_hooks), or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def disable_jit_profiling() -> None:
+    """Turn off the profiling executor of torch.jit.script."""
+    torch._C._jit_set_profiling_mode(False)
+
+
+def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
+    """Return the table of operators that DTensor computes by a function of their own."""
+    from torch.distributed.tensor import DTensor  # takes half a second
+
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return handlers
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Return a DTensor's part on this process. (`to_local` is for autograd; handlers run below it.)"""
+    part: torch.Tensor = tensor._local_tensor
+    return part.detach()
+
+
+def set_shard_group(module: Any, group: Any) -> None:
+    """Let FSDP2 shard a module over another process group. It has no public way to change the group."""
+    for of in module._get_fsdp_state()._fsdp_param_groups:
+        of.mesh_info.shard_process_group = group
+
+
+def arguments_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the declaration of each argument of an operator, and its value in a call."""
+    for i, argument in enumerate(operator._schema.arguments):
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+
+
+def written_tensors(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    found: list[Any] = []
+    for argument, value in arguments_of(operator, args, kwargs):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(value)
+    return [target for target in found if isinstance(target, torch.Tensor)]
+
+
+def no_torch_function() -> Any:
+    """Return a context in which operators skip `__torch_function__` of tensor subclasses."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def make_wrapper(
+    cls: type[torch.Tensor], shape: Any, stride: Any, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Make a tensor subclass without memory (https://docs.pytorch.org/docs/stable/notes/extending.html)."""
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=device)
+    return made
