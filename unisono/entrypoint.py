@@ -65,7 +65,7 @@ from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, Unr
 from unisono.launcher import failure_record
 from unisono.monitor import console, summary
 from unisono.monitor.status_thread import StatusThread
-from unisono.parallel.compiler_determinism import limits_named
+from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
@@ -191,7 +191,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], asked: StartRequest, co
     context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # for what a script draws before its loop: the same everywhere
     try:
-        with explain_dtensor_errors(run.settings.parallel), limits_named():
+        with explain_dtensor_errors(run.settings.parallel), name_recompile_limit():
             train(run)
         lifecycle.finish(context)
     except RunStopped:

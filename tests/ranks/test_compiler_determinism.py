@@ -95,7 +95,7 @@ def test_what_waits_for_a_module_is_called_once(tmp_path: Path, monkeypatch: pyt
 
 def test_too_many_variants_are_named() -> None:
     error = type("FailOnRecompileLimitHit", (Exception,), {})
-    with pytest.raises(LoopError, match="pad batches to a few lengths"), compiler_determinism.limits_named():
+    with pytest.raises(LoopError, match="pad batches to a few lengths"), compiler_determinism.name_recompile_limit():
         raise error("recompile_limit reached")
 
 
@@ -105,10 +105,10 @@ def test_while_a_process_compiles_its_limit_is_longer(monkeypatch: pytest.Monkey
     assert watch._limit == 10.0
     config = SimpleNamespace(automatic_dynamic_shapes=False)
     monkeypatch.setitem(sys.modules, "torch._dynamo.config", config)
-    compiler_determinism._begins(None)
+    compiler_determinism._on_start(None)
     try:
         assert watch._limit == 10.0 * COMPILE_TIMES
         assert watch._current().phase == "compile"
     finally:
-        compiler_determinism._ends(None)
+        compiler_determinism._on_end(None)
     assert watch._limit == 10.0

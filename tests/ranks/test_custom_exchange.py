@@ -175,16 +175,16 @@ def perfect(run: Run[Any]) -> Any:
 
 
 ONE_BY_ONE: list[tuple[Callable[[Run[Any]], Any], Settings, list[str]]] = [
-    (lacking, SETTINGS, ["which built a Half", "lacks promise and reason and begin", "class Mine(unisono.Exchange)"]),
-    (perfect, SETTINGS, ["as its exchange, whose promise is 'perfect'", "one of 4: 'exact'", "promise = 'tolerance'"]),
-    (endless, SETTINGS, ["built a Endless", "It lacks finish."]),
-    (built, SETTINGS, ["was given a int as its exchange", "hand in its class"]),
-    (late, replace(SETTINGS, exchange="ring"), ["Late as its exchange, and exchange = ring", "--set exchange=tree"]),
+    (lacking, SETTINGS, ["Half is no exchange: it lacks promise and reason and begin", "class Mine(unisono.Exchange)"]),
+    (perfect, SETTINGS, ["Perfect has an unknown promise: 'perfect'", "one of 4: 'exact'", "promise = 'tolerance'"]),
+    (endless, SETTINGS, ["Endless is no exchange: it lacks finish.", "built a Endless"]),
+    (built, SETTINGS, ["got an exchange that cannot be called: a int", "pass its class"]),
+    (late, replace(SETTINGS, exchange="ring"), ["Late does not work with exchange = ring", "--set exchange=tree"]),
     (late, replace(SETTINGS, compress=CompressSettings(kind="int8")), ["compress.kind = int8", "--set compress.kind"]),
     (
         late,
         replace(SETTINGS, parallel=ParallelSettings(shard=2, reshard="step")),
-        ["Late as its exchange, and parallel.shard = 2", "whole models"],
+        ["Late does not work with parallel.shard = 2", "whole models"],
     ),
 ]
 

@@ -19,7 +19,14 @@ from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
 from unisono.config import ParallelSettings
 from unisono.errors import LoopError
-from unisono.parallel.one_process.device_map import DeviceOf, apply_device_map, assign_layers, parts_of, size_of, tied
+from unisono.parallel.one_process.device_map import (
+    CurrentDevice,
+    apply_device_map,
+    assign_layers,
+    parts_of,
+    size_of,
+    tied_groups,
+)
 from unisono.recipes.text import GPT, Model
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -90,11 +97,11 @@ def test_every_part_and_all_that_is_tied_to_it_lie_together() -> None:
     model = Stack()
     rows = list(model.rows)
     assert list(parts_of(model, rows)) == [model.first, *rows, model.last]
-    assert tied(parts_of(model, rows)) == [[model.first, model.last], *([row] for row in rows)]
+    assert tied_groups(parts_of(model, rows)) == [[model.first, model.last], *([row] for row in rows)]
     assert size_of([model.first, model.last]) == 4 * (12 + 4 + 4), "what is tied counts once"
     first, second, third = (nn.Linear(2, 2) for _ in range(3))
     third.weight, third.bias = first.weight, second.bias
-    assert tied(iter([first, second, third])) == [[first, second, third]]
+    assert tied_groups(iter([first, second, third])) == [[first, second, third]]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
@@ -142,7 +149,7 @@ def test_a_copy_is_another_model() -> None:
     assert copied.state_dict().keys() == Stack().state_dict().keys()
     hooks = [hook for part in copied.modules() for hook in part._forward_pre_hooks.values()]
     (where,) = {hook.args[0] for hook in hooks}  # type: ignore[attr-defined]  # a partial
-    assert isinstance(where, DeviceOf)
+    assert isinstance(where, CurrentDevice)
     assert where is copied.forward.where  # type: ignore[attr-defined]
     assert where is not model.forward.where  # type: ignore[attr-defined]
 

@@ -395,7 +395,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a class that the model has not": (
         unknown_layer,
         {"parallel": replace(SHARED, layer_classes=["Block"])},
-        "parallel.layer_classes names Block.*Linear",
+        "no layer of class Block.*Linear",
     ),
 }
 

@@ -19,7 +19,7 @@ from tests.ranks.loops import attempt
 from tests.ranks.test_outputs import Sentences, counted, padded
 from tests.ranks.test_tensor_parallel import trained
 from tests.ranks.training import settings
-from tests.unit.test_shadow_partition import pieces
+from tests.unit.test_shadow_partition import run_stages
 from unisono.config import ParallelSettings
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
@@ -220,7 +220,7 @@ def test_stages_of_others_have_their_bits(name: str) -> None:
     torch.manual_seed(3)
     expected = model(**batch)
     for stages in (2, 3):
-        output, crossed = pieces(model, stages, **batch)
+        output, crossed = run_stages(model, stages, **batch)
         assert torch.equal(output.logits, expected.logits)
         assert torch.equal(output.loss, expected.loss)
         assert all(0 < len(tensors) <= 4 for tensors in crossed)

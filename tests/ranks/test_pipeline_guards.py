@@ -1,4 +1,4 @@
-"""Forwards that ask Python what they were given: they go the way of one process in a pipeline too, or nowhere."""
+"""Forwards that ask Python about their inputs: in a pipeline they take the path of one process, or are refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from unisono.testing import run_ranks
 from unisono.train.run import Run
 
 
-class Asking(nn.Module):
-    """What `ask` says of the batch decides about a factor."""
+class AsksBatch(nn.Module):
+    """Multiply by a factor if `ask` says so of the batch."""
 
     def __init__(self, ask: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class Plain(nn.Module):
-    """Asks for nothing that depends on the batch, beside a default."""
+class AsksNothing(nn.Module):
+    """Ask nothing that depends on the batch, except for a default."""
 
     def __init__(self, ask: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -87,22 +87,22 @@ class Plain(nn.Module):
 
 
 @pytest.mark.parametrize("what", ASKS)
-def test_what_python_would_answer_is_not_followed(what: str) -> None:
-    class Asked(Asking):
+def test_a_forward_that_asks_python_is_not_traced(what: str) -> None:
+    class AsksInForward(AsksBatch):
         def forward(self, batch: Any) -> Tensor:
             return super().forward(batch) if self.ask(batch) else self.out(batch)
 
-    for forward in (Asked(ASKS[what]), Plain(ASKS[what])):
+    for forward in (AsksInForward(ASKS[what]), AsksNothing(ASKS[what])):
         with pytest.raises(CannotTrace):
             FxPartition(forward)
 
 
 @pytest.mark.parametrize("ask", [lambda x: x.shape, lambda x: x.mean(-1), lambda x: x.T + 1])
-def test_what_asks_for_nothing_is_followed(ask: Callable[[Any], Any]) -> None:
-    assert [link.name for link in FxPartition(Plain(ask)).links] == ["rows.0", "rows.1", "rows.2"]
+def test_a_forward_that_asks_nothing_is_traced(ask: Callable[[Any], Any]) -> None:
+    assert [link.name for link in FxPartition(AsksNothing(ask)).links] == ["rows.0", "rows.1", "rows.2"]
 
 
-def asking(run: Run[Any], given: Callable[[Any], Any], build: Callable[[], nn.Module]) -> Any:
+def train_on(run: Run[Any], given: Callable[[Any], Any], build: Callable[[], nn.Module]) -> Any:
     model = run.place(build)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -123,12 +123,12 @@ def as_dict(x: Tensor) -> Any:
 
 
 def dict_or_tensor() -> nn.Module:
-    return Asking(ASKS["isinstance"])
+    return AsksBatch(ASKS["isinstance"])
 
 
 @pytest.mark.parametrize("given", [as_dict, torch.abs])
-def test_the_same_way_as_in_one_process(tmp_path: Path, given: Any) -> None:
-    config, loop = settings(batch=8, virtual_ranks=4, steps=2), partial(asking, given=given, build=dict_or_tensor)
+def test_a_pipeline_takes_the_path_of_one_process(tmp_path: Path, given: Any) -> None:
+    config, loop = settings(batch=8, virtual_ranks=4, steps=2), partial(train_on, given=given, build=dict_or_tensor)
     (alone,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
     assert isinstance(alone, list), alone
     assert (
@@ -138,7 +138,7 @@ def test_the_same_way_as_in_one_process(tmp_path: Path, given: Any) -> None:
 
 
 class Masked(nn.Module):
-    """Without a mask another layer computes."""
+    """Compute another layer without a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,15 +152,15 @@ class Masked(nn.Module):
         return out
 
 
-def test_what_is_none_only_in_the_batch_is_refused(tmp_path: Path) -> None:
+def test_a_none_in_the_batch_is_refused(tmp_path: Path) -> None:
     config = settings(batch=8, virtual_ranks=4, steps=2, parallel=ParallelSettings(pipeline=2))
-    told = run_ranks(attempt, 2, tmp_path, partial(asking, given=as_dict, build=Masked), config)
+    told = run_ranks(attempt, 2, tmp_path, partial(train_on, given=as_dict, build=Masked), config)
     assert all("LoopError" in words or "PeerLostError" in words for words in told), told
-    assert any("Masked was called, and get is None" in words for words in told), told
+    assert any("Masked was called with get = None" in words for words in told), told
 
 
-class Places(nn.Module):
-    """Changes in place: a mask that it makes, what a layer gave; and cuts the gradient of its first layers off."""
+class WritesInPlace(nn.Module):
+    """Write in place to a mask and to a layer's result, and detach the first layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class Places(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
-def test_what_is_changed_in_place_and_what_gets_no_gradient(tmp_path: Path, schedule: Any) -> None:
-    config, loop = settings(batch=8, virtual_ranks=4, steps=2), partial(asking, given=as_dict, build=Places)
+def test_in_place_writes_and_detached_layers(tmp_path: Path, schedule: Any) -> None:
+    config, loop = settings(batch=8, virtual_ranks=4, steps=2), partial(train_on, given=as_dict, build=WritesInPlace)
     (alone,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
     assert isinstance(alone, list), alone
     config = replace(config, parallel=ParallelSettings(pipeline=2, schedule=schedule))

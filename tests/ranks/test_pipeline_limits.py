@@ -106,11 +106,11 @@ def building(build: Callable[[], nn.Module]) -> Callable[[Run[Any]], Any]:
     return loop
 
 
-PIPED = ParallelSettings(pipeline=2)
+PIPELINE = ParallelSettings(pipeline=2)
 WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
-    "batch norm": (building(Normed), PIPED, "Its 1 is a BatchNorm1d.*GroupNorm"),
-    "more stages than layers": (building(single), PIPED, "chain of 2.*1 have parameters.*parallel.pipeline=1"),
-    "no row at all": (building(linear), PIPED, "chain of 0 modules"),
+    "batch norm": (building(Normed), PIPELINE, "Its 1 is a BatchNorm1d.*GroupNorm"),
+    "more stages than layers": (building(single), PIPELINE, "chain of 2.*1 have parameters.*parallel.pipeline=1"),
+    "no row at all": (building(linear), PIPELINE, "chain of 0 modules"),
     "more stages than layers, looped": (
         plain,
         ParallelSettings(pipeline=2, schedule="LoopedBFS"),
@@ -118,20 +118,23 @@ WRONG: dict[str, tuple[Any, ParallelSettings, str]] = {
     ),
     "a name that is none": (
         plain,
-        replace(PIPED, split_points=["4"]),
-        r"parallel.split_points = \['4'\].*in which Sequential calls them: 1, 2",
+        replace(PIPELINE, split_points=["4"]),
+        r"parallel.split_points = \['4'\] does not give 2 stages.*in which Sequential calls them: 1, 2",
     ),
     "a stage without parameters": (
         building(flat_end),
-        replace(PIPED, split_points=["2"]),
+        replace(PIPELINE, split_points=["2"]),
         "Stage 1 would have no parameter",
     ),
-    "a plain loop": (plain, PIPED, "was iterated over.*parallel.pipeline=2.*step.run"),
-    "a pass": (passes, PIPED, "began a pass.*step.run"),
-    "two models": (two, PIPED, "after a Sequential.*one model"),
+    "a plain loop": (plain, PIPELINE, "was iterated over.*parallel.pipeline=2.*step.run"),
+    "a pass": (passes, PIPELINE, "began a pass.*step.run"),
+    "two models": (two, PIPELINE, "after a Sequential.*one model"),
 }
 ON_SOME = {
-    "a forward that looks into tensors": (building(Asks), "first of stage 0 computes was looked into|PeerLostError"),
+    "a forward that looks into tensors": (
+        building(Asks),
+        "reads values of what first of stage 0 computes|PeerLostError",
+    ),
     "two calls": (twice, "called twice for one micro-batch|PeerLostError"),
     "no call": (never, "did not call the model|PeerLostError"),
     "another stage's module": (part, "was called by itself.*stage [01]"),
@@ -139,7 +142,7 @@ ON_SOME = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> None:
+def test_what_a_pipeline_does_not_support_is_refused_on_every_process(tmp_path: Path, what: str) -> None:
     loop, parallel, words = WRONG[what]
     for told in run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=parallel)):
         assert isinstance(told, str), told
@@ -147,11 +150,11 @@ def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> N
 
 
 @pytest.mark.parametrize("what", ON_SOME)
-def test_what_one_process_sees_ends_the_others(tmp_path: Path, what: str) -> None:
+def test_an_error_on_one_process_ends_the_others(tmp_path: Path, what: str) -> None:
     loop, words = ON_SOME[what]
-    told = run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=PIPED))
-    assert all(isinstance(words_here, str) and re.search(words, words_here, re.DOTALL) for words_here in told), told
-    assert not all("PeerLostError" in words_here for words_here in told), told
+    told = run_ranks(attempt, 2, tmp_path, loop, settings(batch=8, virtual_ranks=4, parallel=PIPELINE))
+    assert all(isinstance(message, str) and re.search(words, message, re.DOTALL) for message in told), told
+    assert not all("PeerLostError" in message for message in told), told
 
 
 def counting(run: Run[Any]) -> Any:
@@ -159,13 +162,13 @@ def counting(run: Run[Any]) -> Any:
 
 
 def test_buffers_that_forward_changes_are_refused(tmp_path: Path) -> None:
-    for told in run_ranks(attempt, 2, tmp_path, counting, settings(batch=8, virtual_ranks=4, parallel=PIPED)):
+    for told in run_ranks(attempt, 2, tmp_path, counting, settings(batch=8, virtual_ranks=4, parallel=PIPELINE)):
         assert isinstance(told, str), told
         assert "changed buffers" in told
 
 
-class Decides(nn.Module):
-    """Python decides something between its modules: how much is dropped, what is drawn, what comes out."""
+class DecidesInPython(nn.Module):
+    """Let Python decide something between modules: dropout by mode, or random numbers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -181,9 +184,9 @@ class Decides(nn.Module):
         return self.out(x)
 
 
-def looked_at(run: Run[Any], kind: str) -> Any:
-    """Losses, an evaluation after each step, predictions."""
-    model = run.place(lambda: Decides(kind))
+def train_and_evaluate(run: Run[Any], kind: str) -> Any:
+    """Return losses, an evaluation after each step, predictions and the promise."""
+    model = run.place(lambda: DecidesInPython(kind))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
     told: list[Any] = []
@@ -195,12 +198,12 @@ def looked_at(run: Run[Any], kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["drops", "draws"])
-def test_what_python_decides_in_forward_is_decided_anew(tmp_path: Path, kind: str) -> None:
+def test_a_forward_that_decides_in_python_decides_in_every_pass(tmp_path: Path, kind: str) -> None:
     config = settings(batch=8, virtual_ranks=4, steps=3)
-    (alone,) = run_ranks(attempt, 1, tmp_path / "1", partial(looked_at, kind=kind), config)
+    (alone,) = run_ranks(attempt, 1, tmp_path / "1", partial(train_and_evaluate, kind=kind), config)
     assert isinstance(alone, list), alone
-    piped = replace(config, parallel=PIPED)
-    assert run_ranks(attempt, 2, tmp_path / "2", partial(looked_at, kind=kind), piped) == [alone] * 2
+    piped = replace(config, parallel=PIPELINE)
+    assert run_ranks(attempt, 2, tmp_path / "2", partial(train_and_evaluate, kind=kind), piped) == [alone] * 2
 
 
 def thawing(run: Run[Any]) -> Any:

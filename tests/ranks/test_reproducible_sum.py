@@ -175,7 +175,9 @@ def test_ties_have_one_side() -> None:
 
 
 def test_numbers_of_more_than_24_bits_are_refused() -> None:
-    with pytest.raises(reproducible_sum.LoopError, match=r"(?s)parameters of float64.*more.*exchange=tree"):
+    with pytest.raises(
+        reproducible_sum.LoopError, match=r"(?s)does not support float64 parameters.*more.*exchange=tree"
+    ):
         ReproducibleSum([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 2, ProcessGroup())
 
 

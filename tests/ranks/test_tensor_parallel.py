@@ -279,18 +279,18 @@ def attention_in_slices(run: Run[Any]) -> Any:
 
 WRONG = {
     odd_width: (4, r"parallel.tensor=4 .*blocks.0.query_key_value has 54 outputs.*parallel.tensor=3"),
-    strange_names: (2, r"whether rows.1.1 comes first or second.*plan="),
+    strange_names: (2, r"name of rows.1.1 does not show whether it comes first or second.*plan="),
     no_blocks: (2, r"no blocks in a row.*plan="),
     no_such_module: (2, r"no module called block.\*.up.*names of its own"),
     whole_beside_parts: (
         2,
-        r"Placed whose matrices are divided.*aten.add.Tensor, test_tensor_parallel.py.*sequence_parallel=false",
+        r"in a Placed \(aten.add.Tensor, test_tensor_parallel.py.*sequence_parallel=false",
     ),
     counting: (2, r"heads are 2 wide with a part of its matrices, and 4.*unflatten\(-1, \(-1, head_width\)\)"),
     by_hand_counting: (2, r"heads are 2 wide with a part of its matrices, and 4"),
-    four_wide: (2, r"cannot go on: shape .*unflatten"),
+    four_wide: (2, r"forward pass fails: shape .*unflatten"),
     no_style: (2, r"'blocks.\*.down': 'rowwise', which is no style.*a style is an object"),
-    not_for_norms: (2, r"cannot follow it: ColwiseParallel currently only support.*SequenceParallel for norms"),
+    not_for_norms: (2, r"not support its module: ColwiseParallel currently only support.*SequenceParallel for norms"),
     attention_in_slices: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence_parallel=false"),
     tied_in_two_ways: (2, r"share a parameter of shape \(24, 16\).*do not tie"),
 }

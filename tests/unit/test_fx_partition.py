@@ -1,4 +1,4 @@
-"""A model's forward, followed and cut: its pieces, one after the other, are the model."""
+"""Traced partitions: the pieces of a model, run one after the other, are the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.recipes.text import GPT, Model
 
 
 class Skips(nn.Module):
-    """What the first module makes goes on to the last one; positions follow from the input's length; a call twice."""
+    """A skip connection from the first module to the last; positions from the input's length; a module called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Skips(nn.Module):
         return out
 
 
-class Quiet(nn.Sequential):
-    """Computes without gradients between two modules, which cannot be followed."""
+class WithoutGradients(nn.Sequential):
+    """Compute without gradients between two modules, which cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -49,7 +49,7 @@ class Quiet(nn.Sequential):
         return out
 
 
-def tokens(vocabulary: int, length: int) -> Tensor:
+def random_tokens(vocabulary: int, length: int) -> Tensor:
     return torch.randint(0, vocabulary, (3, length))
 
 
@@ -65,44 +65,44 @@ def test_the_pieces_are_the_model(name: str, length: int, stages: int) -> None:
         "Skips": Skips(),
     }
     model = models[name].eval()
-    x = {"GPT": tokens(256, length), "TinyGPT": tokens(23, length), "MLP": torch.randn(length, 12)}.get(
+    x = {"GPT": random_tokens(256, length), "TinyGPT": random_tokens(23, length), "MLP": torch.randn(length, 12)}.get(
         name, torch.randn(2, length, 4)
     )
-    chain = FxPartition(model)
+    partition = FxPartition(model)
     if name == "MLP" and stages == 3:
         with pytest.raises(LoopError, match="of which 2 have parameters"):
-            chain.begins(stages, [])
+            partition.stage_starts(stages, [])
         return
-    pieces, received = chain.pieces(chain.begins(stages, [])), list[Tensor]()
+    pieces, received = partition.split(partition.stage_starts(stages, [])), list[Tensor]()
     for piece in pieces:
-        output, received = compute(model, piece, chain.bind((x,), {}), received)
+        output, received = compute(model, piece, partition.bind((x,), {}), received)
     assert torch.equal(output, model(x))
 
 
-def test_the_cut_is_even_and_narrow() -> None:
-    """A lookup costs nothing, so the embedding does not count; what crosses is the stream, not two halves of a sum."""
-    chain = FxPartition(GPT(Model(width=64, depth=6, heads=2, context=16)))
+def test_stages_are_balanced_and_send_one_tensor() -> None:
+    """The embedding costs nothing, and stages send the activations, not two terms of a sum."""
+    partition = FxPartition(GPT(Model(width=64, depth=6, heads=2, context=16)))
     for stages, names in {2: ["blocks.3"], 3: ["blocks.2", "blocks.4"]}.items():
-        begins = chain.begins(stages, [])
-        assert [chain.links[first].name for first in begins[1:]] == names
-        assert all(len(piece.receives) == 1 for piece in chain.pieces(begins)[1:])
-    assert chain.begins(2, ["norm"]) == [0, 7]
+        starts = partition.stage_starts(stages, [])
+        assert [partition.links[first].name for first in starts[1:]] == names
+        assert all(len(piece.receives) == 1 for piece in partition.split(starts)[1:])
+    assert partition.stage_starts(2, ["norm"]) == [0, 7]
 
 
-def test_what_was_left_at_its_default_stays_there() -> None:
-    chain = FxPartition(Skips())
-    assert list(chain.bind((1,), {"scale": 2.0})) == ["x", "scale"]
+def test_an_argument_with_a_default_must_keep_it() -> None:
+    partition = FxPartition(Skips())
+    assert list(partition.bind((1,), {"scale": 2.0})) == ["x", "scale"]
     with pytest.raises(LoopError, match="called with scale"):
-        chain.bind((1,), {"scale": 3.0})
+        partition.bind((1,), {"scale": 3.0})
 
 
-def test_a_forward_that_changes_torchs_mode_is_refused() -> None:
+def test_a_forward_that_turns_gradients_off_is_not_traced() -> None:
     with pytest.raises(CannotTrace, match=r"torch\.no_grad"):
-        FxPartition(Quiet())
+        FxPartition(WithoutGradients())
 
 
-class Decides(nn.Module):
-    """Has Python decide something between its modules."""
+class DecidesInPython(nn.Module):
+    """Let Python decide something between modules."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -129,30 +129,32 @@ class Decides(nn.Module):
 
 
 @pytest.mark.parametrize("what", ["mode", "gradients", "torch", "numpy", "random"])
-def test_a_forward_in_which_python_decides_is_not_followed(what: str) -> None:
-    model = Decides(what)
+def test_a_forward_that_depends_on_mode_or_random_numbers_is_not_traced(what: str) -> None:
+    model = DecidesInPython(what)
     with pytest.raises(CannotTrace, match=r"eval mode|random numbers"):
         FxPartition(model)
-    assert type(model) is Decides
+    assert type(model) is DecidesInPython
     assert model.training
 
 
-def test_an_attribute_that_was_read_must_stay_as_it_was() -> None:
-    model = Decides("attribute")
-    chain = FxPartition(model)
-    chain.settle(model, [0], [0], [id(p) for p in model.parameters()])
-    vars(model)["other"] = 3.0  # nobody has read it
-    chain.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
+def test_an_attribute_that_was_read_must_not_change() -> None:
+    model = DecidesInPython("attribute")
+    partition = FxPartition(model)
+    partition.apply(model, [0], [0], [id(p) for p in model.parameters()])
+    vars(model)["other"] = 3.0  # the forward has not read it
+    partition.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
     model.share = 0.25
-    with pytest.raises(LoopError, match=r"(?s)Decides.share is 0.25 now.\n  It was 0.5 when .*register_buffer"):
-        chain.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
+    with pytest.raises(
+        LoopError, match=r"(?s)DecidesInPython.share has changed.* 0.25 now.\n.*It was 0.5 when .*register_buffer"
+    ):
+        partition.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
 
 
-def test_any_number_of_arguments_is_not_followed() -> None:
-    class Any_(nn.Sequential):
+def test_a_forward_with_any_number_of_arguments_is_not_traced() -> None:
+    class AnyNumber(nn.Sequential):
         def forward(self, *xs: Tensor) -> Tensor:
             out: Tensor = self[1](self[0](xs[0]))
             return out
 
     with pytest.raises(CannotTrace, match="any number"):
-        FxPartition(Any_(nn.Linear(3, 3), nn.Linear(3, 3)))
+        FxPartition(AnyNumber(nn.Linear(3, 3), nn.Linear(3, 3)))

@@ -1,4 +1,4 @@
-"""What the links of a chain cost by the clock, and what timing them leaves behind: nothing."""
+"""Measured costs of links: they are positive, and measuring them changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.test_fx_partition import Skips
 from tests.unit.test_shadow_partition import Branches
 from unisono.parallel.pipeline_parallel.fx_partition import FxPartition
 from unisono.parallel.pipeline_parallel.layer_timing import (
-    TURNS,
+    ROUNDS,
     WARM_UPS,
     clock_of,
     seconds_of_links,
@@ -30,22 +30,22 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As in a run. Several threads on a busy machine wait for each other."""
+    """Use one thread, as in a run: several threads wait for each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def timed(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[FxPartition, list[float]]:
-    chain = FxPartition(model)
-    return chain, seconds_of_links(
-        model, chain, chain.bind((x,), {}), clock_of(CPU, together=False), autocast(precision, CPU)
+def seconds_of(model: nn.Module, x: Tensor, precision: str = "fp32") -> tuple[FxPartition, list[float]]:
+    partition = FxPartition(model)
+    return partition, seconds_of_links(
+        model, partition, partition.bind((x,), {}), clock_of(CPU, shared=False), autocast(precision, CPU)
     )
 
 
 class Overwriting(nn.Sequential):
-    """Writes over what it is given, over what a layer has made, and over what is kept for later."""
+    """Overwrite the input, the result of a layer, and a value that is kept for later."""
 
     def __init__(self) -> None:
         super().__init__(nn.ReLU(inplace=True), nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
@@ -57,7 +57,7 @@ class Overwriting(nn.Sequential):
 
 
 class Pairs(nn.Module):
-    """Its first layer returns two things, of which one is taken out when the second has been called."""
+    """Return two values from the first layer, of which one is used after the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,17 +71,17 @@ class Pairs(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["TinyGPT", "Skips", "Overwriting", "Pairs"])
-def test_odd_models_are_timed_and_stay_as_they_are(name: str, precision: str) -> None:
-    """A lookup, tied and frozen and unused weights, a layer that is called twice, in-place operators, tuples."""
+def test_unusual_models_are_timed_and_do_not_change(name: str, precision: str) -> None:
+    """A lookup, tied, frozen and unused weights, a layer that is called twice, in-place operators, tuples."""
     models: dict[str, Any] = {"TinyGPT": TinyGPT, "Skips": Skips, "Overwriting": Overwriting, "Pairs": Pairs}
     model = models[name]()
     x = torch.randint(0, 23, (3, 9)) if name == "TinyGPT" else torch.randn(2, 5, 4 if name == "Skips" else 3)
     before, given = copy.deepcopy(model.state_dict()), x.clone()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    with torch.no_grad():  # whatever the caller computes in
-        chain, seconds = timed(model, x, precision)
-    assert len(seconds) == len(chain.links)
+    with torch.no_grad():  # the caller's mode does not matter
+        partition, seconds = seconds_of(model, x, precision)
+    assert len(seconds) == len(partition.links)
     assert all(second > 0 for second in seconds)
     assert torch.equal(x, given)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -89,37 +89,39 @@ def test_odd_models_are_timed_and_stay_as_they_are(name: str, precision: str) ->
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_cannot_be_followed_is_timed_module_by_module(precision: str) -> None:
+def test_a_model_that_cannot_be_traced_is_timed_module_by_module(precision: str) -> None:
     model, x = Branches(), torch.rand(2, 5, 4)
-    cut, before = ShadowPartition(model, "a test"), copy.deepcopy(model.state_dict())
-    seconds = seconds_of_modules(model, cut.links, (x,), {}, clock_of(CPU, together=False), autocast(precision, CPU))
-    assert len(seconds) == len(cut.links) == 6
+    partition, before = ShadowPartition(model, "a test"), copy.deepcopy(model.state_dict())
+    seconds = seconds_of_modules(
+        model, partition.links, (x,), {}, clock_of(CPU, shared=False), autocast(precision, CPU)
+    )
+    assert len(seconds) == len(partition.links) == 6
     assert all(second > 0 for second in seconds)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_backward_is_part_of_it_where_somebody_wants_it() -> None:
+def test_backward_is_timed_where_parameters_train() -> None:
     layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    asked: list[str] = []
+    hooked: list[str] = []
     for name, p in layers.named_parameters():
-        p.register_hook(lambda _, name=name: asked.append(name))
+        p.register_hook(lambda _, name=name: hooked.append(name))
     layers[1].requires_grad_(False)
-    timed(layers, torch.randn(2, 4))
-    assert asked == ["0.weight", "2.weight"] * (WARM_UPS + TURNS)
+    seconds_of(layers, torch.randn(2, 4))
+    assert hooked == ["0.weight", "2.weight"] * (WARM_UPS + ROUNDS)
 
 
 def test_a_layer_that_is_called_twice_costs_twice() -> None:
     model = Skips()
     assert [link.cost for link in FxPartition(model).links if link.name == "rows.0"] == [42, 0]
-    chain, seconds = timed(model, torch.randn(2, 5, 4))
-    chain.price(seconds)
-    assert all(link.cost > 0 for link in chain.links)
+    partition, seconds = seconds_of(model, torch.randn(2, 5, 4))
+    partition.set_times(seconds)
+    assert all(link.cost > 0 for link in partition.links)
 
 
-def test_the_cut_is_told_in_a_line() -> None:
-    chain = FxPartition(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)))
-    assert told(chain, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (33 %), 2 (67 %), by parameters"
-    chain.price([2e-3, 1e-3, 1e-3])
-    assert told(chain, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (75 %), 2 (25 %), by time"
-    assert told(chain, [0, 2], named=True).endswith("2 (25 %), as named (shares by time)")
+def test_the_partition_is_described_in_a_line() -> None:
+    partition = FxPartition(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)))
+    assert told(partition, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (33 %), 2 (67 %), by parameters"
+    partition.set_times([2e-3, 1e-3, 1e-3])
+    assert told(partition, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (75 %), 2 (25 %), by time"
+    assert told(partition, [0, 2], named=True).endswith("2 (25 %), as named (shares by time)")

@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered at once, and which of their parameters are theirs."""
+"""Layers of a model, and which parameters belong to each."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Net(nn.Module):
         self.head = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
 
 
-def test_what_occurs_in_a_row_is_a_layer() -> None:
+def test_modules_of_one_class_in_a_row_are_layers() -> None:
     net = Net()
     assert layers_of(net) == list(net.blocks)[::-1]
     assert layers_of(net, ["Linear"]) == [p for p in net.modules() if isinstance(p, nn.Linear)][::-1]
     assert layers_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
 
 
-class Shelves(nn.Module):
-    """Rows of what nobody calls: a U-Net's stages are often written so."""
+class Containers(nn.Module):
+    """Rows of containers that are not called, as in many U-Nets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,15 +40,15 @@ class Shelves(nn.Module):
         self.up = nn.ModuleList(nn.ModuleList([Block(), nn.Linear(3, 3), Block()]) for _ in range(2))
 
 
-def test_what_stands_on_a_shelf_is_a_layer_and_the_shelf_is_none() -> None:
-    net = Shelves()
+def test_modules_in_containers_without_a_forward_are_layers() -> None:
+    net = Containers()
     found = layers_of(net)
     assert {type(layer) for layer in found} == {Block, nn.Linear}
     assert len(found) == len(set(found)) == 2 + 2 * 3
 
 
-def test_a_class_that_is_not_there_is_told() -> None:
-    with pytest.raises(LoopError, match=r"(?s)parallel\.layer_classes names Bolck.*class Block, Linear"):
+def test_an_unknown_class_is_refused() -> None:
+    with pytest.raises(LoopError, match=r"(?s)no layer of class Bolck.*class Block, Linear"):
         layers_of(Net(), ["Bolck"])
 
 
@@ -56,16 +56,16 @@ def test_every_parameter_belongs_to_one_layer() -> None:
     net = Net()
     modules = [*layers_of(net), net]
     names = [own_parameters(m, [other for other in modules if other is not m]) for m in modules]
-    assert names[0] == ["up.weight", "up.bias", "down.weight", "down.bias", "scale"], "its parts' come before its own"
+    assert names[0] == ["up.weight", "up.bias", "down.weight", "down.bias", "scale"], "submodules come first"
     assert sum(map(len, names)) == len(list(net.parameters()))
 
 
-def test_layers_that_share_a_parameter_with_others_are_not_gathered_alone() -> None:
+def test_tied_layers_are_not_gathered_by_themselves() -> None:
     net = Net()
     first, second, third = [part for part in net.modules() if isinstance(part, Block)]
     second.up.weight = first.up.weight
     assert untied(net, [*layers_of(net), net]) == [third, net]
     shared = third.up.weight
     assert isinstance(shared, nn.Parameter)
-    third.scale = shared  # within one it is no matter
+    third.scale = shared  # a tie within one layer does not matter
     assert third in untied(net, [*layers_of(net), net])

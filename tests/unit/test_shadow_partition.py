@@ -1,5 +1,4 @@
-"""A model whose forward is run by every stage: the stages, one after the other, are the model; and what is no row of
-stages is told."""
+"""Stages that run the whole forward: together they are the model, and other orders of calls are refused."""
 
 from __future__ import annotations
 
@@ -17,33 +16,33 @@ from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor
 
 
-def pieces(
+def run_stages(
     model: nn.Module, stages: int, *args: Any, names: tuple[str, ...] = (), **kwargs: Any
 ) -> tuple[Any, list[Any]]:
-    """The model's output, computed stage by stage as if each had a process of its own, and what crossed."""
+    """Run a model stage by stage, each on a copy; return its output and the shapes that were sent."""
     torch.manual_seed(3)
     owners = [copy.deepcopy(model) for _ in range(stages)]
     received: Any = ()
-    dice = torch.get_rng_state()
-    crossed, output = [], None
+    rng_state = torch.get_rng_state()
+    sent, output = [], None
     for stage, own in enumerate(owners):
-        replay = ShadowPartition(own, "a test")
-        begins, forward = replay.begins(stages, names), own.forward
-        users = replay.users(own, begins)
-        replay.settle(own, begins, [stage], {id(p) for p in own.parameters() if stage in users[id(p)]})
-        left = dice
+        partition = ShadowPartition(own, "a test")
+        starts, forward = partition.stage_starts(stages, names), own.forward
+        stages_of = partition.stages_of_params(own, starts)
+        partition.apply(own, starts, [stage], {id(p) for p in own.parameters() if stage in stages_of[id(p)]})
+        rng_of_stage = rng_state
 
-        def begin(left: Tensor = left) -> None:
-            torch.set_rng_state(left)
+        def begin(rng_of_stage: Tensor = rng_of_stage) -> None:
+            torch.set_rng_state(rng_of_stage)
 
-        output, received = replay.compute(own, stage, StageInput(forward, args, kwargs, begin), received)
-        dice = torch.get_rng_state()
-        crossed.append([tuple(t.shape) for t in received[:-1]])
-    return output, crossed[:-1]
+        output, received = partition.compute(own, stage, StageInput(forward, args, kwargs, begin), received)
+        rng_state = torch.get_rng_state()
+        sent.append([tuple(t.shape) for t in received[:-1]])
+    return output, sent[:-1]
 
 
 class Block(nn.Module):
-    """Of a pair, and with dropout."""
+    """A layer with dropout that takes keyword arguments and returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class Block(nn.Module):
 
 
 class Branches(nn.Module):
-    """Looks into its inputs, computes without gradients, draws between modules, keeps a list, returns a class."""
+    """Branch on input values, compute without gradients, draw between modules, keep a list, return a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class Branches(nn.Module):
         return {"out": self.leave(h.view(-1, 6)), "seen": seen}
 
 
-def plain(model: nn.Module, *args: Any) -> Any:
+def run_model(model: nn.Module, *args: Any) -> Any:
     torch.manual_seed(3)
     return model(*args)
 
@@ -86,23 +85,23 @@ def plain(model: nn.Module, *args: Any) -> Any:
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_the_stages_are_the_model(stages: int, sign: int) -> None:
     model, x = Branches(), sign * torch.rand(2, 5, 4)
-    output, crossed = pieces(model, stages, x)
-    expected = plain(model, x)
+    output, sent = run_stages(model, stages, x)
+    expected = run_model(model, x)
     assert torch.equal(output["out"], expected["out"])
     assert output["seen"] == expected["seen"] == [5, 5, 5]
-    assert crossed[:1] in ([], [[(2, 5, 6)]], [[(2, 5, 6), (2, 5, 6)]])  # the stream, and the memory beside it
+    assert sent[:1] in ([], [[(2, 5, 6)]], [[(2, 5, 6), (2, 5, 6)]])  # the activations, and the memory
 
 
-def test_a_cut_before_and_behind_the_rows() -> None:
+def test_stages_may_start_before_and_after_the_rows() -> None:
     model, x = Branches(), torch.rand(2, 5, 4)
     for name in ("rows.0", "leave"):
-        output, crossed = pieces(model, 2, x, names=(name,))
-        assert torch.equal(output["out"], plain(model, x)["out"])
-        assert len(crossed[0]) == 1
+        output, sent = run_stages(model, 2, x, names=(name,))
+        assert torch.equal(output["out"], run_model(model, x)["out"])
+        assert len(sent[0]) == 1
 
 
 class Backwards(nn.Module):
-    """Calls its modules in another order than it has them."""
+    """Call modules in another order than that of their definitions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,29 +112,29 @@ class Backwards(nn.Module):
         return out
 
 
-class Says(Backwards):
-    """And says what it can be tried with."""
+class WithExample(Backwards):
+    """Has example inputs."""
 
     @property
     def dummy_inputs(self) -> dict[str, Tensor]:
         return {"x": torch.zeros(1, 3)}
 
 
-def test_a_model_that_can_be_tried_may_have_its_modules_in_any_order() -> None:
-    model, x = Says(), torch.rand(2, 3)
-    output, crossed = pieces(model, 2, x)
+def test_a_model_with_example_inputs_may_define_its_modules_in_any_order() -> None:
+    model, x = WithExample(), torch.rand(2, 3)
+    output, sent = run_stages(model, 2, x)
     assert torch.equal(output, model(x))
-    assert crossed == [[(2, 3)]]
+    assert sent == [[(2, 3)]]
     assert model.first.training
 
 
-class Again(Backwards):
+class CallsTwice(Backwards):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.second(self.first(self.second(x)))
         return out
 
 
-class Never(Backwards):
+class CallsOne(Backwards):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.second(x)
         return out
@@ -149,14 +148,14 @@ class Skip(Backwards):
         return out
 
 
-class Looks(Backwards):
+class ReadsValues(Backwards):
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(x)
         out: Tensor = self.first(x if x.sum() > 0 else -x)
         return out
 
 
-class Writes(Backwards):
+class WritesSlice(Backwards):
     def forward(self, x: Tensor) -> Tensor:
         room = torch.zeros(2, 6)
         room[:, :3] = self.second(x)
@@ -164,8 +163,8 @@ class Writes(Backwards):
         return out
 
 
-class Borrows(Backwards):
-    """Computes with the weight of a module that another stage has."""
+class UsesWeight(Backwards):
+    """Compute with the weight of a module of another stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.first(self.second(x)) @ self.second.weight
@@ -176,30 +175,30 @@ class Borrows(Backwards):
     ("build", "words"),
     [
         (Backwards, "In stage 1 it called second of stage 0"),
-        (Again, "In stage 1 it called second of stage 0"),
-        (Never, "had returned in stage 0 before it called any of first"),
-        (Skip, "compute with what comes from second of stage 0"),
-        (Looks, "What second of stage 0 computes was looked into"),
-        (Writes, "writes it into a tensor that is no part of it"),
-        (Borrows, "compute with what comes from second.weight of stage 0.* it is sent.* first"),
+        (CallsTwice, "In stage 1 it called second of stage 0"),
+        (CallsOne, "returned in stage 0 before it called any of first"),
+        (Skip, "needs a result that it does not get: that of second of stage 0"),
+        (ReadsValues, "reads values of what second of stage 0 computes"),
+        (WritesSlice, "writes it into a tensor that is no part of it"),
+        (UsesWeight, "does not get: that of second.weight of stage 0.*its first module is called, first"),
     ],
 )
-def test_what_is_no_row_of_stages_is_told(build: Callable[[], nn.Module], words: str) -> None:
+def test_a_forward_that_is_no_row_of_stages_is_refused(build: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(LoopError, match=f"(?s){words}"):
-        pieces(build(), 2, torch.ones(2, 3))
+        run_stages(build(), 2, torch.ones(2, 3))
 
 
 class Trunk(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = Opaquely(), nn.Linear(3, 3)
+        self.body, self.head = ReturnsSlice(), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(x[self.body(x)])
         return out
 
 
-class Opaquely(nn.Linear):
+class ReturnsSlice(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
 
@@ -207,16 +206,16 @@ class Opaquely(nn.Linear):
         return slice(0, 1)
 
 
-def test_what_cannot_be_told_is_refused() -> None:
-    with pytest.raises(LoopError, match=r"(?s)body was called.*returned a slice.*use_cache"):
-        pieces(Trunk(), 2, torch.ones(2, 3))
+def test_an_output_that_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(LoopError, match=r"(?s)body returned a slice.*use_cache"):
+        run_stages(Trunk(), 2, torch.ones(2, 3))
 
 
-def test_parts_keep_their_names_and_attributes_and_nothing_else() -> None:
+def test_parameters_of_other_stages_become_shadows() -> None:
     model = Branches()
-    replay = ShadowPartition(model, "a test")
-    begins = replay.begins(2, ["rows.1"])
-    replay.settle(model, begins, [0], {id(p) for link in replay.links[: begins[1]] for p in link.params})
+    partition = ShadowPartition(model, "a test")
+    starts = partition.stage_starts(2, ["rows.1"])
+    partition.apply(model, starts, [0], {id(p) for link in partition.links[: starts[1]] for p in link.params})
     assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"enter", "place", "rows"}
     assert [name for name, _ in model.named_parameters() if name.startswith("rows.")] == [
         "rows.0.inner.weight",

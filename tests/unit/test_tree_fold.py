@@ -1,4 +1,4 @@
-"""The tree exchange in one process, with numbers that no addition rounds: a leaf that is lost is seen."""
+"""The tree exchange on one process, with sums that are exact: a missing leaf shows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unisono.exchange.tree.tree_fold import TreeExchange
 from unisono.plan.batch_order import cut_batch
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["the last is told", "nobody knows which is the last"])
+@pytest.mark.parametrize("announced", [True, False], ids=["the last micro-batch is announced", "it is not announced"])
 @pytest.mark.parametrize("virtual_ranks", range(2, 18))
-def test_no_gradient_is_lost_whichever_virtual_ranks_have_nothing(virtual_ranks: int, told: bool) -> None:
-    """A short step: so many samples for all of them. Where one without work completes a subtree, two sums meet."""
+def test_no_gradient_is_lost_where_virtual_ranks_are_empty(virtual_ranks: int, announced: bool) -> None:
+    """Short steps: an empty virtual rank may complete a subtree, so that two sums meet."""
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     tree = TreeExchange([p], virtual_ranks, ProcessGroup())
     for samples in [virtual_ranks, *range(1, virtual_ranks), 2 * virtual_ranks + 1]:
@@ -22,7 +22,7 @@ def test_no_gradient_is_lost_whichever_virtual_ranks_have_nothing(virtual_ranks:
         tree.begin(((0, virtual_ranks),), pieces, lambda: torch.ones(virtual_ranks, dtype=torch.float64))
         rounds = [v for v in range(virtual_ranks) for _ in range(pieces[v])]
         for number, v in enumerate(rounds):
-            tree.enter(v, last=told and number + 1 == len(rounds))
+            tree.enter(v, last=announced and number + 1 == len(rounds))
             (p * 2.0**v).sum().backward()
             tree.leave()
         tree.launch()

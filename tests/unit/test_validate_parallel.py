@@ -12,7 +12,7 @@ from tests.unit.test_config import Settings
 from unisono.config import CommandLine, ParallelSettings
 from unisono.config.mesh_shape import MeshShape
 from unisono.config.validate import check
-from unisono.parallel.one_process.data_parallel_threads import restore
+from unisono.parallel.one_process.data_parallel_threads import restore_forward
 from unisono.parallel.one_process.devices import device_problems, devices_of
 from unisono.parallel.parallelize import promise_of_parallel
 
@@ -160,7 +160,7 @@ def test_a_copy_that_a_thread_computes_with_has_its_own_forward() -> None:
     model.forward = lambda *_: seen.append("the original")  # type: ignore[method-assign,assignment]
     copied = model._replicate_for_data_parallel()
     copied.weight, copied.bias = torch.ones(2, 3), torch.zeros(2)
-    restore(copied, "cpu", True, torch.bfloat16)
+    restore_forward(copied, "cpu", True, torch.bfloat16)
     out = copied(torch.ones(1, 3))
     assert (out.tolist(), out.dtype, seen) == ([[3.0, 3.0]], torch.bfloat16, [])
     model(torch.ones(1, 3))

@@ -1,4 +1,4 @@
-"""A placement of one's own: any object with these three names. docs/guide/parallel/tensor.md has one."""
+"""The protocol of a plan that a script writes: any object with these three members. docs/guide/parallel/tensor.md shows one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ParallelPlan(Protocol):
-    """How a model lies over the processes of the axis `tensor`: `run.place(build, plan=Mine())`.
+    """Divide a model over the processes of the axis `tensor`: `run.place(build, plan=Mine())`.
 
-    Those processes see the same samples and draw the same random numbers, so what each computes with whole parameters
-    is the same already, its gradient too. A parameter of which each is to hold a part becomes a DTensor: exchange,
-    norm, optimizer and checkpoint know what that is. (Processes that see different samples, replicas and shards, have
-    to add gradients up, which is the exchange's matter.)
+    These processes see the same samples and draw the same random numbers. So what each computes with whole parameters
+    is the same already, its gradient too. A parameter that is to be divided becomes a DTensor; the exchange, the norm,
+    the optimizer and the checkpoint support DTensors. (Processes that see different samples, replicas and shards, add
+    up gradients in the exchange.)
 
-    promise  exact: for one size of the axis, the same bits on any number of processes beside it. Anything else is what
-             result.json says of the run
-    reason   why, for people
+    Attributes:
+        promise: exact: for one size of the axis, the bits are the same on any number of processes along the other axes.
+            Anything else is what result.json says of the run.
+        reason: Why, for people.
     """
 
     promise: str
     reason: str
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Divide the model, in place. Every process calls this, and has the same content before; `mesh` has one axis.
-        With one process on the axis there is nothing to divide, and nobody calls it."""
+        """Divide the model, in place.
+
+        Every process calls this, with the same content before. It is not called for one process on the axis.
+
+        Args:
+            model: The model.
+            mesh: The processes of the axis `tensor`, as a mesh with one axis.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The recipe: everything that is done to a model when it is placed, in the one order in which it fits together."""
+"""The recipe: all that is done to a model when it is placed, in the order in which the steps fit together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import nn
 
 from unisono.config.mesh_shape import layout
 from unisono.errors import LoopError
+from unisono.parallel.activation_checkpoint import apply_activation_checkpoint
+from unisono.parallel.one_process.data_parallel_threads import apply_data_parallel
+from unisono.parallel.one_process.device_map import apply_device_map
+from unisono.parallel.one_process.devices import devices_of
 from unisono.parallel.parallel_plan import ParallelPlan
+from unisono.parallel.param_dtype import apply_param_dtype
+from unisono.parallel.torch_internals import has_gradient_hook
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
@@ -22,81 +28,103 @@ if TYPE_CHECKING:
 def parallelize(
     model: nn.Module, mesh: Mesh, parallel: ParallelSettings, plan: Plan | ParallelPlan | None = None
 ) -> list[ShardedLayer]:
-    """Lay a model over the devices of the run, with the same content on every process. Returns what is gathered at
-    once, if it is sharded.
+    """Parallelize a model over the devices of the run, in place, with the same content on every process.
 
-    plan  how it is divided over the axis tensor: torch's styles by name, or somebody's own way
+    Each step relies on those before it: first which device holds what, then how a layer computes with what is there, at
+    last what is gathered around it.
 
-    Each line may rely on what those before it have done: first who holds what, then how a layer computes with what it
-    holds, and last what is gathered around it. (Each loads what it needs of torch when it is asked for.)
+    Args:
+        model: The model.
+        mesh: The processes of the run.
+        parallel: The settings.
+        plan: How the model is divided along the axis `tensor`: torch's styles by module name, or a plan of the script.
+
+    Returns:
+        The layers whose parameters are gathered together, if the model is sharded.
     """
-    device = mesh.world.device
-    _check(model, plan)
-    if mesh.tensor.size > 1 or mesh.shard.size > 1:
-        _refuse_hooks(model)
-    if parallel.model_parallel_devices > 1:
-        from unisono.parallel.one_process.device_map import apply_device_map
-        from unisono.parallel.one_process.devices import devices_of
+    _check_plan(model, plan)
+    _refuse_gradient_hooks(model, mesh)
+    casts, layer_classes = parallel.param_dtype != "fp32", parallel.layer_classes
 
-        apply_device_map(model, devices_of(parallel, device), device, parallel.layer_classes)
-    elif parallel.data_parallel_devices > 1:
-        from unisono.parallel.one_process.data_parallel_threads import apply_data_parallel
-        from unisono.parallel.one_process.devices import devices_of
-
-        apply_data_parallel(model, devices_of(parallel, device))
-    else:
-        model.to(device)
+    _move_to_devices(model, mesh, parallel)
     mesh.world.broadcast_([*model.parameters(), *model.buffers()])
     if mesh.tensor.size > 1:
-        from unisono.parallel.tensor_parallel.tensor_parallel import apply_tensor
-
-        across = mesh.torch_mesh("tensor")
-        if isinstance(plan, ParallelPlan):
-            plan.apply(model, across)
-        else:
-            apply_tensor(model, across, plan, sequence=parallel.sequence_parallel, loss=parallel.loss_parallel)
-    if parallel.param_dtype != "fp32" and not parallel.compile:  # what is computed again is cast again
-        from unisono.parallel.param_dtype import apply_param_dtype
-
+        _divide_matrices(model, mesh, parallel, plan)
+    if casts and not parallel.compile:  # inside of checkpoints: a layer that is recomputed is cast again
         apply_param_dtype(model, parallel)
     if parallel.activation_checkpoint != "none":
-        from unisono.parallel.activation_checkpoint import apply_activation_checkpoint
-
-        apply_activation_checkpoint(model, parallel.activation_checkpoint, parallel.layer_classes)
+        apply_activation_checkpoint(model, parallel.activation_checkpoint, layer_classes)
     if parallel.compile:
-        from unisono.parallel.compile import apply_compile
-
-        apply_compile(model, parallel.layer_classes)
-    if parallel.param_dtype != "fp32" and parallel.compile:  # around compiled code, which would leave roundings out
-        from unisono.parallel.param_dtype import apply_param_dtype
-
+        _compile_layers(model, layer_classes)
+    if casts and parallel.compile:  # outside of compiled code, which would skip roundings
         apply_param_dtype(model, parallel)
     if mesh.shard.size > 1:
-        from unisono.parallel.fsdp.fsdp import apply_shard
-
-        return apply_shard(model, mesh.torch_mesh("shard"), parallel, device)
+        return _shard_parameters(model, mesh, parallel)
     return []
 
 
-def _check(model: nn.Module, plan: Any) -> None:
+def _move_to_devices(model: nn.Module, mesh: Mesh, parallel: ParallelSettings) -> None:
+    """Move a model to the device of this process, or to several of them."""
+    device = mesh.world.device
+    if parallel.model_parallel_devices > 1:
+        apply_device_map(model, devices_of(parallel, device), device, parallel.layer_classes)
+    elif parallel.data_parallel_devices > 1:
+        apply_data_parallel(model, devices_of(parallel, device))
+    else:
+        model.to(device)
+
+
+# These import parts of torch that take half a second and more to load.
+
+
+def _divide_matrices(
+    model: nn.Module, mesh: Mesh, parallel: ParallelSettings, plan: Plan | ParallelPlan | None
+) -> None:
+    """Divide a model's matrices along the axis `tensor`."""
+    from unisono.parallel.tensor_parallel.tensor_parallel import apply_tensor
+
+    axis = mesh.torch_mesh("tensor")
+    if isinstance(plan, ParallelPlan):
+        plan.apply(model, axis)
+    else:
+        apply_tensor(model, axis, plan, sequence=parallel.sequence_parallel, loss=parallel.loss_parallel)
+
+
+def _compile_layers(model: nn.Module, layer_classes: list[str]) -> None:
+    from unisono.parallel.compile import apply_compile
+
+    apply_compile(model, layer_classes)
+
+
+def _shard_parameters(model: nn.Module, mesh: Mesh, parallel: ParallelSettings) -> list[ShardedLayer]:
+    """Shard a model's parameters along the axis `shard`."""
+    from unisono.parallel.fsdp.fsdp import apply_shard
+
+    return apply_shard(model, mesh.torch_mesh("shard"), parallel, mesh.world.device)
+
+
+def _check_plan(model: nn.Module, plan: Any) -> None:
+    """Raise LoopError for a plan that is neither a mapping of names to styles nor a ParallelPlan."""
     if plan is None or isinstance(plan, (Mapping, ParallelPlan)):
         return
-    lacks = [name for name in ("promise", "reason", "apply") if not hasattr(plan, name)]
+    missing = [name for name in ("promise", "reason", "apply") if not hasattr(plan, name)]
     raise LoopError(
-        f"run.place was given a {type(model).__name__} and, as its plan, a {type(plan).__name__}.",
-        f"That is no mapping of names to styles, and as a placement it lacks {' and '.join(lacks)}.",
+        f"run.place got a plan for a {type(model).__name__} that it cannot use: a {type(plan).__name__}.",
+        f"It is no mapping of module names to styles, and as a ParallelPlan it lacks {' and '.join(missing)}.",
         "give it all of promise = 'exact', reason = 'why' and def apply(self, model, mesh).",
     )
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """A parameter that is divided is another object, without the hooks of the whole one."""
+def _refuse_gradient_hooks(model: nn.Module, mesh: Mesh) -> None:
+    """Raise LoopError for a gradient hook on a parameter that will be divided: the parts are other objects."""
+    if mesh.tensor.size == mesh.shard.size == 1:
+        return
     for name, p in model.named_parameters():
-        if p._backward_hooks:
+        if has_gradient_hook(p):
             raise LoopError(
-                f"run.place was to divide a {type(model).__name__} among several processes.",
-                f"{name} has a gradient hook (register_hook), which would not be called for parts of it.",
-                "change p.grad after the rounds, which is the mean over the batch then; or --set parallel.shard=1 and "
+                f"Cannot divide a {type(model).__name__} over several processes: {name} has a gradient hook.",
+                "The hook (register_hook) would not be called for parts of the parameter.",
+                "change p.grad after the rounds, where it is the mean over the batch; or --set parallel.shard=1 and "
                 "parallel.tensor=1.",
             )
 
@@ -104,7 +132,14 @@ def _refuse_hooks(model: nn.Module) -> None:
 def promise_of_parallel(
     exchange: tuple[str, str], parallel: ParallelSettings, axes: MeshShape, plans: Sequence[Plan | ParallelPlan | None]
 ) -> tuple[str, str]:
-    """What is promised of the bits, and why: what the exchange promises, as far as the placement keeps it."""
+    """Return what a run promises, and why: the promise of its exchange, as far as the parallel layout keeps it.
+
+    Args:
+        exchange: The promise and the reason of the exchange.
+        parallel: The settings.
+        axes: The sizes of the mesh.
+        plans: The plan of each model.
+    """
     promise, reason = exchange
     if parallel.data_parallel_devices > 1:
         return "tolerance", f"torch.nn.DataParallel cuts each micro-batch into {parallel.data_parallel_devices} pieces"

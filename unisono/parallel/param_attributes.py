@@ -1,7 +1,7 @@
-"""Marks: what people write on a parameter, `p.no_decay = True` say, to find it again when they make an optimizer.
+"""Keep attributes that scripts set on parameters, such as `p.no_decay = True`, when parameters are replaced.
 
-A parameter that is divided is another object, so what was written on the whole one has to be copied onto it. Otherwise
-a loop that groups by such a mark would silently group otherwise: all in one group, and no error anywhere.
+A parameter that is divided is another object, so its attributes are copied to it. Otherwise a script that groups
+parameters by such an attribute would put all of them into one group, without an error.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import nn
 
-Marks = Mapping[str, Mapping[str, Any]]
-"""By a parameter's name: its attributes."""
+Attributes = Mapping[str, Mapping[str, Any]]
+"""The attributes of each parameter, by its name."""
 
 
-def attributes_of_params(model: nn.Module) -> Marks:
-    """What is written on the parameters of a model that is not placed yet."""
+def attributes_of_params(model: nn.Module) -> Attributes:
+    """Return the attributes of the parameters of a model that is not parallelized yet."""
     return {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False) if vars(p)}
 
 
-def restore_attributes(model: nn.Module, marks: Marks) -> None:
-    """Write it on those that the model has now, but for what torch has written there itself."""
+def restore_attributes(model: nn.Module, attributes: Attributes) -> None:
+    """Set the attributes on the parameters that the model has now, except for those that torch has set there."""
     for name, p in model.named_parameters(remove_duplicate=False):
-        for mark, value in marks.get(name, {}).items():
-            if mark not in vars(p):
-                setattr(p, mark, value)
+        for attribute, value in attributes.get(name, {}).items():
+            if attribute not in vars(p):
+                setattr(p, attribute, value)

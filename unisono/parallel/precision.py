@@ -1,4 +1,4 @@
-"""Mixed precision: forward under autocast, float32 out; for fp16 a power of two that gradients are scaled by.
+"""Mixed precision: forward under autocast, outputs in float32; for fp16 losses are scaled by a power of two.
 
 See https://docs.pytorch.org/docs/stable/amp.html and Micikevicius et al., Mixed Precision Training, ICLR 2018.
 Parameters, gradients and optimizer state stay float32.
@@ -19,22 +19,22 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """The context in which torch computes with `precision`; with fp32 it changes nothing."""
+    """Return the context in which torch computes with `precision`; with fp32 it changes nothing."""
     return torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision in DTYPES)
 
 
 def apply_precision(model: torch.nn.Module, precision: str, device: torch.device) -> None:
-    """From now on the model's forward runs under autocast and returns its floating-point tensors as float32."""
+    """Run the model's forward under autocast, and return its floating-point outputs as float32."""
     if precision in DTYPES:
         model.forward = AutocastForward(model.forward, precision, device)
 
 
 class AutocastForward:
-    """A forward under autocast. It holds the bound method, so a deep copy of the model holds its own."""
+    """Run a forward under autocast. It holds the bound method, so a deep copy of the model holds its own."""
 
     def __init__(self, forward: Callable[..., Any], precision: str, device: torch.device) -> None:
         self.forward, self.precision, self.device = forward, precision, device
-        functools.update_wrapper(self, forward, updated=())  # inspect.signature sees the model's own
+        functools.update_wrapper(self, forward, updated=())  # so inspect.signature returns the model's own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutocastForward:
         return AutocastForward(copy.deepcopy(self.forward, memo), self.precision, self.device)
@@ -46,16 +46,16 @@ class AutocastForward:
 
 
 def as_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of half precision as float32, any other as it is."""
+    """Return a tensor of half precision as float32, any other as it is."""
     return tensor.float() if tensor.dtype in DTYPES.values() else tensor
 
 
 class LossScale:
-    """What losses are multiplied by before backward, so that small gradients do not vanish in fp16: torch's GradScaler
-    with its defaults, but one for all optimizers, decided by all processes, and saved with the run.
+    """Scale losses before backward, so that small gradients do not vanish in fp16.
 
-    A power of two: scaling and unscaling changes no bit of what stays in range. It halves at a step whose gradient is
-    not finite, which is skipped, and doubles after 2,000 steps in a row without one.
+    It is torch's GradScaler with its defaults, but one for all optimizers, updated by all processes together, and saved
+    with the run. The scale is a power of two: scaling and unscaling change no bit of what stays in range. It halves at
+    a step whose gradient is not finite, which is skipped, and doubles after 2,000 steps in a row without one.
     """
 
     FIRST, INTERVAL, LEAST = 2.0**16, 2000, 1.0
@@ -64,17 +64,17 @@ class LossScale:
         self.on = precision == "fp16"
         self.value = self.FIRST if self.on else 1.0
         self.good = 0  # steps in a row whose gradients were finite
-        self.skipped = 0  # steps that were not
+        self.skipped = 0  # steps whose gradients were not
         self._step = -1
         self._before = self.value, self.good, self.skipped
 
     @property
     def may_skip(self) -> bool:
-        """Can a gradient that is not finite be the scale's fault?"""
+        """Whether the scale may be the cause of a gradient that is not finite."""
         return self.on and self.value > self.LEAST
 
-    def tell(self, step: int, *, finite: bool) -> None:
-        """A gradient of `step` has been looked at. Of several in one step the worst counts."""
+    def update(self, step: int, *, finite: bool) -> None:
+        """Update the scale after a gradient of `step`. Of several gradients in one step, the worst counts."""
         if not self.on:
             return
         if step != self._step:
@@ -94,6 +94,6 @@ class LossScale:
         return {"on": self.on, "value": self.value, "good": self.good, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.on and state["on"]:  # the run may have been another precision's
+        if self.on and state["on"]:  # the run may have had another precision
             self.value, self.good = max(state["value"], self.LEAST), state["good"]
             self.skipped = state["skipped"]

@@ -409,7 +409,7 @@ class Step:
             self._step(steppers, optimizers)
         else:
             state.skipped, state.grad_norm = True, float("inf")
-        parts.scale.tell(state.number, finite=not state.skipped)
+        parts.scale.update(state.number, finite=not state.skipped)
         for gradient in ready:
             gradient.zero()
         state.waiting = [gradient for gradient in state.waiting if gradient not in ready]

@@ -1,4 +1,4 @@
-"""Exchanges that a script defines: `run.steps(data, exchange=Mine)`. docs/guide/exchanges/custom.md has an example."""
+"""An exchange that a script defines: `run.steps(data, exchange=Mine)`. docs/guide/exchanges/custom.md shows one."""
 
 from __future__ import annotations
 
@@ -18,65 +18,72 @@ if TYPE_CHECKING:
     from unisono.config.mesh_shape import MeshShape
 
 Build = Callable[[Sequence[torch.nn.Parameter], int, Collectives], Exchange]
-"""(parameters, virtual ranks, what processes do together) -> an exchange over them. A class is one."""
+"""build(parameters, virtual ranks, collectives) returns an exchange over the parameters. A class is one."""
 
-NEEDED = ("promise", "reason", "params", "finish")
-"""What unisono.Exchange leaves to those that inherit from it."""
+REQUIRED = ("promise", "reason", "params", "finish")
+"""The members that a subclass of unisono.Exchange must define."""
 
 
 class CustomExchange:
-    """Builds a script's exchange, and knows what it promises.
+    """Build a script's exchange, and hold its promise.
 
-    name  what it is called in a checkpoint
+    Args:
+        build: Builds the exchange.
+
+    Attributes:
+        name: Its name in a checkpoint.
     """
 
     def __init__(self, build: Build) -> None:
         self.build = build
-        inner = getattr(build, "func", build)  # of a partial
-        self.name = getattr(inner, "__qualname__", type(inner).__name__)
-        self.promise = str(getattr(inner, "promise", "unknown"))
-        self.reason = str(getattr(inner, "reason", f"{self.name} was never built"))
+        target = getattr(build, "func", build)  # of a functools.partial
+        self.name = getattr(target, "__qualname__", type(target).__name__)
+        self.promise = str(getattr(target, "promise", "unknown"))
+        self.reason = str(getattr(target, "reason", f"{self.name} was never built"))
 
     def __call__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> Exchange:
         exchange = self.build(params, virtual_ranks, Collectives(group))
         members = [name for name in dir(Exchange) if not name.startswith("_")]
-        lacks = [name for name in dict.fromkeys([*NEEDED, *members]) if not hasattr(exchange, name)]
+        missing = [name for name in dict.fromkeys([*REQUIRED, *members]) if not hasattr(exchange, name)]
         if getattr(type(exchange), "finish", None) is Exchange.finish:
-            lacks.append("finish")
-        if lacks:
+            missing.append("finish")
+        if missing:
             raise LoopError(
-                f"run.steps was given {self.name} as its exchange, which built a {type(exchange).__name__}.",
-                f"It lacks {' and '.join(lacks)}.",
+                f"{self.name} is no exchange: it lacks {' and '.join(missing)}.",
+                f"run.steps was called with exchange={self.name}, which built a {type(exchange).__name__}.",
                 "class Mine(unisono.Exchange), with promise = 'exact', reason = 'why', self.params = params and "
                 "def finish(self, weight): docs/guide/exchanges/custom.md.",
             )
         if exchange.promise not in PROMISES:
             raise LoopError(
-                f"run.steps was given {self.name} as its exchange, whose promise is {exchange.promise!r}.",
+                f"{self.name} has an unknown promise: {exchange.promise!r}.",
                 f"It goes into result.json, and is one of {len(PROMISES)}: {', '.join(map(repr, PROMISES))}.",
-                f"promise = {PROMISES[2]!r}, say, if its sums depend on the number of processes.",
+                f"promise = {PROMISES[2]!r}, for instance, if its sums depend on the number of processes.",
             )
         self.promise, self.reason = exchange.promise, exchange.reason
         return exchange
 
 
 def own_exchange(build: Any, settings: Settings, axes: MeshShape) -> CustomExchange | None:
-    """The script's exchange, if it has one. Raises LoopError for what cannot be one, and beside settings that nobody
-    would read then."""
+    """Return the script's exchange, if it has one.
+
+    Raises:
+        LoopError: It cannot be called, or settings are set that it would not read.
+    """
     if build is None:
         return None
     if not callable(build):
         raise LoopError(
-            f"run.steps was given a {type(build).__name__} as its exchange.",
-            "It is built here, over the parameters that train, and again when others train.",
-            "hand in its class, or a function: exchange=lambda params, virtual_ranks, group: Mine(params, group).",
+            f"run.steps got an exchange that cannot be called: a {type(build).__name__}.",
+            "It is called with the parameters that train, and again when others train.",
+            "pass its class, or a function: exchange=lambda params, virtual_ranks, group: Mine(params, group).",
         )
     own = CustomExchange(build)
     values = flatten(settings) | {f"parallel.{axis}": size for axis, size in axes._asdict().items()}
     for condition in NOT_WITH_CUSTOM_EXCHANGE:
         if condition.holds(values[condition.name]):
             raise LoopError(
-                f"run.steps was given {own.name} as its exchange, and {condition.describe(values)}.",
+                f"{own.name} does not work with {condition.describe(values)}.",
                 "A custom exchange averages the gradients of whole models by itself.",
                 f"--set {condition.change}, or run.steps without exchange=.",
             )

@@ -1,8 +1,8 @@
-"""Several exchanges as one: of a process that holds several stages of a pipeline, whose backward passes alternate.
+"""Several exchanges as one, for a process that holds several pipeline stages, whose backward passes alternate.
 
-Each stage's micro-batches come in order, so each has an exchange of its own; whoever computes
-(train/pipelining/pipeline_run.py) enters that one. They meet one after the other, first stage first, on all who hold
-these stages.
+Each stage's micro-batches come in order, so each stage has an exchange of its own, and the pipeline
+(train/pipelining/pipeline_run.py) enters that one. They finish one after the other, first stage first, on all processes
+that hold these stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.plan.reduction_tree import Node
 
 
 class NoExchange(Exchange):
-    """Of a stage that has nothing to learn just now: it meets nobody."""
+    """The exchange of a stage without parameters that train: it does nothing."""
 
     promise = "exact"
     reason = "nothing is added up"
@@ -29,7 +29,12 @@ class NoExchange(Exchange):
 
 
 class PerStageExchange:
-    """parts  an exchange for each stage, over parts of `params`; a parameter that several stages use is in several"""
+    """Call the exchange of each stage.
+
+    Args:
+        params: The parameters of all stages.
+        parts: The exchange of each stage, over some of `params`; a parameter that several stages use is in several.
+    """
 
     promise = "exact"
     reason = "one fixed tree for each stage adds the gradients of the virtual ranks, wherever they were computed"
@@ -42,10 +47,10 @@ class PerStageExchange:
             part.begin(spans, pieces, weights)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
-        raise AssertionError("enter one of its parts")
+        raise AssertionError("enter the exchange of a stage")
 
     def leave(self) -> None:
-        raise AssertionError("leave one of its parts")
+        raise AssertionError("leave the exchange of a stage")
 
     def launch(self) -> None:
         for part in self.parts:
@@ -55,16 +60,16 @@ class PerStageExchange:
         return {}
 
     def finish(self, weight: float) -> bool:
-        """p.grad becomes the sum over all processes and over the stages that use it, first stage first."""
-        whole, sums = True, dict[int, torch.Tensor]()
+        """Set p.grad to the sum over all processes and over the stages that use it, first stage first."""
+        is_finite, sums = True, dict[int, torch.Tensor]()
         for part in self.parts:
-            whole &= part.finish(weight)
+            is_finite &= part.finish(weight)
             for p in part.params:
                 if p.grad is not None:
                     sums[id(p)] = sums[id(p)].add_(p.grad) if id(p) in sums else p.grad
         for p in self.params:
             p.grad = sums.get(id(p))
-        return whole
+        return is_finite
 
     def commit(self) -> None:
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""Sequences in slices: which part of a batch, and of a model's tables of positions, belongs to a process."""
+"""Split sequences into slices: the part of a batch, and of a model's tables of positions, that a process has."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
+from unisono.parallel.torch_internals import buffer_slots, parameter_slots
 from unisono.plan.batch_order import cut_batch
 
 
 class SequenceCut(NamedTuple):
-    """How the sequences of one micro-batch are divided: their length, and how many positions each process has."""
+    """How the sequences of one micro-batch are split: their length, and the number of positions of each process."""
 
     length: int
     lengths: tuple[int, ...]
@@ -23,128 +24,146 @@ class SequenceCut(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceDims:
-    """What lies along the sequence, for `run.place(..., sequence=...)`. The setting parallel.context divides it.
+    """The dims that run along the sequence: `run.place(..., sequence=...)`. The setting parallel.context splits them.
 
-    batch      {part: dim}, a part by its place in a batch, or its name. None: every tensor of two or more dims whose
-               dim 1 is as long as that of the first one
-    positions  {name: dim} of the model's buffers and parameters that have a row for each position: a table of angles,
-               an embedding of positions. In a forward pass each process sees its own rows of them
+    Attributes:
+        batch: {part: dim}, a part of a batch by its index or its name. None: every tensor of two or more dims whose dim
+            1 is as long as that of the first one.
+        positions: {name: dim} of the model's buffers and parameters that have a row for each position: a table of
+            rotary angles, an embedding of positions. In a forward pass each process sees its own rows of them.
     """
 
     batch: Mapping[int | str, int] | None = None
     positions: Mapping[str, int] = field(default_factory=dict)
 
     def check(self, model: nn.Module) -> None:
-        """Raises LoopError for positions that the model has not; on one process, too."""
+        """Raise LoopError for positions that the model does not have; on one process, too."""
         known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, dim in self.positions.items():
             if name not in known:
                 near = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
                 raise LoopError(
-                    f"unisono.SequenceDims was given positions={{{name!r}: {dim}}}.",
-                    f"{type(model).__name__} has {len(known)} parameters and buffers, none of this name.",
-                    f"positions={{{(near or [*dict(model.named_buffers()), *known])[0]!r}: {dim}}}, say.",
+                    f"{type(model).__name__} has no parameter or buffer {name!r}.",
+                    f"It has {len(known)} of them. unisono.SequenceDims got positions={{{name!r}: {dim}}}.",
+                    f"positions={{{(near or [*dict(model.named_buffers()), *known])[0]!r}: {dim}}}, for instance.",
                 )
             if not -known[name].dim() <= dim < known[name].dim():
                 raise LoopError(
-                    f"unisono.SequenceDims was given positions={{{name!r}: {dim}}}.",
-                    f"It has shape {tuple(known[name].shape)}.",
-                    "name the dim that has a row for each position: 0, mostly.",
+                    f"{name} has no dim {dim}.",
+                    f"Its shape is {tuple(known[name].shape)}. unisono.SequenceDims got positions={{{name!r}: {dim}}}.",
+                    "name the dim that has a row for each position: mostly 0.",
                 )
 
 
 def divide(batch: Any, dims: Mapping[int | str, int] | None, group: ProcessGroup) -> tuple[SequenceCut, Any]:
-    """How a batch is divided, and this process's slice of it. Slices are in order, and as even as it goes: of 7
-    positions 3 and 4; of a single one, some process has none."""
+    """Split a batch, and return how it is split and this process's slice.
+
+    Slices are in the order of ranks, and as even as possible: 7 positions are 3 and 4. A process may have none.
+    """
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    along = _found(batch) if dims is None else _named(batch, dims)
+    along = _sequence_tensors(batch) if dims is None else _named_tensors(batch, dims)
     lengths = {t.shape[dim] for t, dim in along}
     if len(lengths) != 1:
         raise LoopError(
-            f"The sequences of a micro-batch were to be divided, with parallel.context = {group.size}.",
+            f"Cannot split the sequences of a micro-batch over parallel.context = {group.size} processes.",
             f"Their lengths are {' and '.join(map(str, sorted(lengths)))}."
             if lengths
-            else f"In it is no tensor of two or more dims: {type(batch).__name__}.",
-            'say which dims of a batch are the sequence: unisono.SequenceDims(batch={"tokens": 1, "targets": 1}).',
+            else f"It has no tensor of two or more dims: {type(batch).__name__}.",
+            'name the dims of a batch that run along the sequence: unisono.SequenceDims(batch={"tokens": 1, '
+            '"targets": 1}).',
         )
     cut = SequenceCut(
         length := lengths.pop(), tuple(b - a for a, b in (cut_batch(length, group.size, r) for r in range(group.size)))
     )
-    ours = {id(t): dim for t, dim in along}
+    dim_of = {id(t): dim for t, dim in along}
     return cut, tree_map_only(
-        Tensor, lambda t: slice_of(t, ours[id(t)], cut, group.rank) if id(t) in ours else t, batch
+        Tensor, lambda t: slice_of(t, dim_of[id(t)], cut, group.rank) if id(t) in dim_of else t, batch
     )
 
 
 def slice_of(tensor: Tensor, dim: int, cut: SequenceCut, rank: int) -> Tensor:
-    """Its rows of this process."""
+    """Return the positions of a rank."""
     return tensor.narrow(dim, sum(cut.lengths[:rank]), cut.lengths[rank])
 
 
-def _found(batch: Any) -> list[tuple[Tensor, int]]:
+def _sequence_tensors(batch: Any) -> list[tuple[Tensor, int]]:
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 1]
     return [(t, 1) for t in tensors if t.shape[1] == tensors[0].shape[1]]
 
 
-def _named(batch: Any, dims: Mapping[int | str, int]) -> list[tuple[Tensor, int]]:
+def _named_tensors(batch: Any, dims: Mapping[int | str, int]) -> list[tuple[Tensor, int]]:
     parts = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, (list, tuple)) else [batch]))
     )
-    wrong = [f"{name!r}: {dim}" for name, dim in dims.items() if not _has(parts.get(name), dim)]
+    wrong = [f"{name!r}: {dim}" for name, dim in dims.items() if not _has_dim(parts.get(name), dim)]
     if wrong:
         shapes = [
             f"{name!r}: {tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__}" for name, t in parts.items()
         ]
         raise LoopError(
-            f"A micro-batch was to be divided by unisono.SequenceDims(batch={{{', '.join(wrong)}}}).",
+            f"A micro-batch does not have what unisono.SequenceDims(batch={{{', '.join(wrong)}}}) names.",
             f"It has {', '.join(shapes)}.",
-            "name its parts as they are, each with the dim of the sequence.",
+            "name the parts that it has, each with the dim of the sequence.",
         )
     return [(parts[name], dim) for name, dim in dims.items()]
 
 
-def _has(tensor: Any, dim: int) -> bool:
+def _has_dim(tensor: Any, dim: int) -> bool:
     return isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim()
 
 
 class PositionRows:
-    """A model's table of positions. While the module that has these hooks goes forward, the table's rows are our own.
+    """Hooks that replace a model's table of positions by this process's rows during a forward.
 
-    A table changes when the model is called, and when the part that holds it is: with recomputation that may happen
-    once more in the backward pass. Hooks are told which module it is, so a copy of a model changes its own table.
+    The table is replaced when the model is called, and when the module that holds it is called: with recomputation that
+    may happen again in backward. A hook gets the module that it runs for, so a copy of a model replaces its own table.
+
+    Args:
+        path: The module that holds the table, below the hooked one.
+        key: The name of the table in it.
+        dim: The dim of positions.
+        rank: The rank of this process on the axis `context`.
+        current_cut: Returns how the micro-batch is split; None: it is not.
+        replaced: The tables that are replaced now, from the outermost call to the innermost.
     """
 
     def __init__(
-        self, path: str, key: str, dim: int, rank: int, now: Callable[[], SequenceCut | None], held: list[Any]
+        self,
+        path: str,
+        key: str,
+        dim: int,
+        rank: int,
+        current_cut: Callable[[], SequenceCut | None],
+        replaced: list[Any],
     ) -> None:
-        self.path, self.key, self.dim, self.rank, self.now = path, key, dim, rank, now
-        self.held: list[tuple[dict[str, Any], Any]] = held  # what was there, from the outermost call to the innermost
+        self.path, self.key, self.dim, self.rank, self.current_cut = path, key, dim, rank, current_cut
+        self.replaced: list[tuple[dict[str, Any], Any]] = replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PositionRows:
         return self
 
     def enter(self, module: nn.Module, _: Any) -> None:
         holder = module.get_submodule(self.path)
-        table: dict[str, Any] = holder._buffers if self.key in holder._buffers else holder._parameters
-        whole, cut = table[self.key], self.now()
-        known = any(other is table for other, _ in self.held)
-        self.held.append((table, whole))
-        if cut is not None and not known and not hasattr(whole, "full_tensor"):  # a shard is gathered later
-            table[self.key] = slice_of(whole, self.dim, cut, self.rank)
+        slots: dict[str, Any] = buffer_slots(holder) if self.key in buffer_slots(holder) else parameter_slots(holder)
+        table, cut = slots[self.key], self.current_cut()
+        is_replaced = any(other is slots for other, _ in self.replaced)
+        self.replaced.append((slots, table))
+        if cut is not None and not is_replaced and not hasattr(table, "full_tensor"):  # a shard is gathered later
+            slots[self.key] = slice_of(table, self.dim, cut, self.rank)
 
     def leave(self, *_: Any) -> None:
-        table, whole = self.held.pop()
-        table[self.key] = whole
+        slots, table = self.replaced.pop()
+        slots[self.key] = table
 
 
 def slice_along(
-    model: nn.Module, positions: Mapping[str, int], rank: int, now: Callable[[], SequenceCut | None]
+    model: nn.Module, positions: Mapping[str, int], rank: int, current_cut: Callable[[], SequenceCut | None]
 ) -> None:
-    """From now on the model finds its own rows of its positions, whenever it goes forward and `now()` says how."""
+    """Let the model see its own rows of its tables of positions, whenever `current_cut()` returns a cut."""
     for name, dim in positions.items():
         path, _, key = name.rpartition(".")
-        held: list[Any] = []
+        replaced: list[Any] = []
         for module, below in {model: path, model.get_submodule(path): ""}.items():
-            rows = PositionRows(below, key, dim, rank, now, held)
+            rows = PositionRows(below, key, dim, rank, current_cut, replaced)
             module.register_forward_pre_hook(rows.enter)
-            module.register_forward_hook(rows.leave, prepend=True, always_call=True)  # before a shard is let go of
+            module.register_forward_hook(rows.leave, prepend=True, always_call=True)  # before FSDP2 frees a shard

@@ -1,10 +1,9 @@
-"""Threads: torch's DataParallel, one process with a thread for each of several devices. For those who come from there.
+"""torch's DataParallel: one process with a thread for each of several devices.
 
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html. In every forward pass the model is copied to
-all devices anew, a micro-batch is cut into a piece for each, and the outputs come together on the first one, where the
-loss is computed, and where the gradient of all copies is added up. Parameters exist once: p.grad, optimizers and
-checkpoints know nothing of it. What bits come out depends on the number of devices; docs/guide/parallel/memory.md has
-its other disadvantages.
+all devices, and a micro-batch is cut into a piece for each. The outputs are gathered on the first device, where the
+loss is computed and the gradients of all copies are added up. Parameters exist once, so p.grad, optimizers and
+checkpoints do not change. The bits depend on the number of devices. docs/guide/parallel/memory.md lists its disadvantages.
 """
 
 from __future__ import annotations
@@ -19,14 +18,16 @@ from unisono.parallel.layers import ForwardWrapper
 
 
 def apply_data_parallel(model: nn.Module, devices: Sequence[torch.device]) -> None:
-    """From now on the model's forward runs on all of these devices; it lies on the first one."""
+    """Run the model's forward on all of these devices. Its parameters are on the first one."""
     model.to(devices[0])
     model.forward = ThreadedForward(model, devices)
 
 
 class ThreadedForward(ForwardWrapper):
-    """A forward that calls the model's own on copies of the model. It is no wrapper around the model, so that the names
-    of parameters do not begin with `module.`, as those of DataParallel do."""
+    """Call the model's forward on copies of the model.
+
+    It wraps the forward, not the model, so the names of parameters do not begin with `module.` as in DataParallel.
+    """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(model)
@@ -37,24 +38,27 @@ class ThreadedForward(ForwardWrapper):
 
 
 class ThreadParallel(nn.DataParallel):
-    """DataParallel over a model that has another forward than its class."""
+    """DataParallel over a model whose forward is wrapped."""
 
     def replicate(self, module: nn.Module, device_ids: Sequence[int | torch.device]) -> list[nn.Module]:
         replicas = super().replicate(module, device_ids)
-        kind = torch.device(self.src_device_obj).type
-        precision = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        device_type = torch.device(self.src_device_obj).type
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         for replica in replicas:
-            restore(replica, kind, *precision)
+            restore_forward(replica, device_type, enabled, dtype)
         return replicas
 
 
-def restore(replica: nn.Module, kind: str, enabled: bool, dtype: torch.dtype) -> None:
-    """Give a copy of the model its class's forward, under the autocast that the copies are made in: a thread begins
-    with torch's own dtype. What is hooked around the model's forward happens once, with the whole micro-batch."""
+def restore_forward(replica: nn.Module, device_type: str, enabled: bool, dtype: torch.dtype) -> None:
+    """Give a copy of the model the forward of its class, under the autocast of the calling thread.
+
+    A new thread begins with torch's default dtype. Hooks around the model's forward are removed from the copy: they run
+    once, with the whole micro-batch.
+    """
     own: Callable[..., Any] = type(replica).forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+        with torch.autocast(device_type, dtype=dtype, enabled=enabled):
             return own(replica, *args, **kwargs)
 
     vars(replica).update(forward=forward)

@@ -1,21 +1,20 @@
-"""A model as a chain that can be cut: what each stage of a pipeline computes, and what goes from one to the next.
+"""Partition a model by tracing: torch.fx finds what each stage of a pipeline computes, and what it sends to the next.
 
-torch.fx follows the model's own forward once, without data, from one call of a module to the next:
+torch.fx traces the model's own forward once, without data, from one call of a module to the next:
 
     tokens --embed--> x --block 0--> x --block 1--> x --norm--> x --head--> logits
        `--shape--> length --slice of a buffer--> cos ----^
 
-What follows from the inputs and from buffers alone (lengths, masks, rotary angles) every stage computes for itself,
-since every stage sees the batch. All else belongs to the stage of the module that was called last before it. What a
-later stage needs of it crosses, from stage to stage; mostly that is one tensor, the x above.
+Each stage computes for itself what follows from the inputs and from buffers alone (lengths, masks, rotary angles),
+because each stage has the batch. Everything else belongs to the stage of the module that was called last before it.
+Results that later stages need are sent from stage to stage; mostly that is one tensor, the x above.
 
-The modules that are called keep their identity (their hooks, their mode, their names), as those of a block do, which is
-one link. torch.distributed.pipelining has a tracer of its own; it is based on torch.export, needs an example batch,
-and holds for batches of this one shape and mode.
+The modules that are called stay the same objects, with their hooks, modes and names, and so do the modules in them.
+torch.distributed.pipelining has a tracer of its own. It is based on torch.export, needs an example batch, and its
+result holds for batches of that shape and mode only.
 
-What Python decides between these modules is settled when it is followed, so nothing may depend on it: a forward that is
-another one in eval mode, or that draws random numbers there, is not followed (but run: shadow_partition.py), and when
-an attribute that it has read has another value later, that is an error.
+What Python decides between the modules is fixed by the trace. So a forward that differs in eval mode, or draws random
+numbers there, is not traced (shadow_partition.py runs it). An attribute that it has read must not change later.
 """
 
 from __future__ import annotations
@@ -34,25 +33,31 @@ from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import LoopError
-from unisono.parallel.pipeline_parallel.fx_guards import WRITES, GuardedProxy, TraceGuards
+from unisono.parallel.pipeline_parallel.fx_guards import IN_PLACE, GuardedProxy, TraceGuards
 from unisono.parallel.pipeline_parallel.partition import (
     Partition,
     PartitionLink,
     StageInput,
     Tensors,
-    called_alone,
+    called_alone_error,
     cost_of,
     unwrapped,
 )
+from unisono.parallel.torch_internals import module_slots, parameter_slots
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
-"""torch's functions that make a tensor of nothing but numbers: fx does not notice by itself when these follow from an
-input."""
+"""Functions of torch that make a tensor from numbers. fx does not notice by itself that a number is a proxy."""
 
 
 @dataclass
 class FxPiece:
-    """What one stage computes: these nodes, in order. `receives` come from the stage before it, `sends` go on."""
+    """The part of a graph that one stage computes.
+
+    Attributes:
+        nodes: What it computes, in order.
+        receives: What the stage before it sends.
+        sends: What it sends to the next stage.
+    """
 
     nodes: list[fx.Node] = field(default_factory=list)
     receives: list[fx.Node] = field(default_factory=list)
@@ -60,11 +65,19 @@ class FxPiece:
 
 
 class CannotTrace(Exception):
-    """A forward that torch.fx does not get through without data."""
+    """A forward cannot be traced without data."""
 
 
 class FxPartition(Partition):
-    """A model's forward, followed. Raises CannotFollow."""
+    """A partition whose forward is traced.
+
+    Raises:
+        CannotTrace: The forward cannot be traced.
+
+    Attributes:
+        graph: The trace.
+        pieces: What each stage computes, once it is applied.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.name = type(model).__name__
@@ -74,55 +87,55 @@ class FxPartition(Partition):
         self.defaults = {
             name: p.default for name, p in self.signature.parameters.items() if p.default is not inspect.Parameter.empty
         }
-        self._read: list[tuple[nn.Module, str, Any]] = []  # attributes that the forward has read
-        self.asked = TraceGuards()
-        self.graph = self._follow(model)
-        self._deep: set[fx.Node] = set()
+        self._attributes_read: list[tuple[nn.Module, str, Any]] = []  # and their values in the trace
+        self.guards = TraceGuards()
+        self.graph = self._trace(model)
+        self._staged: set[fx.Node] = set()
         self._calls: list[fx.Node] = []  # of the links
         self.links = self._links(model)
-        self.cut: list[FxPiece] = []
+        self.pieces: list[FxPiece] = []
 
-    def _follow(self, model: nn.Module) -> fx.Graph:
+    def _trace(self, model: nn.Module) -> fx.Graph:
         within = list(unwrapped(model))
-        before = _dice()
+        before = _rng_states()
 
-        def follow() -> fx.Graph:
-            with _noticed_makers():
-                return _Tracer(set(within), self.asked).trace(model, concrete_args=dict(self.defaults))
+        def trace() -> fx.Graph:
+            with _traced_makers():
+                return _Tracer(set(within), self.guards).trace(model, concrete_args=dict(self.defaults))
 
         try:
-            with _noted_reads(within) as read, self.asked.watching():
-                graph = follow()
-            with _otherwise(model), torch.set_grad_enabled(not torch.is_grad_enabled()):
-                other = follow()
+            with _recorded_reads(within) as read, self.guards.watching():
+                graph = trace()
+            with _other_mode(model), torch.set_grad_enabled(not torch.is_grad_enabled()):
+                other = trace()
         except Exception as error:
             raise CannotTrace((str(error) or type(error).__name__).splitlines()[0]) from error
-        if self.asked.nones and self.asked.loose:
-            names = ", ".join(sorted({attribute.attr for attribute in self.asked.loose.values()}))
+        if self.guards.asks_none and self.guards.unused:
+            names = ", ".join(sorted({attribute.attr for attribute in self.guards.unused.values()}))
             raise CannotTrace(f"it asks whether something is None, and looks at {names}")
-        if self.asked.why:
-            raise CannotTrace(self.asked.why)
-        if before != _dice():
+        if self.guards.problem:
+            raise CannotTrace(self.guards.problem)
+        if before != _rng_states():
             raise CannotTrace("it draws random numbers between its modules")
         if str(graph) != str(other):
             raise CannotTrace("it computes something else in eval mode, or without gradients")
-        self._read = [(part, name, _settled(vars(part)[name])) for part, name in read]
+        self._attributes_read = [(part, name, _comparable(vars(part)[name])) for part, name in read]
         return graph
 
-    def _check_read(self) -> None:
-        """What Python read while the forward was followed must still be so."""
-        for part, name, was in self._read:
-            if (now := _settled(vars(part).get(name))) != was:
+    def _check_attributes(self) -> None:
+        """Raise LoopError if an attribute that was read in the trace has changed."""
+        for part, name, was in self._attributes_read:
+            if (now := _comparable(vars(part).get(name))) != was:
                 raise LoopError(
-                    f"{self.name} was called, and {type(part).__name__}.{name} is {now} now.",
-                    f"It was {was} when the model was cut into the stages of a pipeline, and its forward has read it.",
-                    "keep what changes in a buffer (self.register_buffer), or read it within a layer; or "
+                    f"{type(part).__name__}.{name} has changed since the model was partitioned: it is {now} now.",
+                    f"It was {was} when the forward of {self.name} was traced for a pipeline, which has read it.",
+                    "keep a value that changes in a buffer (self.register_buffer), or read it within a layer; or "
                     "--set parallel.pipeline=1.",
                 )
 
     def _links(self, model: nn.Module) -> list[PartitionLink]:
         links: list[PartitionLink] = []
-        loose: list[nn.Parameter] = []  # that were used by no module, before the first one was called
+        early: list[nn.Parameter] = []  # used between modules, before the first one is called
         seen: set[nn.Module] = set()
         for node in self.graph.nodes:
             parameter = _attribute(model, str(node.target)) if node.op == "get_attr" else None
@@ -131,39 +144,39 @@ class FxPartition(Partition):
                 params = list(module.parameters())
                 cost = 0 if module in seen else cost_of(module)
                 seen.add(module)
-                links.append(PartitionLink(str(node.target), loose + params, cost))
+                links.append(PartitionLink(str(node.target), early + params, cost))
                 self._calls.append(node)
-                loose = []
+                early = []
             elif isinstance(parameter, nn.Parameter):
-                (links[-1].params if links else loose).append(parameter)
+                (links[-1].params if links else early).append(parameter)
             elif node.op in ("placeholder", "output", "get_attr") or not any(
-                before in self._deep for before in node.all_input_nodes
+                before in self._staged for before in node.all_input_nodes
             ):
                 if _writes(node):
                     raise CannotTrace(f"{node.name} changes in place what follows from its inputs")
                 continue
-            self._deep.add(node)
+            self._staged.add(node)
         return links
 
     def _widths(self) -> list[int]:
         place = {node: number for number, node in enumerate(self.graph.nodes)}
         starts = [place[node] for node in self._calls]
-        last = {node: max([place[user] for user in node.users], default=-1) for node in self._deep}
-        return [0, *(sum(place[node] < start <= last[node] for node in self._deep) for start in starts[1:])]
+        last = {node: max([place[user] for user in node.users], default=-1) for node in self._staged}
+        return [0, *(sum(place[node] < start <= last[node] for node in self._staged) for start in starts[1:])]
 
-    def pieces(self, begins: Sequence[int]) -> list[FxPiece]:
-        """What each stage computes, if the stages begin with these links."""
-        starts = {self._calls[first]: stage for stage, first in enumerate(begins)}
+    def split(self, starts: Sequence[int]) -> list[FxPiece]:
+        """Return what each stage computes, if stages start with these links."""
+        first_calls = {self._calls[first]: stage for stage, first in enumerate(starts)}
         home: dict[fx.Node, int] = {}
-        pieces, now = [FxPiece() for _ in begins], 0
+        pieces, now = [FxPiece() for _ in starts], 0
         for node in self.graph.nodes:
-            now = starts.get(node, now)
-            if node in self._deep:
+            now = first_calls.get(node, now)
+            if node in self._staged:
                 home[node] = now
             elif node.op == "output":
-                home[node] = len(begins) - 1
-        needed: list[set[fx.Node]] = [set() for _ in begins]
-        if self.asked.nones:  # what nobody uses may have been asked whether it is None: the first stage sees that
+                home[node] = len(starts) - 1
+        needed: list[set[fx.Node]] = [set() for _ in starts]
+        if self.guards.asks_none:  # an unused value may have been asked whether it is None: the first stage checks it
             needed[0] |= {node for node in self.graph.nodes if not node.users and node not in home and _computes(node)}
         for node in reversed(self.graph.nodes):
             stage = home.get(node)
@@ -182,60 +195,62 @@ class FxPartition(Partition):
         return pieces
 
     def by_link(self) -> tuple[list[fx.Node], list[list[fx.Node]]]:
-        """What every stage computes for itself; and link by link, what would be its own if it were a stage."""
-        pieces = self.pieces(range(len(self.links)))
+        """Return what every stage computes for itself, and what each link would compute if it were a stage."""
+        pieces = self.split(range(len(self.links)))
         used = {node for piece in pieces for node in piece.nodes if node.op != "output"}
-        common = [node for node in self.graph.nodes if node in used - self._deep]
-        return common, [[node for node in piece.nodes if node in self._deep] for piece in pieces]
+        common = [node for node in self.graph.nodes if node in used - self._staged]
+        return common, [[node for node in piece.nodes if node in self._staged] for piece in pieces]
 
-    def settle(self, model: nn.Module, begins: Sequence[int], ours: Collection[int], kept: Collection[int]) -> None:
-        """Modules that other stages call leave an `AbsentModule` behind."""
-        self.cut = self.pieces(begins)
-        stretches = self.stretches(begins)
-        others = [stage for stage in range(len(begins)) if stage not in ours]
-        stage_of = {  # ours last: a module may be called twice
-            model.get_submodule(link.name): stage for stage in [*others, *ours] for link in stretches[stage]
+    def apply(self, model: nn.Module, starts: Sequence[int], own: Collection[int], kept: Collection[int]) -> None:
+        """Replace the modules of other stages by `AbsentModule`."""
+        self.pieces = self.split(starts)
+        by_stage = self.links_by_stage(starts)
+        others = [stage for stage in range(len(starts)) if stage not in own]
+        stage_of = {  # our own last: a module may be called twice
+            model.get_submodule(link.name): stage for stage in [*others, *own] for link in by_stage[stage]
         }
         gone = {
             part: stage
             for part, stage in stage_of.items()
-            if stage not in ours and not any(id(p) in kept for p in part.parameters())
+            if stage not in own and not any(id(p) in kept for p in part.parameters())
         }
         for prefix, parent in list(model.named_modules(remove_duplicate=False)):
-            for name, part in list(parent._modules.items()):
+            slots = module_slots(parent)
+            for name, part in list(slots.items()):
                 if part in gone:
-                    parent._modules[name] = AbsentModule(f"{prefix}.{name}".lstrip("."), gone[part])
+                    slots[name] = AbsentModule(f"{prefix}.{name}".lstrip("."), gone[part])
         for part in model.modules():
-            for name, p in part._parameters.items():
+            params = parameter_slots(part)
+            for name, p in params.items():
                 if p is not None and id(p) not in kept:
-                    part._parameters[name] = None
+                    params[name] = None
 
     def compute(self, model: nn.Module, stage: int, call: StageInput, received: Tensors) -> tuple[Any, Tensors]:
         call.begin()
-        self._check_read()
+        self._check_attributes()
         inputs = self.bind(call.args, call.kwargs)
-        return compute(model, self.cut[stage], inputs, received, self._none if self.asked.nones else None)
+        return compute(model, self.pieces[stage], inputs, received, self._none_error if self.guards.asks_none else None)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the model is called with, by name. Raises LoopError for what was left at its default when it was cut."""
+        """Return the arguments of a call by name. Raise LoopError if one differs from a default in the trace."""
         bound = self.signature.bind(*args, **kwargs).arguments
         other = [name for name, value in bound.items() if name in self.defaults and value is not self.defaults[name]]
         if other:
             raise LoopError(
-                f"{self.name} was called with {' and '.join(other)}.",
-                "It was cut into the stages of a pipeline as it is when these have their defaults.",
-                "call it with what has no default only, or leave the default out of its forward's signature.",
+                f"{self.name} was called with {' and '.join(other)}, which have a default.",
+                "It was traced for a pipeline with the defaults of these arguments.",
+                "pass only arguments without a default, or remove the default from its forward's signature.",
             )
         nones = [name for name, value in bound.items() if value is None and name not in self.defaults]
-        if nones and self.asked.nones:
-            raise self._none(" and ".join(nones))
+        if nones and self.guards.asks_none:
+            raise self._none_error(" and ".join(nones))
         return bound
 
-    def _none(self, what: str) -> LoopError:
+    def _none_error(self, what: str) -> LoopError:
         return LoopError(
-            f"{self.name} was called, and {what} is None.",
-            "Its forward asks whether something is None, and it was cut into the stages of a pipeline as it is when "
-            "only what has this default is.",
+            f"{self.name} was called with {what} = None, which its trace does not cover.",
+            "Its forward asks whether a value is None. It was traced for a pipeline as if only arguments with this "
+            "default were.",
             "give it a default in forward's signature (mask=None), or let a layer ask; or --set parallel.pipeline=1.",
         )
 
@@ -245,11 +260,19 @@ def compute(
     piece: FxPiece,
     inputs: dict[str, Any],
     received: Sequence[Any],
-    none: Callable[[str], LoopError] | None = None,
+    none_error: Callable[[str], LoopError] | None = None,
 ) -> tuple[Any, list[torch.Tensor]]:
-    """One stage's part of the model's forward: its output, if this is the last stage, and what goes to the next.
+    """Compute one stage's part of the model's forward.
 
-    none  what to raise if something computed is None; None: that is as good as any other value
+    Args:
+        model: The model.
+        piece: The stage's part of the graph.
+        inputs: The arguments of the model, by name.
+        received: The tensors that the stage before has sent.
+        none_error: Returns the error to raise if a result is None; None: results may be None.
+
+    Returns:
+        The model's output, if this is the last stage; and the tensors for the next stage.
     """
     known: dict[fx.Node, Any] = dict(zip(piece.receives, received, strict=True))
     output: Any = None
@@ -273,29 +296,28 @@ def compute(
                 known[node] = node.target(*args, **kwargs)
             case "output":
                 output = args[0]
-        if none is not None and _computes(node) and known[node] is None:
-            raise none(node.name)
+        if none_error is not None and _computes(node) and known[node] is None:
+            raise none_error(node.name)
     for node in piece.sends:
         if not isinstance(known[node], torch.Tensor):
             raise LoopError(
-                "A stage of a pipeline was to hand on what it had computed.",
-                f"{node.name} is of class {type(known[node]).__name__}: only tensors travel.",
-                "let a stage begin elsewhere (--set 'parallel.split_points=[...]'), or take it apart in the same "
-                "module.",
+                f"A stage of a pipeline cannot send a {type(known[node]).__name__} to the next.",
+                f"Only tensors are sent, and {node.name} is none.",
+                "let a stage start elsewhere (--set 'parallel.split_points=[...]'), or unpack it in the same module.",
             )
     return output, [known[node] for node in piece.sends]
 
 
 def _writes(node: fx.Node) -> bool:
-    """Does it change something in place? (A stage that needs it may not see that it needs this.)"""
+    """Return whether a node writes in place. A stage that needs the result might not know that it needs the write."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if getattr(node.target, "__module__", "") == "_operator":  # which has and_ and or_
-        return name in WRITES
+        return name in IN_PLACE
     return node.op.startswith("call_") and ((name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs)
 
 
 def _computes(node: fx.Node) -> bool:
-    """Does it make a value, other than of an argument that has its default?"""
+    """Return whether a node computes a value; checks of arguments with defaults do not."""
     return node.op.startswith("call_") and getattr(node.target, "__name__", "") not in ("_assert_is_none", "_assert")
 
 
@@ -306,7 +328,7 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 class AbsentModule(nn.Module):
-    """A module that another stage has."""
+    """Stand for a module of another stage."""
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
@@ -316,24 +338,24 @@ class AbsentModule(nn.Module):
         return f"in stage {self.stage}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise called_alone(self.name, self.stage)
+        raise called_alone_error(self.name, self.stage)
 
 
 class _Tracer(fx.Tracer):
-    """Follows a forward into what merely contains a row of layers, and no further."""
+    """Trace a forward into modules that merely contain a row of layers, and no further."""
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opened: Collection[nn.Module], asked: TraceGuards) -> None:
+    def __init__(self, opened: Collection[nn.Module], guards: TraceGuards) -> None:
         super().__init__()
-        self.opened, self.asked = opened, asked
+        self.opened, self.guards = opened, guards
         self.modes = _modes()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return GuardedProxy(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _modes() != self.modes:  # fx would leave it out without a word
+        if _modes() != self.modes:  # fx would leave it out without an error
             raise ValueError("it computes under torch.no_grad, or under an autocast of its own, between its modules")
         return super().create_node(*args, **kwargs)
 
@@ -341,21 +363,21 @@ class _Tracer(fx.Tracer):
         return m not in self.opened
 
 
-def _settled(value: Any) -> Any:
-    """What is compared of an attribute: its content, or which object it is."""
+def _comparable(value: Any) -> Any:
+    """Return what identifies the value of an attribute: its content, or the object."""
     if isinstance(value, bool | int | float | str | bytes | None):
         return value
     return repr(value) if isinstance(value, list | tuple | dict | set) else id(value)
 
 
-def _dice() -> tuple[Any, ...]:
-    """Where the random number generators stand."""
+def _rng_states() -> tuple[Any, ...]:
+    """Return the states of the random number generators."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(np.random.get_state(legacy=False))
 
 
 @contextmanager
-def _otherwise(model: nn.Module) -> Iterator[None]:
-    """In it, the model is in eval mode if it is not, and the other way round."""
+def _other_mode(model: nn.Module) -> Iterator[None]:
+    """Switch the model from train to eval mode within this block, or from eval to train mode."""
     modes = {part: part.training for part in model.modules()}
     model.train(not model.training)
     try:
@@ -366,8 +388,8 @@ def _otherwise(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _noted_reads(modules: Collection[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """In it, attributes of these modules that are read are noted: those that are no tensors and no modules."""
+def _recorded_reads(modules: Collection[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Record which attributes of these modules are read within this block, other than tensors and modules."""
     read: dict[tuple[nn.Module, str], None] = {}
     kinds = {part: type(part) for part in modules}
     noted: list[tuple[nn.Module, str]] = []
@@ -377,7 +399,7 @@ def _noted_reads(modules: Collection[nn.Module]) -> Iterator[list[tuple[nn.Modul
             def note(self: nn.Module, name: str) -> Any:
                 value = object.__getattribute__(self, name)
                 held = object.__getattribute__(self, "__dict__")
-                if name in held and name not in OURS:
+                if name in held and name not in MODULE_ATTRIBUTES:
                     read[self, name] = None
                 return value
 
@@ -389,8 +411,8 @@ def _noted_reads(modules: Collection[nn.Module]) -> Iterator[list[tuple[nn.Modul
             part.__class__ = kind
 
 
-OURS = {*vars(nn.Module())}
-"""What every module has: those of tensors and modules, hooks, and its mode."""
+MODULE_ATTRIBUTES = {*vars(nn.Module())}
+"""Attributes that every module has: for tensors, modules and hooks, and its mode."""
 
 
 def _modes() -> tuple[bool, ...]:
@@ -398,10 +420,10 @@ def _modes() -> tuple[bool, ...]:
 
 
 @contextmanager
-def _noticed_makers() -> Iterator[None]:
-    """While a forward is followed: torch.arange(length) is noted down when `length` follows from an input."""
+def _traced_makers() -> Iterator[None]:
+    """Trace calls such as torch.arange(length) within this block, if `length` follows from an input."""
 
-    def noticed(make: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
         def call(*args: Any, **kwargs: Any) -> Any:
             proxy = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, fx.Proxy)), None)
@@ -414,7 +436,7 @@ def _noticed_makers() -> Iterator[None]:
     kept = {name: getattr(torch, name) for name in MAKERS}
     try:
         for name, make in kept.items():
-            setattr(torch, name, noticed(make))
+            setattr(torch, name, traced(make))
         yield
     finally:
         for name, make in kept.items():

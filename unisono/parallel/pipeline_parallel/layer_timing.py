@@ -1,14 +1,14 @@
-"""What each link of a cut costs: the time of its forward and its backward pass.
+"""Measure the cost of each link of a partition: the time of its forward and backward.
 
-    forward  0 --x--> forward  1 --x--> forward  2 --x--> ...          x is cut off from the graph that made it, so a
-    backward 0        backward 1        backward 2                     link goes backward at once, and is forgotten
+    forward  0 --x--> forward  1 --x--> forward  2 --x--> ...          x is detached from the graph that made it, so a
+    backward 0        backward 1        backward 2                     link runs backward at once, and frees its graph
 
-All links take their turn before the first one has its next, so that whatever else the machine does meets all of them;
-of each link the median of its turns counts. On the CPU the time is that for which it worked for us (`clock_of`).
+All links are timed once before any is timed again, so that other load on the machine affects all of them. The cost of
+a link is the median of its rounds. On a CPU it is the processor time of this process (`clock_of`).
 
-Gradients are returned to us and not written down, so p.grad stays as it is. What comes into a link from behind is ones:
-time does not depend on what they are. Loss and optimizer are not in it, and what every stage computes for itself
-(masks, positions) is nobody's cost.
+Gradients are returned and not accumulated, so p.grad does not change. The gradients of outputs are ones: the time does
+not depend on their values. The loss and the optimizer are not timed, nor is what every stage computes for itself
+(masks, positions).
 """
 
 from __future__ import annotations
@@ -29,66 +29,78 @@ from unisono.parallel.pipeline_parallel.fx_partition import FxPartition
 from unisono.parallel.pipeline_parallel.partition import PartitionLink
 
 WARM_UPS = 2
-"""Turns that do not count: memory is fetched in them, kernels are chosen, layers are compiled."""
+"""Rounds that do not count: they allocate memory, choose kernels and compile layers."""
 
-TURNS = 9
-"""Turns that count; a fixed number, since processes that share a layer's matrices must take equally many."""
+ROUNDS = 9
+"""Rounds that count. The number is fixed, because processes that share a layer's matrices must run the same number."""
 
 Clock = Callable[[], float]
-"""It tells seconds; only their differences mean something."""
+"""Returns seconds, of which only differences have a meaning."""
 
 Inputs = dict[str, Any]
-"""What a model's forward is called with, by name."""
+"""The arguments of a model's forward, by name."""
 
 
 @dataclass
-class TimedStretch:
+class TimedLink:
     """A link, and what the forward computes between it and the next one.
 
-    arrives  values of earlier stretches that it uses
-    leaves   values that later ones use, or the model returns
+    Attributes:
+        nodes: Its nodes in the graph.
+        inputs: The values of earlier links that it uses.
+        outputs: The values that later links use, or the model returns.
+        params: The parameters that train.
     """
 
     nodes: list[fx.Node]
-    arrives: list[fx.Node]
-    leaves: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
     params: list[nn.Parameter]
 
 
-def clock_of(device: torch.device, *, together: bool) -> Clock:
-    """The clock to time layers with; `together`: do several processes compute them?
+def clock_of(device: torch.device, *, shared: bool) -> Clock:
+    """Return the clock to time layers with.
 
-    On a CPU with one thread it counts the seconds for which the processor worked for this process: what others do at
-    the same time on a busy machine, and how long they made us wait, is not in it. With several threads, or where
-    processes wait for each other's parts, waiting is part of the time. An accelerator is asked when it is done.
+    On a CPU with one thread it is the processor time of this process, which other processes on a busy machine do not
+    change. With several threads, or where processes wait for each other's parts, it is wall-clock time. On an
+    accelerator it waits until the device is done.
+
+    Args:
+        device: The device.
+        shared: Whether several processes compute the layers together.
     """
     if device.type == "cpu":
-        return time.perf_counter if together or torch.get_num_threads() > 1 else time.process_time
+        return time.perf_counter if shared or torch.get_num_threads() > 1 else time.process_time
     accelerator = torch.get_device_module(device)
 
-    def done() -> float:
+    def synchronized() -> float:
         accelerator.synchronize(device)
         return time.perf_counter()
 
-    return done
+    return synchronized
 
 
 def seconds_of_links(
-    model: nn.Module, chain: FxPartition, inputs: Inputs, clock: Clock, autocast: AbstractContextManager[Any]
+    model: nn.Module, partition: FxPartition, inputs: Inputs, clock: Clock, autocast: AbstractContextManager[Any]
 ) -> list[float]:
-    """How long each link of the chain takes, forward and backward.
+    """Return the seconds that each link takes, forward and backward.
 
-    inputs    on the model's device, as chain.bind gives them
-    clock     as clock_of gives it
-    autocast  in which the forward computes; it is entered for each link
+    It draws random numbers, and buffers may change; the caller restores them.
 
-    Draws random numbers, and buffers may change: to keep them is the caller's.
+    Args:
+        model: The model.
+        partition: Its partition.
+        inputs: The model's inputs, on its device, as `bind` of the partition returns them.
+        clock: A clock of `clock_of`.
+        autocast: The context in which the forward computes; it is entered for each link.
     """
-    common, stretches = _stretches(chain)
-    walk = _TimedInterpreter(model, garbage_collect_values=False, graph=chain.graph)
+    common, timed_links = _timed_links(partition)
+    interpreter = _TimedInterpreter(model, garbage_collect_values=False, graph=partition.graph)
     with torch.enable_grad():
-        turns = [list(walk.turn(common, stretches, inputs, clock, autocast)) for _ in range(WARM_UPS + TURNS)]
-    return [median(times) for times in zip(*turns[WARM_UPS:], strict=True)]
+        rounds = [
+            list(interpreter.time_links(common, timed_links, inputs, clock, autocast)) for _ in range(WARM_UPS + ROUNDS)
+        ]
+    return [median(times) for times in zip(*rounds[WARM_UPS:], strict=True)]
 
 
 def seconds_of_modules(
@@ -99,12 +111,23 @@ def seconds_of_modules(
     clock: Clock,
     autocast: AbstractContextManager[Any],
 ) -> list[float]:
-    """The same where the forward cannot be followed (shadow_partition.py): each link by itself, called with what a
-    forward pass of the model calls it with. What is computed between them is nobody's cost."""
+    """Return the seconds that each link takes, where the forward cannot be traced (shadow_partition.py).
+
+    Each module is called by itself, with the arguments of a forward pass of the model. What the forward computes
+    between modules is not timed.
+
+    Args:
+        model: The model.
+        links: The links of its partition.
+        args: The arguments of its forward.
+        kwargs: The keyword arguments.
+        clock: A clock of `clock_of`.
+        autocast: The context in which the forward computes.
+    """
     calls: list[list[tuple[Any, Any]]] = [[] for _ in links]
 
     def note(number: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[number].append(tree_map_only(torch.Tensor, _cut_off, (args, kwargs)))
+        calls[number].append(tree_map_only(torch.Tensor, _detached, (args, kwargs)))
 
     modules = [model.get_submodule(link.name) for link in links]
     hooks = [
@@ -118,17 +141,17 @@ def seconds_of_modules(
             for hook in hooks:
                 hook.remove()
         trained = [list(dict.fromkeys(p for p in link.params if p.requires_grad)) for link in links]
-        turns = [
+        rounds = [
             [
-                sum(_alone(part, *call, params, clock, autocast) for call in its)
-                for part, its, params in zip(modules, calls, trained, strict=True)
+                sum(_time_call(part, *call, params, clock, autocast) for call in part_calls)
+                for part, part_calls, params in zip(modules, calls, trained, strict=True)
             ]
-            for _ in range(WARM_UPS + TURNS)
+            for _ in range(WARM_UPS + ROUNDS)
         ]
-    return [median(times) for times in zip(*turns[WARM_UPS:], strict=True)]
+    return [median(times) for times in zip(*rounds[WARM_UPS:], strict=True)]
 
 
-def _alone(
+def _time_call(
     module: nn.Module,
     args: Any,
     kwargs: Any,
@@ -136,87 +159,87 @@ def _alone(
     clock: Clock,
     autocast: AbstractContextManager[Any],
 ) -> float:
-    """The seconds of one call, forward and backward."""
-    arrives = tree_map_only(torch.Tensor, _cut_off, (args, kwargs))
-    args, kwargs = tree_map_only(torch.Tensor, _as_made, arrives)
+    """Return the seconds of one call, forward and backward."""
+    inputs = tree_map_only(torch.Tensor, _detached, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, _writable, inputs)
     began = clock()
     with autocast:
         output = module(*args, **kwargs)
     ended = clock()
-    made, wanted = _in_graphs([output]), [*_in_graphs([arrives]), *params]
-    return ended - began + _backward(made, wanted, clock)
+    outputs, wanted = _in_graphs([output]), [*_in_graphs([inputs]), *params]
+    return ended - began + _time_backward(outputs, wanted, clock)
 
 
 class _TimedInterpreter(fx.Interpreter):
-    """Goes through a chain from node to node: https://docs.pytorch.org/docs/stable/fx.html#the-interpreter-pattern."""
+    """Run a graph node by node: https://docs.pytorch.org/docs/stable/fx.html#the-interpreter-pattern."""
 
-    def turn(
+    def time_links(
         self,
         common: Sequence[fx.Node],
-        stretches: Sequence[TimedStretch],
+        timed_links: Sequence[TimedLink],
         inputs: Inputs,
         clock: Clock,
         autocast: AbstractContextManager[Any],
     ) -> Iterator[float]:
-        """The seconds of each stretch."""
-        known: dict[fx.Node, Any] = {}
-        self.env = known
-        copied = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)  # a layer may write over its input
+        """Yield the seconds of each link."""
+        values: dict[fx.Node, Any] = {}
+        self.env = values
+        copied = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), inputs)  # a layer may overwrite its input
         with autocast:
             for node in common:
                 is_input = node.op == "placeholder"
-                known[node] = copied.get(str(node.target)) if is_input else self.run_node(node)
-        for stretch in stretches:
-            kept = {node: known[node] for node in stretch.arrives}
-            known |= {node: tree_map_only(torch.Tensor, _as_made, value) for node, value in kept.items()}
+                values[node] = copied.get(str(node.target)) if is_input else self.run_node(node)
+        for link in timed_links:
+            inputs_of_link = {node: values[node] for node in link.inputs}
+            values |= {node: tree_map_only(torch.Tensor, _writable, value) for node, value in inputs_of_link.items()}
             began = clock()
             with autocast:
-                for node in stretch.nodes:
-                    known[node] = self.run_node(node)
+                for node in link.nodes:
+                    values[node] = self.run_node(node)
             ended = clock()
-            yield ended - began + self._backward(stretch, kept, clock)
-            known |= kept
-            for node in stretch.nodes:
-                value = known.pop(node)
-                if node in stretch.leaves:
-                    known[node] = tree_map_only(torch.Tensor, _cut_off, value)
+            yield ended - began + self._time_backward(link, inputs_of_link, clock)
+            values |= inputs_of_link
+            for node in link.nodes:
+                value = values.pop(node)
+                if node in link.outputs:
+                    values[node] = tree_map_only(torch.Tensor, _detached, value)
 
-    def _backward(self, stretch: TimedStretch, kept: dict[fx.Node, Any], clock: Clock) -> float:
-        made = _in_graphs(self.env[node] for node in stretch.leaves)
-        return _backward(made, [*_in_graphs(kept.values()), *stretch.params], clock)
+    def _time_backward(self, link: TimedLink, inputs: dict[fx.Node, Any], clock: Clock) -> float:
+        outputs = _in_graphs(self.env[node] for node in link.outputs)
+        return _time_backward(outputs, [*_in_graphs(inputs.values()), *link.params], clock)
 
 
-def _backward(made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Seconds; nothing, if nobody wants a gradient."""
-    if not made or not wanted:
+def _time_backward(outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], clock: Clock) -> float:
+    """Return the seconds of a backward pass; 0 if no gradient is wanted."""
+    if not outputs or not wanted:
         return 0.0
-    ones = [torch.ones_like(tensor) for tensor in made]
+    ones = [torch.ones_like(tensor) for tensor in outputs]
     began = clock()
-    torch.autograd.grad(made, wanted, ones, allow_unused=True)
+    torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
     return clock() - began
 
 
-def _stretches(chain: FxPartition) -> tuple[list[fx.Node], list[TimedStretch]]:
-    """What every stage computes for itself, and what comes with each link."""
-    common, rows = chain.by_link()
+def _timed_links(partition: FxPartition) -> tuple[list[fx.Node], list[TimedLink]]:
+    """Return what every stage computes for itself, and what is timed with each link."""
+    common, rows = partition.by_link()
     found = []
-    for link, nodes in zip(chain.links, rows, strict=True):
+    for link, nodes in zip(partition.links, rows, strict=True):
         own = set(nodes)
         used = dict.fromkeys(before for node in nodes for before in node.all_input_nodes)
-        arrives = [node for node in used if node not in own and node not in common]
-        leaves = [node for node in nodes if any(user not in own for user in node.users)]
+        inputs = [node for node in used if node not in own and node not in common]
+        outputs = [node for node in nodes if any(user not in own for user in node.users)]
         trained = list(dict.fromkeys(p for p in link.params if p.requires_grad))
-        found.append(TimedStretch(nodes, arrives, leaves, trained))
+        found.append(TimedLink(nodes, inputs, outputs, trained))
     return common, found
 
 
-def _cut_off(tensor: torch.Tensor) -> torch.Tensor:
-    """The same without the graph that made it. It wants a gradient if it did before."""
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Detach a tensor from the graph that made it. It requires a gradient if it did before."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _as_made(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that may be written over, as autograd does not allow for what nobody has computed."""
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that a layer may overwrite; autograd does not allow that for leaves."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 

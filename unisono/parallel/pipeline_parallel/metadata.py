@@ -1,4 +1,4 @@
-"""What stages tell each other beside tensors: which modules were called, and what each gave, but for what was in it."""
+"""Metadata that stages send with activations: which modules were called, and the structure of what each returned."""
 
 from __future__ import annotations
 
@@ -14,27 +14,37 @@ from unisono.errors import LoopError
 from unisono.tensors.spec import TensorSpec, dtype_name
 
 PLAIN = (type(None), bool, int, float, str)
-"""What a module may return beside tensors."""
+"""The types that a module may return besides tensors."""
 
 
-class StageMessage(NamedTuple):
-    """What one call of a link gave: its number, the structure, and of each leaf what it is like, or, if it is a plain
-    thing, that."""
+class CallRecord(NamedTuple):
+    """What one call of a link returned.
+
+    Attributes:
+        link: The number of the link.
+        spec: The structure of the output, serialized.
+        leaves: A TensorSpec for each tensor; other leaves as they are.
+    """
 
     link: int
     spec: str
     leaves: tuple[Any, ...]
 
 
-class ReceivedMetadata(NamedTuple):
-    """What a stage is told of those before it: what was called, and the link that comes next."""
+class StageMetadata(NamedTuple):
+    """What a stage learns of those before it.
 
-    to: int
-    gave: tuple[StageMessage, ...]
+    Attributes:
+        next_link: The link that is called next.
+        calls: The calls of links in all earlier stages, in order.
+    """
+
+    next_link: int
+    calls: tuple[CallRecord, ...]
 
 
-def gave(number: int, name: str, output: Any) -> StageMessage:
-    """What a call gave, in words that can travel."""
+def record_call(link: int, name: str, output: Any) -> CallRecord:
+    """Return the record of a call."""
     leaves, spec = tree_flatten(output)
     found: list[Any] = []
     for leaf in leaves:
@@ -44,35 +54,34 @@ def gave(number: int, name: str, output: Any) -> StageMessage:
             found.append(leaf)
         else:
             raise LoopError(
-                f"{name} was called, in a stage of a pipeline.",
-                f"It returned a {type(leaf).__name__}: only tensors and plain values can be told to later stages.",
+                f"{name} returned a {type(leaf).__name__} in a stage of a pipeline.",
+                "Later stages can get only tensors and plain values from it.",
                 "let it return tensors (Hugging Face: model.config.use_cache = False), or --set parallel.pipeline=1",
             )
-    return StageMessage(number, treespec_dumps(spec), tuple(found))
+    return CallRecord(link, treespec_dumps(spec), tuple(found))
 
 
-def encoded(told: ReceivedMetadata) -> torch.Tensor:
-    """As bytes."""
+def encode(metadata: StageMetadata) -> torch.Tensor:
+    """Encode metadata as uint8 [bytes]."""
     rows = [
-        (g.link, g.spec, [leaf if isinstance(leaf, TensorSpec) else {"is": leaf} for leaf in g.leaves])
-        for g in told.gave
+        (call.link, call.spec, [leaf if isinstance(leaf, TensorSpec) else {"value": leaf} for leaf in call.leaves])
+        for call in metadata.calls
     ]
-    text = json.dumps((told.to, rows), separators=(",", ":")).encode()
+    text = json.dumps((metadata.next_link, rows), separators=(",", ":")).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def decoded(tensor: torch.Tensor) -> ReceivedMetadata:
-    """What these bytes say."""
-    return _decoded(tensor.cpu().numpy().tobytes())
+def decode(tensor: torch.Tensor) -> StageMetadata:
+    """Decode metadata."""
+    return _decode(tensor.cpu().numpy().tobytes())
 
 
 @lru_cache(maxsize=256)  # it is the same for all micro-batches of a kind
-def _decoded(text: bytes) -> ReceivedMetadata:
-    to, rows = json.loads(text)
-    return ReceivedMetadata(
-        to, tuple(StageMessage(link, spec, tuple(map(_leaf, leaves))) for link, spec, leaves in rows)
-    )
+def _decode(text: bytes) -> StageMetadata:
+    next_link, rows = json.loads(text)
+    calls = (CallRecord(link, spec, tuple(map(_decode_leaf, leaves))) for link, spec, leaves in rows)
+    return StageMetadata(next_link, tuple(calls))
 
 
-def _leaf(told: Any) -> Any:
-    return told["is"] if isinstance(told, Mapping) else TensorSpec.from_json(told)
+def _decode_leaf(leaf: Any) -> Any:
+    return leaf["value"] if isinstance(leaf, Mapping) else TensorSpec.from_json(leaf)

@@ -1,8 +1,8 @@
-"""Where a model is cut into stages: a row of modules that are called one after the other, and the even cuts of it.
+"""Partition a model into stages: a row of modules that are called one after the other, and where it is cut.
 
-There are two ways to compute what lies between two cuts: fx_partition.py follows the model's forward once and then
-knows what belongs where; shadow_partition.py lets every stage run the whole forward, with shadows for what other stages
-compute.
+There are two ways to compute what is between two cuts. fx_partition.py traces the model's forward once and then knows
+which operation belongs to which stage. shadow_partition.py lets every stage run the whole forward, with tensors without
+data in place of what other stages compute.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from torch import nn
 from unisono.errors import LoopError
 from unisono.parallel.pipeline_parallel.stage_balance import BalancedRow, balanced_partition
 
-ALIKE = 0.05
-"""Stages whose times differ by no more than this share are alike: so far do the clocks of busy machines stray."""
+TIMING_TOLERANCE = 0.05
+"""The share by which measured times of stages may differ and count as equal: clocks on busy machines are no better."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass
 class PartitionLink:
-    """A module that is called, with the parameters that come into use with it, and what it costs: a number of
-    parameters, or nanoseconds."""
+    """A module that the forward calls, with the parameters that come into use with it.
+
+    Attributes:
+        name: The module's name in the model.
+        params: The parameters.
+        cost: A number of parameters, or nanoseconds.
+    """
 
     name: str
     params: list[nn.Parameter]
@@ -36,11 +41,14 @@ class PartitionLink:
 
 
 class StageInput(NamedTuple):
-    """A call of the model that is cut.
+    """A call of a partitioned model.
 
-    forward  the model's own
-    begin    is to be called where the stage's own part begins: from there on torch's random numbers are those that the
-             stage before it has left
+    Attributes:
+        forward: The model's own forward.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        begin: Called where the stage's own part begins. It sets torch's random number generators to where the stage
+            before has left them.
     """
 
     forward: Callable[..., Any]
@@ -50,11 +58,12 @@ class StageInput(NamedTuple):
 
 
 class Partition(ABC):
-    """A model as a row of links; a stage begins with one of them.
+    """A model as a row of links. Each stage starts with one of them.
 
-    name   of the model's class
-    links  the modules that are called, in order
-    timed  are their costs times (layer_timing.py), or else numbers of parameters?
+    Attributes:
+        name: The name of the model's class.
+        links: The modules that are called, in order.
+        timed: Whether the costs of links are times (layer_timing.py); otherwise they are numbers of parameters.
     """
 
     name: str
@@ -63,56 +72,72 @@ class Partition(ABC):
 
     @abstractmethod
     def _widths(self) -> list[int]:
-        """How many tensors cross where each link begins, as far as that is known."""
+        """Return the number of tensors that would be sent where each link starts, as far as it is known."""
 
     @abstractmethod
-    def settle(self, model: nn.Module, begins: Sequence[int], ours: Collection[int], kept: Collection[int]) -> None:
-        """The stages begin with these links, and some of them are ours: let go of what only others need.
+    def apply(self, model: nn.Module, starts: Sequence[int], own: Collection[int], kept: Collection[int]) -> None:
+        """Partition the model, and remove what only other processes need.
 
-        kept  parameters that stay, by id: those of our stages
+        Args:
+            model: The model.
+            starts: The number of the link with which each stage starts.
+            own: The stages of this process.
+            kept: The ids of the parameters of these stages.
         """
 
     @abstractmethod
     def compute(self, model: nn.Module, stage: int, call: StageInput, received: Tensors) -> tuple[Any, Tensors]:
-        """One stage's part of the model's forward: its output, if this is the last stage, and what goes to the next.
+        """Compute one stage's part of the model's forward.
 
-        received  what the stage before it has sent
+        Args:
+            model: The model.
+            stage: The stage.
+            call: The call of the model.
+            received: The tensors that the stage before has sent.
+
+        Returns:
+            The model's output, if this is the last stage; and the tensors for the next stage.
         """
 
-    def users(self, model: nn.Module, begins: Sequence[int]) -> dict[int, list[int]]:
-        """The stages that use each parameter, by its id; what belongs to no link is the first stage's."""
+    def stages_of_params(self, model: nn.Module, starts: Sequence[int]) -> dict[int, list[int]]:
+        """Return the stages that use each parameter, by its id. Parameters of no link belong to the first stage."""
         found: dict[int, list[int]] = {id(p): [] for p in model.parameters()}
-        for stage, links in enumerate(self.stretches(begins)):
+        for stage, links in enumerate(self.links_by_stage(starts)):
             for key in {id(p) for link in links for p in link.params}:
                 found[key].append(stage)
         return {key: stages or [0] for key, stages in found.items()}
 
-    def stretches(self, begins: Sequence[int]) -> list[list[PartitionLink]]:
-        """The links of each stage."""
-        return [self.links[first:end] for first, end in zip(begins, [*begins[1:], len(self.links)], strict=True)]
+    def links_by_stage(self, starts: Sequence[int]) -> list[list[PartitionLink]]:
+        """Return the links of each stage."""
+        return [self.links[first:end] for first, end in zip(starts, [*starts[1:], len(self.links)], strict=True)]
 
-    def begins(self, stages: int, names: Sequence[str]) -> list[int]:
-        """The number of the link with which each stage begins: as named, or so that the dearest stage is cheap."""
-        with_weights = sum(any(p.requires_grad for p in link.params) for link in self.links)
-        if with_weights < stages:
+    def stage_starts(self, stages: int, names: Sequence[str]) -> list[int]:
+        """Return the number of the link with which each stage starts.
+
+        Args:
+            stages: The number of stages.
+            names: The modules with which stages start; none: balance the costs.
+        """
+        trained = sum(any(p.requires_grad for p in link.params) for link in self.links)
+        if trained < stages:
             raise LoopError(
-                f"A pipeline of {stages} stages was asked for.",
-                f"{self.name} is a chain of {len(self.links)} modules, of which {with_weights} have parameters that "
-                "train; every stage needs one.",
-                f"--set parallel.pipeline={max(1, with_weights)}; or, where a process has several stages, --set "
+                f"Cannot partition a {self.name} into {stages} stages: it has too few modules.",
+                f"It is a chain of {len(self.links)} modules, of which {trained} have parameters that train; every "
+                "stage needs one.",
+                f"--set parallel.pipeline={max(1, trained)}; or, where a process has several stages, --set "
                 "parallel.schedule=1F1B",
             )
-        found = self._named(stages, names) if names else self._balanced(stages)
+        found = self._named_starts(stages, names) if names else self._balanced_starts(stages)
         for stage, (first, end) in enumerate(zip(found, [*found[1:], len(self.links)], strict=True)):
             if not any(p.requires_grad for link in self.links[first:end] for p in link.params):
                 raise LoopError(
-                    f"parallel.split_points = {list(names)} was asked for.",
                     f"Stage {stage} would have no parameter that trains.",
-                    "name other modules to begin with, or none: --set 'parallel.split_points=[]'",
+                    f"parallel.split_points = {list(names)} chooses where stages start.",
+                    "name other modules, or none: --set 'parallel.split_points=[]'",
                 )
         return found
 
-    def _named(self, stages: int, names: Sequence[str]) -> list[int]:
+    def _named_starts(self, stages: int, names: Sequence[str]) -> list[int]:
         found = [0]
         for name in names:
             places = (i for i, link in enumerate(self.links) if f"{link.name}.".startswith(f"{name}."))
@@ -120,49 +145,56 @@ class Partition(ABC):
         if len(found) != stages or sorted(set(found)) != found:
             known = ", ".join(dict.fromkeys(link.name for link in self.links[1:]))
             raise LoopError(
-                f"parallel.split_points = {list(names)} was asked for, for {stages} stages.",
+                f"parallel.split_points = {list(names)} does not give {stages} stages.",
                 f"{stages - 1} modules are to be named in the order in which {self.name} calls them: {known}.",
                 "name these, or none: --set 'parallel.split_points=[]'",
             )
         return found
 
-    def _balanced(self, stages: int) -> list[int]:
+    def _balanced_starts(self, stages: int) -> list[int]:
         trains = [any(p.requires_grad for p in link.params) for link in self.links]
         row = BalancedRow([link.cost for link in self.links], trains, self._widths())
-        return balanced_partition(row, stages, ALIKE if self.timed else 0.0)
+        return balanced_partition(row, stages, TIMING_TOLERANCE if self.timed else 0.0)
 
-    def price(self, seconds: Sequence[float]) -> None:
-        """From now on each link costs so much time."""
+    def set_times(self, seconds: Sequence[float]) -> None:
+        """Use the measured time of each link as its cost."""
         self.timed = True
-        for link, taken in zip(self.links, seconds, strict=True):
-            link.cost = round(taken * 1e9)
+        for link, time in zip(self.links, seconds, strict=True):
+            link.cost = round(time * 1e9)
 
-    def shares(self, begins: Sequence[int]) -> list[float]:
-        """How much of the cost of all links each stage has."""
-        costs = [sum(link.cost for link in links) for links in self.stretches(begins)]
+    def cost_shares(self, starts: Sequence[int]) -> list[float]:
+        """Return the share of each stage in the cost of all links."""
+        costs = [sum(link.cost for link in links) for links in self.links_by_stage(starts)]
         return [cost / max(1, sum(costs)) for cost in costs]
 
 
 def cost_of(module: nn.Module) -> int:
-    """What a module's forward pass costs: a multiplication for each parameter, and nothing for looking one up."""
-    looked_up = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
-    return sum(p.numel() for p in module.parameters() if id(p) not in looked_up)
+    """Return an estimate of a forward's cost: one multiplication for each parameter, except for embeddings."""
+    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}
+    return sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
 
 
-def unwrapped(module: nn.Module, *, link: bool = False) -> Iterator[nn.Module]:
-    """This module, and those of its parts which merely contain rows; `link`: it is one of several alike in a row."""
+def unwrapped(module: nn.Module, *, in_row: bool = False) -> Iterator[nn.Module]:
+    """Yield a module, and its submodules that merely contain rows of layers.
+
+    Args:
+        module: The module.
+        in_row: Whether it is one of several modules of one class in a row, and therefore a link itself.
+    """
     container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    if link and not container:
+    if in_row and not container:
         return
     yield module
     count = Counter(type(part) for part in module.children() if next(part.parameters(), None) is not None)
     for part in module.children():
-        row = isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-        if row or any(isinstance(inner, nn.Sequential | nn.ModuleList) and len(inner) > 1 for inner in part.modules()):
-            yield from unwrapped(part, link=container and count[type(part)] > 1)
+        is_row = isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        if is_row or any(
+            isinstance(inner, nn.Sequential | nn.ModuleList) and len(inner) > 1 for inner in part.modules()
+        ):
+            yield from unwrapped(part, in_row=container and count[type(part)] > 1)
 
 
-def called_alone(name: str, stage: int) -> LoopError:
+def called_alone_error(name: str, stage: int) -> LoopError:
     return LoopError(
         f"{name} was called by itself.",
         f"It is in stage {stage} of a pipeline, and this process has other stages.",

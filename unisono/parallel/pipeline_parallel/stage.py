@@ -1,21 +1,20 @@
-"""A pipeline: each process holds one stretch of a model's layers, or several; micro-batches pass through, one on the
-heels of the other.
+"""Pipeline parallelism: each process holds one stage of a model's layers, or several; micro-batches follow each other.
 
                  time -->                                          1F1B, two stages, four micro-batches
     stage 0      F0 F1 .. B0 F2 B1 F3 B2 .. B3                     F0: the forward pass of micro-batch 0
     stage 1      .. F0 B0 F1 B1 F2 B2 F3 B3                        B0: its backward pass
 
-Who does what when is torch's: the schedules of torch.distributed.pipelining, by name
-(https://docs.pytorch.org/docs/stable/distributed.pipelining.html). What a stage does when its turn comes is here. It is
-not torch's PipelineStage as it is, since that has all micro-batches of one shape, and one shape for all steps; its
-methods, which the schedules call, are kept, and what is in them is ours:
+The order of passes is torch's: the schedules of torch.distributed.pipelining, by name
+(https://docs.pytorch.org/docs/stable/distributed.pipelining.html). This module computes the passes of a stage. torch's
+own PipelineStage requires one shape for all micro-batches of all steps. ModelStage has the methods that the schedules
+call, and differs in them:
 
-- Shapes may be another for every micro-batch. What crosses for a batch of a certain shape is found out the first time
-  that there is one, by a forward pass that is then forgotten (`Line.learn`).
-- A schedule that wants more micro-batches than there are gets idle ones: nothing is computed for them, nothing sent.
-- torch's generator travels with the activations. So a stage's dropout draws what it would have drawn in one process.
-- Gradients of a stage are handed over micro-batch by micro-batch, in order: LoopedBFS, which goes backward from the
-  last to the first, is given them in reverse.
+- Each micro-batch may have another shape. The activations for a new shape are found by a forward pass whose results are
+  dropped (`PipelineSchedule.learn_shapes`).
+- A schedule that requires more micro-batches than there are gets idle ones, which compute and send nothing.
+- The state of torch's generator is sent with the activations. So dropout draws what it draws on one process.
+- The exchange gets a stage's gradients micro-batch by micro-batch, in order. LoopedBFS runs backward from the last to
+  the first, so it gets the micro-batches in reverse.
 """
 
 from __future__ import annotations
@@ -36,17 +35,18 @@ from unisono.parallel.pipeline_parallel.transport import (
     ActivationSpec,
     ReceivedActivation,
     accumulating,
-    comes_from,
+    depends_on,
     flat,
-    laid_out,
-    like,
+    spec_of,
+    with_strides,
 )
+from unisono.parallel.torch_internals import is_view
 
 REVERSED = ("LoopedBFS",)
 """Schedules whose backward passes go from the last micro-batch to the first."""
 
 HEADER = 1024
-"""Numbers of 64 bits that say which tensors follow."""
+"""Numbers of 64 bits in the message that describes the tensors that follow."""
 
 DTYPES = tuple(
     getattr(torch, name)
@@ -60,45 +60,46 @@ Tensors = Sequence[torch.Tensor]
 
 
 class StageTask(Protocol):
-    """What is to be done with one micro-batch (train/pipelining/pipeline_run.py).
-
-    kind     micro-batches of one kind have activations of one shape
-    forward  one stage's part of the forward pass, from what the stage before it has sent; of the last stage: the loss
-    """
+    """One micro-batch (train/pipelining/pipeline_run.py)."""
 
     @property
-    def kind(self) -> Hashable: ...
+    def kind(self) -> Hashable:
+        """Micro-batches of one kind have activations of one shape."""
+        ...
 
-    def forward(self, stage: int, received: Tensors) -> Tensors: ...
+    def forward(self, stage: int, received: Tensors) -> Tensors:
+        """Compute one stage's part of the forward pass from what the stage before has sent; at last, the loss."""
+        ...
 
     def gathering(self, stage: int) -> AbstractContextManager[None]:
-        """Around a backward pass in which the parameters of a stage get the gradient of this micro-batch."""
+        """Return a context for a backward pass in which a stage's parameters get the gradient of this micro-batch."""
+        ...
 
 
 class ModelStage(PipelineStage):
-    """One stretch of the layers. torch's schedules call its methods; a number of a micro-batch is a `chunk` to them."""
+    """One stage of a model. torch's schedules call its methods; they call the number of a micro-batch `chunk`."""
 
-    def __init__(self, line: PipelineSchedule, index: int, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, pipeline: PipelineSchedule, index: int, params: Sequence[nn.Parameter]) -> None:
         holder = nn.Module()
         holder.params = nn.ParameterList(params)
-        super().__init__(holder, index, line.stages, line.device, group=line.group.handle)
-        self.line = line
+        super().__init__(holder, index, pipeline.stages, pipeline.device, group=pipeline.group.handle)
+        self.pipeline = pipeline
         self.begin([])
 
-    def begin(self, jobs: Sequence[StageTask]) -> None:
-        """So many micro-batches are next, in the order of the schedule's chunks."""
-        self.jobs = jobs
-        self.works: dict[tuple[str, int], list[Work]] = {}  # messages that are on their way to us
+    def begin(self, tasks: Sequence[StageTask]) -> None:
+        """Set the next micro-batches, in the order of the schedule's chunks."""
+        self.tasks = tasks
+        self.works: dict[tuple[str, int], list[Work]] = {}  # messages that are being received
         self.received: dict[int, list[torch.Tensor]] = {}
-        self.made: dict[int, tuple[Tensors, Tensors]] = {}  # outputs and inputs of a forward pass
-        self.sent: dict[int, Tensors] = {}  # outputs that are to be sent, with the generator's state
-        self.grads: dict[int, list[torch.Tensor]] = {}  # of the outputs
-        self.back: dict[int, list[torch.Tensor | None]] = {}  # of the inputs
-        self.split: dict[int, Any] = {}  # what is left to do for the weights
+        self.forwards: dict[int, tuple[Tensors, Tensors]] = {}  # outputs and inputs
+        self.sent: dict[int, Tensors] = {}  # outputs to send, with the generator's state
+        self.output_grads: dict[int, list[torch.Tensor]] = {}
+        self.input_grads: dict[int, list[torch.Tensor | None]] = {}
+        self.weight_tasks: dict[int, Any] = {}  # backward passes that remain for the weights
         self.outputs: list[Any] = []
 
     def _idle(self, chunk: int) -> bool:
-        return chunk >= len(self.jobs)
+        return chunk >= len(self.tasks)
 
     def _wants_gradients(self) -> bool:
         return bool(self.has_backward) and torch.is_grad_enabled()
@@ -106,17 +107,17 @@ class ModelStage(PipelineStage):
     # -- messages
 
     def _send(self, tensors: Tensors, stage: int) -> list[dist.P2POp]:
-        messages = [Message(flat(tensor), self.line.owners[stage]) for tensor in tensors]
-        if not self.line.posts:
-            return [self.line.group.op(dist.isend, message) for message in messages if message.tensor.numel()]
-        self.line.sent += self.line.group.send_and_receive(messages, [])
+        messages = [Message(flat(tensor), self.pipeline.owners[stage]) for tensor in tensors]
+        if not self.pipeline.sends_itself:
+            return [self.pipeline.group.op(dist.isend, message) for message in messages if message.tensor.numel()]
+        self.pipeline.sent += self.pipeline.group.send_and_receive(messages, [])
         return []
 
     def _receive(self, into: Tensors, stage: int, what: str, chunk: int) -> list[dist.P2POp]:
-        messages = [Message(flat(tensor), self.line.owners[stage]) for tensor in into]
-        if not self.line.posts:
-            return [self.line.group.op(dist.irecv, message) for message in messages if message.tensor.numel()]
-        self.works[what, chunk] = self.line.group.send_and_receive([], messages)
+        messages = [Message(flat(tensor), self.pipeline.owners[stage]) for tensor in into]
+        if not self.pipeline.sends_itself:
+            return [self.pipeline.group.op(dist.irecv, message) for message in messages if message.tensor.numel()]
+        self.works[what, chunk] = self.pipeline.group.send_and_receive([], messages)
         return []
 
     def _wait(self, what: str, chunk: int) -> None:
@@ -125,53 +126,55 @@ class ModelStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or self._idle(fwd_chunk_id):
             return []
-        kinds = self.line.known[self.jobs[fwd_chunk_id].kind, self.stage_index]
-        room = self.received[fwd_chunk_id] = [kind.empty(self.device) for kind in kinds]
-        return self._receive(room, self.stage_index - 1, "forward", fwd_chunk_id)
+        specs = self.pipeline.specs[self.tasks[fwd_chunk_id].kind, self.stage_index]
+        buffers = self.received[fwd_chunk_id] = [spec.empty(self.device) for spec in specs]
+        return self._receive(buffers, self.stage_index - 1, "forward", fwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or self._idle(fwd_chunk_id):
             return []
         outputs = self.sent.pop(fwd_chunk_id)
-        self.line.check(self.jobs[fwd_chunk_id].kind, self.stage_index + 1, outputs)
+        self.pipeline.check(self.tasks[fwd_chunk_id].kind, self.stage_index + 1, outputs)
         return self._send(outputs, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_last or self._idle(bwd_chunk_id) or not self.has_backward:
             return []
-        kinds = self.line.known[self.jobs[bwd_chunk_id].kind, self.stage_index + 1]
-        room = [kind.empty(self.device) for kind in kinds if kind.floats]
-        room.append(torch.empty(len(room), dtype=torch.uint8, device=self.device))
-        self.grads[bwd_chunk_id] = room
-        return self._receive(room, self.stage_index + 1, "backward", bwd_chunk_id)
+        specs = self.pipeline.specs[self.tasks[bwd_chunk_id].kind, self.stage_index + 1]
+        buffers = [spec.empty(self.device) for spec in specs if spec.is_differentiable]
+        buffers.append(torch.empty(len(buffers), dtype=torch.uint8, device=self.device))
+        self.output_grads[bwd_chunk_id] = buffers
+        return self._receive(buffers, self.stage_index + 1, "backward", bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first or self._idle(bwd_chunk_id) or not self.has_backward:
             return []
         return self._send(self.get_local_bwd_output(bwd_chunk_id), self.stage_index - 1)
 
-    # what goes from a stage to another one of the same process takes no message
+    # two stages of one process exchange no messages
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         if not self._idle(mb_index):
             self.received[mb_index] = [tensor.detach() for tensor in prev_stage_outputs]
 
     def get_local_bwd_output(self, mb_index: int) -> list[torch.Tensor]:
-        """The gradients of what this stage has received, for everything of floating point, and which of them there are:
-        where none comes back, nobody has used it, and its parameters are to have none either."""
+        """Return the gradients of the floating-point tensors that this stage has received, and a flag for each.
+
+        A tensor that was not used has no gradient, and neither do the parameters that it was computed with.
+        """
         if self._idle(mb_index) or not self.has_backward:
             return []
-        kinds = self.line.known[self.jobs[mb_index].kind, self.stage_index]
-        back = self.back.pop(mb_index)
-        pairs = zip(back, [kind for kind in kinds if kind.floats], strict=True)
-        grads = [kind.empty(self.device).zero_() if grad is None else laid_out(grad, kind) for grad, kind in pairs]
-        came = torch.tensor([grad is not None for grad in back], dtype=torch.uint8, device=self.device)
-        return [*grads, came]
+        specs = self.pipeline.specs[self.tasks[mb_index].kind, self.stage_index]
+        found = self.input_grads.pop(mb_index)
+        pairs = zip(found, [spec for spec in specs if spec.is_differentiable], strict=True)
+        grads = [spec.empty(self.device).zero_() if grad is None else with_strides(grad, spec) for grad, spec in pairs]
+        flags = torch.tensor([grad is not None for grad in found], dtype=torch.uint8, device=self.device)
+        return [*grads, flags]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        self.grads[mb_index] = list(next_stage_bwd_outputs)
+        self.output_grads[mb_index] = list(next_stage_bwd_outputs)
 
-    # -- computing
+    # -- compute
 
     def forward_one_chunk(
         self,
@@ -183,18 +186,17 @@ class ModelStage(PipelineStage):
         if self._idle(fwd_chunk_id):
             return torch.zeros((), device=self.device)
         self._wait("forward", fwd_chunk_id)
-        job, received = self.jobs[fwd_chunk_id], self.received.pop(fwd_chunk_id, [])
+        task, received = self.tasks[fwd_chunk_id], self.received.pop(fwd_chunk_id, [])
         anchors = received
         if self._wants_gradients():
-            anchors = [t.new_empty(1).expand(t.shape).requires_grad_() if like(t).floats else t for t in received]
-            received = [
-                ReceivedActivation.apply(a, t) if like(t).floats else t for a, t in zip(anchors, received, strict=True)
-            ]
-        outputs = job.forward(self.stage_index, received)
+            anchors = [t.new_empty(1).expand(t.shape).requires_grad_() if _has_gradient(t) else t for t in received]
+            pairs = zip(anchors, received, strict=True)
+            received = [ReceivedActivation.apply(a, t) if _has_gradient(t) else t for a, t in pairs]
+        outputs = task.forward(self.stage_index, received)
         if self._wants_gradients():
-            # a view cannot be let go of, which zero-bubble schedules do
-            outputs = [o.clone() if o._is_view() and o.requires_grad else o for o in outputs]
-            self.made[fwd_chunk_id] = outputs, anchors
+            # zero-bubble schedules detach outputs in place, which views do not support
+            outputs = [o.clone() if is_view(o) and o.requires_grad else o for o in outputs]
+            self.forwards[fwd_chunk_id] = outputs, anchors
         elif self.is_last:
             self.outputs.append(outputs)
         if self.is_last:
@@ -208,44 +210,44 @@ class ModelStage(PipelineStage):
         if self._idle(bwd_chunk_id) or not self.has_backward:
             return
         self._wait("backward", bwd_chunk_id)
-        outputs, inputs = self.made.pop(bwd_chunk_id)
-        floats = [o for o in outputs if like(o).floats]
+        outputs, inputs = self.forwards.pop(bwd_chunk_id)
+        floats = [o for o in outputs if _has_gradient(o)]
         if self.is_last:
             pairs: list[tuple[torch.Tensor, torch.Tensor | None]] = [(o, None) for o in floats if o.requires_grad]
         else:
-            *grads, came = self.grads.pop(bwd_chunk_id)
-            found = zip(floats, grads, came.tolist(), strict=True)
-            pairs = [(o, g) for o, g, yes in found if yes and o.requires_grad]
-        received = [x for x in inputs if like(x).floats]
+            *grads, flags = self.output_grads.pop(bwd_chunk_id)
+            found = zip(floats, grads, flags.tolist(), strict=True)
+            pairs = [(o, g) for o, g, is_used in found if is_used and o.requires_grad]
+        received = [x for x in inputs if _has_gradient(x)]
         if full_backward:
-            with self.jobs[bwd_chunk_id].gathering(self.stage_index):
+            with self.tasks[bwd_chunk_id].gathering(self.stage_index):
                 self._backward(pairs)
-            self.back[bwd_chunk_id] = [x.grad for x in received]
-        elif self.is_first:  # without a gradient of inputs, all is left for later
-            self.split[bwd_chunk_id] = pairs, None
+            self.input_grads[bwd_chunk_id] = [x.grad for x in received]
+        elif self.is_first:  # it has no gradient of inputs: all of backward is done with the weights
+            self.weight_tasks[bwd_chunk_id] = pairs, None
         else:
-            through = [pair for pair in pairs if comes_from(pair[0], received)]
-            apart = [(o, g) for o, g in pairs if all(o is not other for other, _ in through)]
-            known: dict[str, Any] = {"stage_output": [o for o, _ in through], "input_values": received}
-            known["output_grads"] = None if self.is_last else [g for _, g in through]
-            back, weights = self.backward_maybe_with_nosync("input", known)
-            self.back[bwd_chunk_id] = list(back)
-            self.split[bwd_chunk_id] = apart, weights
+            dependent = [pair for pair in pairs if depends_on(pair[0], received)]
+            independent = [(o, g) for o, g in pairs if all(o is not other for other, _ in dependent)]
+            arguments: dict[str, Any] = {"stage_output": [o for o, _ in dependent], "input_values": received}
+            arguments["output_grads"] = None if self.is_last else [g for _, g in dependent]
+            input_grads, weights = self.backward_maybe_with_nosync("input", arguments)
+            self.input_grads[bwd_chunk_id] = list(input_grads)
+            self.weight_tasks[bwd_chunk_id] = independent, weights
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self._idle(bwd_chunk_id) or not self.has_backward:
             return
-        pairs, weights = self.split.pop(bwd_chunk_id)
-        with self.jobs[bwd_chunk_id].gathering(self.stage_index):
+        pairs, weights = self.weight_tasks.pop(bwd_chunk_id)
+        with self.tasks[bwd_chunk_id].gathering(self.stage_index):
             if weights is None:
                 self._backward(pairs)
                 return
             with accumulating(params := list(self.submod.parameters())):
-                if pairs:  # torch finds weights between outputs and inputs, and not where there is no input
+                if pairs:  # torch finds weights between outputs and inputs only; these outputs depend on no input
                     trained = [p for p in params if p.requires_grad]
                     outputs, grads = [o for o, _ in pairs], [g for _, g in pairs]
-                    kept: dict[str, Any] = {"retain_graph": bool(weights), "allow_unused": True}
-                    found: list[Any] = list(torch.autograd.grad(outputs, trained, grads, **kept))
+                    options: dict[str, Any] = {"retain_graph": bool(weights), "allow_unused": True}
+                    found: list[Any] = list(torch.autograd.grad(outputs, trained, grads, **options))
                     for p, grad in zip(trained, found, strict=True):
                         p.grad = None if grad is None else grad.clone()
                 self.backward_maybe_with_nosync("weight", {"stage_output": [], "param_groups": weights})
@@ -256,129 +258,145 @@ class ModelStage(PipelineStage):
 
 
 class PipelineSchedule:
-    """The processes of one pipeline, and the stages that this one has.
+    """Run micro-batches through the stages of one pipeline.
 
-    stages  how many there are in all
-    owners  the rank within the line that has each stage
-    known   what comes into a stage for a kind of micro-batch
-    posts   do we send and wait ourselves? With gloo; NCCL needs those that cross to be posted together, as torch does
+    Args:
+        group: The processes of the pipeline.
+        schedule: The name of torch's schedule.
+        loops: The number of stages of each process, for schedules that have several.
+
+    Attributes:
+        stages: The number of stages.
+        owners: The rank within the group that has each stage.
+        specs: The tensors that a stage receives for each kind of micro-batch.
+        sends_itself: Whether a stage starts its messages itself, with gloo. With NCCL torch starts the messages of both
+            directions together.
     """
 
     def __init__(self, group: ProcessGroup, schedule: str, loops: int) -> None:
         self.group, self.device = group, group.device
         self.kind: Any = get_schedule_class(schedule)
         self.name = schedule
-        self.straight = not hasattr(self.kind, "_prepare_schedule_with_comms")
-        self.stages = group.size * (1 if self.straight else loops)
+        self.is_single_stage = not hasattr(self.kind, "_prepare_schedule_with_comms")
+        self.stages = group.size * (1 if self.is_single_stage else loops)
         self.owners = owners_of(self.stages, group.size, in_v=schedule in ("ZBVZeroBubble", "DualPipeV"))
-        self.known: dict[tuple[Hashable, int], list[ActivationSpec]] = {}
-        self.mine: list[ModelStage] = []
-        self.posts = self.device.type == "cpu"
+        self.specs: dict[tuple[Hashable, int], list[ActivationSpec]] = {}
+        self.own: list[ModelStage] = []
+        self.sends_itself = self.device.type == "cpu"
         self.sent: list[Work] = []
         self._schedules: dict[tuple[int, bool], Any] = {}
 
     @property
-    def ours(self) -> list[int]:
-        """The numbers of the stages that this process has."""
+    def own_stages(self) -> list[int]:
+        """The numbers of the stages of this process."""
         return [stage for stage, owner in enumerate(self.owners) if owner == self.group.rank]
 
-    def settle(self, params: Callable[[int], Sequence[nn.Parameter]]) -> None:
-        """The stages of this process have these parameters."""
-        self.mine = [ModelStage(self, stage, params(stage)) for stage in self.ours]
+    def set_params(self, params: Callable[[int], Sequence[nn.Parameter]]) -> None:
+        """Build the stages of this process, with the parameters that `params` returns for each."""
+        self.own = [ModelStage(self, stage, params(stage)) for stage in self.own_stages]
 
-    def run(self, jobs: Sequence[StageTask], *, backward: bool) -> list[Any]:
-        """All processes of the line call it with the same micro-batches. Without a backward pass it returns what the
-        last stage made of each, on the process that has it."""
-        if not jobs:
+    def run(self, tasks: Sequence[StageTask], *, backward: bool) -> list[Any]:
+        """Run micro-batches. All processes of the pipeline call this with the same ones.
+
+        Returns:
+            Without backward, the output of the last stage for each micro-batch, on the process that has it.
+        """
+        if not tasks:
             return []
-        self.learn(jobs, backward=backward)
-        ordered = list(jobs)[::-1] if self.name in REVERSED and backward else list(jobs)
-        for stage in self.mine:
+        self.learn_shapes(tasks, backward=backward)
+        ordered = list(tasks)[::-1] if self.name in REVERSED and backward else list(tasks)
+        for stage in self.own:
             stage.begin(ordered)
-        schedule, chunks = self._schedule(len(jobs), backward)
-        target = torch.zeros(chunks) if backward else None  # nobody looks at it: the last stage makes the loss
+        schedule, chunks = self._schedule(len(tasks), backward)
+        target = torch.zeros(chunks) if backward else None  # not used: the last stage computes the loss
         try:
             schedule.step(target=target, return_outputs=False)
-            self._all_sent()
-            return [output for stage in self.mine for output in stage.outputs]
+            self._wait_for_sends()
+            return [output for stage in self.own for output in stage.outputs]
         finally:
-            for stage in self.mine:
+            for stage in self.own:
                 stage.begin([])
 
-    def _schedule(self, jobs: int, backward: bool) -> tuple[Any, int]:
-        """The schedule for as many micro-batches, or for the next larger number that it can do."""
-        if (jobs, backward) not in self._schedules:
-            stages = self.mine[0] if self.straight else self.mine
-            for chunks in count(jobs):
+    def _schedule(self, tasks: int, backward: bool) -> tuple[Any, int]:
+        """Return the schedule for this number of micro-batches, or for the next larger one that it supports."""
+        if (tasks, backward) not in self._schedules:
+            stages = self.own[0] if self.is_single_stage else self.own
+            for chunks in count(tasks):
                 try:
-                    made = self.kind(stages, chunks, loss_fn=_as_it_is if backward else None, scale_grads=False)
-                except ValueError:  # 1F1B wants as many as there are stages; interleaved ones, whole rounds
+                    schedule = self.kind(stages, chunks, loss_fn=_identity if backward else None, scale_grads=False)
+                except ValueError:  # 1F1B requires as many as there are stages; interleaved ones, whole rounds
                     continue
                 for name in ("_stage_forward", "_stage_backward", "_stages_forward", "_stages_backward"):
-                    setattr(made, f"{name}_initialized", backward or name.endswith("forward"))  # no shapes to agree on
-                self._schedules[jobs, backward] = made, chunks
+                    # shapes are known already
+                    setattr(schedule, f"{name}_initialized", backward or name.endswith("forward"))
+                self._schedules[tasks, backward] = schedule, chunks
                 break
-        return self._schedules[jobs, backward]
+        return self._schedules[tasks, backward]
 
     # -- shapes
 
-    def learn(self, jobs: Sequence[StageTask], *, backward: bool) -> None:
-        """See what crosses for kinds of micro-batches that are new: one of each goes through, and is forgotten."""
-        news = {job.kind: job for job in jobs if (job.kind, 1) not in self.known}
-        for kind, job in news.items():
+    def learn_shapes(self, tasks: Sequence[StageTask], *, backward: bool) -> None:
+        """Find the activations of new kinds of micro-batches, by a forward pass of one of each."""
+        new = {task.kind: task for task in tasks if (task.kind, 1) not in self.specs}
+        for kind, task in new.items():
             tensors: Tensors = []
             for stage in range(1, self.stages):
                 source, here = self.owners[stage - 1], self.owners[stage] == self.group.rank
                 if source == self.group.rank:
                     with torch.set_grad_enabled(backward):
-                        tensors = job.forward(stage - 1, [tensor.detach() for tensor in tensors])
+                        tensors = task.forward(stage - 1, [tensor.detach() for tensor in tensors])
                     if not here:
                         self._send(tensors, self.owners[stage])
                 elif here:
                     tensors = self._receive(source)
-                kinds = [like(tensor) for tensor in tensors] if here or source == self.group.rank else []
-                self.known[kind, stage] = kinds
-        self._all_sent()
+                specs = [spec_of(tensor) for tensor in tensors] if here or source == self.group.rank else []
+                self.specs[kind, stage] = specs
+        self._wait_for_sends()
 
     def check(self, kind: Hashable, stage: int, tensors: Tensors) -> None:
-        """Refuse what the next stage does not expect."""
-        now = [like(tensor) for tensor in tensors]
-        if now != self.known[kind, stage]:
-            raise ValueError(f"stage {stage} expects {self.known[kind, stage]}, and gets {now}")
+        """Raise ValueError for activations that the next stage does not expect."""
+        found = [spec_of(tensor) for tensor in tensors]
+        if found != self.specs[kind, stage]:
+            raise ValueError(f"stage {stage} expects {self.specs[kind, stage]}, and gets {found}")
 
     def _send(self, tensors: Tensors, rank: int) -> None:
         numbers = [len(tensors)]
-        for dtype, shape, stride in map(like, tensors):
+        for dtype, shape, stride in map(spec_of, tensors):
             numbers += [DTYPES.index(dtype), len(shape), *shape, *stride]
-        assert len(numbers) <= HEADER, f"{len(tensors)} tensors cross"
+        assert len(numbers) <= HEADER, f"{len(tensors)} tensors are too many"
         header = torch.tensor(numbers + [0] * (HEADER - len(numbers)), device=self.device)
         self.sent += self.group.send_and_receive([Message(row, rank) for row in (header, *map(flat, tensors))], [])
 
     def _receive(self, rank: int) -> list[torch.Tensor]:
         header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-        self._get(header, rank)
+        self._receive_into(header, rank)
         numbers = iter(header.tolist())
         tensors = []
         for _ in range(next(numbers)):
             dtype, dims = DTYPES[next(numbers)], next(numbers)
             sizes = [next(numbers) for _ in range(2 * dims)]
             tensors.append(ActivationSpec(dtype, tuple(sizes[:dims]), tuple(sizes[dims:])).empty(self.device))
-            self._get(flat(tensors[-1]), rank)
+            self._receive_into(flat(tensors[-1]), rank)
         return tensors
 
-    def _get(self, tensor: torch.Tensor, rank: int) -> None:
+    def _receive_into(self, tensor: torch.Tensor, rank: int) -> None:
         wait_for(self.group.send_and_receive([], [Message(tensor, rank)]))
 
-    def _all_sent(self) -> None:
+    def _wait_for_sends(self) -> None:
         works, self.sent = self.sent, []
         wait_for(works)
 
 
 def owners_of(stages: int, size: int, *, in_v: bool) -> list[int]:
-    """Who has which stage: 0 1 0 1, or in a V 0 1 1 0."""
+    """Return the rank that has each stage: 0 1 0 1, or in a V 0 1 1 0."""
     loops = [list(range(size))[:: -1 if in_v and loop % 2 else 1] for loop in range(stages // size)]
     return [rank for loop in loops for rank in loop]
 
 
-def _as_it_is(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    """Return whether a gradient is sent back for a tensor."""
+    return spec_of(tensor).is_differentiable
+
+
+def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output

@@ -1,51 +1,56 @@
-"""What goes from stage to stage of a pipeline, what comes back for it, and what a stage's parameters get of that."""
+"""Activations that are sent from stage to stage of a pipeline, and the gradients that are sent back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from unisono.parallel.torch_internals import accumulation_hooks
+
 
 class ActivationSpec(NamedTuple):
-    """What a tensor that travels is like. Strides are those of one that fills its memory, in some order of dims."""
+    """The dtype, shape and strides of a tensor that is sent. The strides are dense, in any order of dims."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @property
-    def floats(self) -> bool:
-        """Does a gradient come back for it?"""
+    def is_differentiable(self) -> bool:
+        """Whether a gradient is sent back for it."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-def like(tensor: torch.Tensor) -> ActivationSpec:
+def spec_of(tensor: torch.Tensor) -> ActivationSpec:
     return ActivationSpec(tensor.dtype, tuple(tensor.shape), torch.empty_like(tensor, device="meta").stride())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as one row, dim after dim as `like` says: what a message can carry."""
-    dense, kind = tensor.detach(), like(tensor)
-    if dense.stride() != kind.stride:
-        dense = kind.empty(tensor.device).copy_(dense)
-    return dense.as_strided((prod(kind.shape),), (1,), dense.storage_offset())
+    """Return a tensor's memory as a row that a message can carry, in the order of `spec_of`."""
+    dense, spec = tensor.detach(), spec_of(tensor)
+    if dense.stride() != spec.stride:
+        dense = spec.empty(tensor.device).copy_(dense)
+    return dense.as_strided((prod(spec.shape),), (1,), dense.storage_offset())
 
 
-def laid_out(grad: torch.Tensor, kind: ActivationSpec) -> torch.Tensor:
-    """A gradient as the other end of the line has room for it; autograd gives some transposed."""
-    return grad if grad.stride() == kind.stride else kind.empty(grad.device).copy_(grad)
+def with_strides(grad: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+    """Return a gradient with the strides that the receiver expects; autograd returns some gradients transposed."""
+    return grad if grad.stride() == spec.stride else spec.empty(grad.device).copy_(grad)
 
 
 class ReceivedActivation(torch.autograd.Function):
-    """What was received, as something that was computed: a layer may begin with what works in place. The gradient is
-    left at an anchor, which has its shape, and next to no memory."""
+    """Turn a received tensor into the result of an operation, because a layer may begin with an in-place operation.
+
+    Its gradient is left at an anchor, a leaf with its shape and next to no memory.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,8 +61,8 @@ class ReceivedActivation(torch.autograd.Function):
         return grads[0], None
 
 
-def comes_from(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    """Does an output depend on one of these, which are leaves?"""
+def depends_on(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether an output depends on one of these leaves."""
     wanted, seen = set(map(id, inputs)), set[Any]()
     waiting: list[Any] = [output.grad_fn]
     while waiting:
@@ -70,23 +75,23 @@ def comes_from(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
     return False
 
 
-class accumulating:  # used as a context
-    """torch writes the gradients of a zero-bubble schedule's weights into p.grad itself; here they go there as
-    autograd's do, past the hooks that run after accumulation."""
+@contextmanager
+def accumulating(params: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Accumulate the gradients that torch writes to p.grad within this block, as autograd would.
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self.params = params
-
-    def __enter__(self) -> None:
-        self.before = [p.grad for p in self.params]
-        for p in self.params:
-            p.grad = None
-
-    def __exit__(self, *error: object) -> None:
-        for p, held in zip(self.params, self.before, strict=True):
+    A zero-bubble schedule writes the gradients of weights to p.grad itself, without calling the hooks that run after
+    accumulation. They are called here.
+    """
+    before = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, held in zip(params, before, strict=True):
             new = p.grad
             p.grad = held
             if new is not None:
                 p.grad = new if held is None else held.add_(new)
-                for hook in (p._post_accumulate_grad_hooks or {}).values():
+                for hook in accumulation_hooks(p):
                     hook(p)

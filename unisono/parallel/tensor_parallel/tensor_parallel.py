@@ -1,15 +1,15 @@
-"""Tensor parallel: every matrix lies over the processes of an axis, which all compute with their own part of it.
+"""Tensor parallelism: divide every matrix over the processes of an axis, each of which computes with its own part.
 
-A first matrix is cut by columns and a second one by rows, so that between them each process has its part of the
-features, heads of attention say, and only the second one's results have to be added up (Shoeybi et al., Megatron-LM,
-arXiv 1909.08053). With two processes:
+A first matrix is divided by columns and a second one by rows. Between them each process has its part of the features,
+heads of attention say, and only the second one's results are added up (Shoeybi et al., Megatron-LM, arXiv 1909.08053).
+With two processes:
 
-    x --> [ A0 | A1 ] --> each its half of the features --> [ B0 ] --> x B   is the sum of both
-                                                            [ B1 ]
+    x --> [ A0 | A1 ] --> each process its half of the features --> [ B0 ] --> x B   is the sum of both
+                                                                    [ B1 ]
 
-torch does it, by a plan of which module is cut how
+torch does it, by a plan of which module is divided in which way
 (https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html). The plan is the user's, or the model's own
-(Hugging Face's tp_plan), or found by the names that people give the matrices of a transformer's block.
+(Hugging Face's tp_plan), or follows from the usual names of the matrices in a transformer's block.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ FIRST = (
     *("q_proj", "k_proj", "v_proj", "query", "key", "value", "qkv", "query_key_value"),
     *("gate", "gate_proj", "up", "up_proj", "fc1", "c_fc", "linear1", "w1", "w3"),
 )
-"""What people call the matrices of a block that come first: cut by columns."""
+"""The usual names of a block's first matrices, which are divided by columns."""
 
 SECOND = ("o_proj", "out_proj", "look", "down", "down_proj", "fc2", "c_proj", "linear2", "w2")
-"""And those that bring the features together again: cut by rows."""
+"""The usual names of its second matrices, which are divided by rows."""
 
 STYLES = {
     "colwise": lambda: ColwiseParallel(),
@@ -54,52 +54,59 @@ STYLES = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": lambda: SequenceParallel(),
 }
-"""Hugging Face's words for torch's styles."""
+"""Hugging Face's names of torch's styles."""
 
 Plan = Mapping[str, ParallelStyle]
-"""Names of modules, in which * stands for one part between dots, and how each is cut."""
+"""The style of each module by its name, in which * stands for one part between dots."""
 
 
 def apply_tensor(
     model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, *, sequence: bool = False, loss: bool = False
 ) -> None:
-    """Cut the model's matrices. Every process has the same content before.
+    """Divide the model's matrices. Every process has the same content before.
 
-    plan      None: the model's own, or found
-    sequence  between blocks each process has a part of every sequence instead of all of it (Korthikanti et al.,
-              arXiv 2205.05198); of a found plan
-    loss      the logits stay cut by classes, for torch's loss_parallel; of a found plan
+    Args:
+        model: The model.
+        mesh: The processes of the axis `tensor`.
+        plan: The style of each module; None: the model's own plan, or one that follows from names.
+        sequence: Between blocks, each process has a part of every sequence (Korthikanti et al., arXiv 2205.05198). Only
+            in a plan that follows from names.
+        loss: The logits stay divided by classes, for torch's loss_parallel. Only in a plan that follows from names.
 
-    Raises LoopError where no plan is found, or where it does not fit.
+    Raises:
+        LoopError: No plan is found, or it does not fit the model.
     """
-    chosen = dict(plan or _models_own(model) or _found(model, sequence=sequence, loss=loss))
+    chosen = dict(plan or _own_plan(model) or _plan_by_names(model, sequence=sequence, loss=loss))
     _check(model, chosen, mesh.size())
     ties = _ties(model)
-    heads = HeadCheck(model, _divided(model, chosen), mesh.size())
+    heads = HeadCheck(model, _divided_features(model, chosen), mesh.size())
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     _parallelize(model, mesh, chosen)
     for name, p in model.named_parameters(remove_duplicate=False):
-        p.requires_grad_(trained[name])  # torch's SequenceParallel makes parameters anew, and all of those train
-    _tie_again(model, ties)
+        p.requires_grad_(trained[name])  # torch's SequenceParallel makes new parameters, which all train
+    _restore_ties(model, ties)
     model.forward = ShardedForward(model, heads)
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """torch's own, which tells of a style that does not know a module only when it comes there."""
+    """Apply torch's styles. A style refuses an unsupported module only when it gets there."""
     try:
         parallelize_module(model, mesh, dict(plan))
     except NotImplementedError as error:
         raise LoopError(
-            f"A plan was given for a {type(model).__name__}.",
-            f"torch cannot follow it: {error}",
+            f"torch cannot apply the plan of a {type(model).__name__}.",
+            f"A style does not support its module: {error}",
             "ColwiseParallel and RowwiseParallel for nn.Linear and nn.Embedding, SequenceParallel for norms; leave out "
-            "what is to stay whole.",
+            "modules that are to stay whole.",
         ) from error
 
 
 class ShardedForward(ForwardWrapper):
-    """A forward in which some matrices are parts of themselves. torch computes with these beside whole tensors only
-    within the modules that a plan names; an operation elsewhere that meets both ends in an error that says which."""
+    """Run the forward of a model with divided matrices.
+
+    torch computes with divided and whole tensors together only within the modules that a plan names. An operation
+    elsewhere raises an error, which this replaces by one that names the module and the line.
+    """
 
     def __init__(self, module: nn.Module, heads: HeadCheck) -> None:
         super().__init__(module)
@@ -111,62 +118,61 @@ class ShardedForward(ForwardWrapper):
             return self.forward(*args, **kwargs)
         except RuntimeError as error:
             if not is_mixed_dtensor_error(error):
-                raise  # a script's own
-            where, line = self._place_of(error)
+                raise  # the script's own error
+            name, line = self._location_of(error)
             raise LoopError(
-                f"{where} was called, in a {type(self.module).__name__} whose matrices are divided (parallel.tensor).",
-                f"Its forward pass has an operation between a divided tensor and a whole one ({str(error).split()[0]}, "
-                f"{line}): a parameter or buffer by itself beside part of a sequence, for instance, or a divided "
-                "matrix outside of the call of its module.",
+                f"{name} combines a divided tensor and a whole one (parallel.tensor).",
+                f"It is in a {type(self.module).__name__} ({str(error).split()[0]}, {line}). This happens where a "
+                "parameter or buffer outside of a module meets a part of a sequence, or a divided matrix is used "
+                "outside of the call of its module.",
                 "--set parallel.sequence_parallel=false; or put what is whole into a module, such as an nn.Embedding "
-                "for "
-                "positions, and with a plan of your own name that module in it.",
+                "for positions, and with a plan of your own name that module in it.",
             ) from error
 
-    def _place_of(self, error: BaseException) -> tuple[str, str]:
-        """The innermost module of the model in whose own code it happened, and the line."""
+    def _location_of(self, error: BaseException) -> tuple[str, str]:
+        """Return the innermost module of the model whose own forward raised the error, and the line."""
         names = {id(part): name for name, part in self.module.named_modules()}
-        where, line = "The model", ""
+        found, line = "The model", ""
         for frame, number in walk_tb(error.__traceback__):
-            part = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))  # "self", for most people
+            part = frame.f_locals.get("".join(frame.f_code.co_varnames[:1]))  # mostly called self
             if isinstance(part, nn.Module) and id(part) in names and frame.f_code.co_name == "forward":
-                where = names[id(part)] or "The model"
+                found = names[id(part)] or "The model"
                 line = f"{Path(frame.f_code.co_filename).name}, line {number}"
-        return where, line
+        return found, line
 
 
-def _models_own(model: nn.Module) -> Plan:
-    """The plan that a model of Hugging Face's brings along."""
+def _own_plan(model: nn.Module) -> Plan:
+    """Return the plan that a Hugging Face model has."""
     words: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    strange = sorted(set(words.values()) - set(STYLES))
-    if strange:
+    unknown = sorted(set(words.values()) - set(STYLES))
+    if unknown:
         raise LoopError(
-            f"The own plan of {type(model).__name__} was to be used for parallel.tensor.",
-            f"It says {', '.join(strange)}, for which torch has no style.",
+            f"The tensor-parallel plan of {type(model).__name__} has unknown styles.",
+            f"Its tp_plan names {', '.join(unknown)}, which torch does not have.",
             "run.place(model, plan={name: style, ...}) with styles of torch.distributed.tensor.parallel.",
         )
     return {name: STYLES[word]() for name, word in words.items()}
 
 
-def _found(model: nn.Module, *, sequence: bool, loss: bool) -> Plan:
-    """A plan for blocks whose matrices have names that we know, and for the embedding and the head around them."""
+def _plan_by_names(model: nn.Module, *, sequence: bool, loss: bool) -> Plan:
+    """Return a plan for blocks whose matrices have usual names, and for the embedding and the head around them."""
     names = {id(part): name for name, part in model.named_modules()}
     blocks = [part for part in layers_of(model) if any(isinstance(p, nn.Linear) for p in part.modules())]
     plan: dict[str, ParallelStyle] = {}
-    spread = Shard(1) if sequence else Replicate()
-    alone = _on_their_own(model, sequence=sequence)
+    between = Shard(1) if sequence else Replicate()
+    whole = _inside_multi_head_attention(model, sequence=sequence)
     for block in blocks:
         for name, part in block.named_modules(prefix=names[id(block)]):
-            if part in alone:
+            if part in whole:
                 continue
             if isinstance(part, nn.Linear):
-                plan[name] = _style(model, name, spread)
+                plan[name] = _style_by_name(model, name, between)
             elif sequence and isinstance(part, nn.LayerNorm | nn.RMSNorm):
                 plan[name] = SequenceParallel(use_local_output=False)
     if not plan:
         raise LoopError(
-            f"parallel.tensor was asked for a {type(model).__name__}.",
-            "It has no plan of its own, and no blocks in a row with matrices in them were found.",
+            f"No tensor-parallel plan was found for a {type(model).__name__}.",
+            "It has no plan of its own, and no blocks in a row with matrices in them.",
             "run.place(model, plan={'blocks.*.up': ColwiseParallel(), 'blocks.*.down': RowwiseParallel()}), with names "
             "of its own and styles of torch.distributed.tensor.parallel.",
         )
@@ -175,60 +181,64 @@ def _found(model: nn.Module, *, sequence: bool, loss: bool) -> Plan:
             continue
         if isinstance(part, nn.Embedding):
             plan[name] = RowwiseParallel(
-                input_layouts=Replicate(), output_layouts=spread, use_local_output=not sequence
+                input_layouts=Replicate(), output_layouts=between, use_local_output=not sequence
             )
         elif isinstance(part, nn.Linear):
             plan[name] = ColwiseParallel(
-                input_layouts=spread, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
+                input_layouts=between, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
             )
         elif sequence and isinstance(part, nn.LayerNorm | nn.RMSNorm):
             plan[name] = SequenceParallel(use_local_output=False)
     return plan
 
 
-def _on_their_own(model: nn.Module, *, sequence: bool) -> set[nn.Module]:
-    """What is within an nn.MultiheadAttention. That takes the matrices and computes with them itself, so no hook of a
-    style would be called: it stays whole, and every process computes it. It also wants whole sequences."""
+def _inside_multi_head_attention(model: nn.Module, *, sequence: bool) -> set[nn.Module]:
+    """Return the modules within an nn.MultiheadAttention, which stay whole.
+
+    It computes with their matrices itself, so the hooks of a style would not be called; it also needs whole sequences.
+    """
     found = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.MultiheadAttention)]
     if found and sequence:
         raise LoopError(
-            f"parallel.sequence_parallel was asked for a {type(model).__name__}.",
-            f"{found[0][0]} is an nn.MultiheadAttention, which computes with its matrices itself and knows no parts of "
+            f"A {type(model).__name__} does not work with parallel.sequence_parallel.",
+            f"{found[0][0]} is an nn.MultiheadAttention, which computes with its matrices itself and needs whole "
             "sequences.",
             "--set parallel.sequence_parallel=false, or an attention of nn.Linear and F.scaled_dot_product_attention.",
         )
     return {inner for _, part in found for inner in part.modules()}
 
 
-def _style(model: nn.Module, name: str, spread: Any) -> ParallelStyle:
+def _style_by_name(model: nn.Module, name: str, between: Any) -> ParallelStyle:
     word = name.rpartition(".")[2]
     if word in FIRST:
-        return ColwiseParallel(input_layouts=spread)
+        return ColwiseParallel(input_layouts=between)
     if word in SECOND:
-        # a part of a sequence stays a DTensor, which knows how long the whole is: it may not divide evenly
-        return RowwiseParallel(output_layouts=spread, use_local_output=not spread.is_shard())
+        # a part of a sequence stays a DTensor, which knows the whole length: it may not divide evenly
+        return RowwiseParallel(output_layouts=between, use_local_output=not between.is_shard())
     raise LoopError(
-        f"parallel.tensor was asked for a {type(model).__name__}.",
-        f"It has no plan of its own, and whether {name} comes first or second in its block does not show in its name: "
-        f"{', '.join(FIRST)} come first, {', '.join(SECOND)} second.",
+        f"No tensor-parallel plan was found for a {type(model).__name__}.",
+        f"It has no plan of its own, and the name of {name} does not show whether it comes first or second in its "
+        f"block: {', '.join(FIRST)} come first, {', '.join(SECOND)} second.",
         f"run.place(model, plan={{'{name}': ColwiseParallel(), ...}}) with a style for every matrix, or rename it.",
     )
 
 
-def _cut(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
-    """Every module that the plan names, with its style."""
+def _styled_modules(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
+    """Yield every module that the plan names, with its style."""
     for name, part in model.named_modules():
         for pattern, style in plan.items():
             if name.count(".") == pattern.count(".") and fnmatchcase(name, pattern):
                 yield name, part, style
 
 
-def _divided(model: nn.Module, plan: Plan) -> Iterator[tuple[str, int]]:
-    """The matrices between which features are divided, each with the dim of its weight that is. None where a plan has
-    other styles too, which may put together in between what these divide."""
+def _divided_features(model: nn.Module, plan: Plan) -> Iterator[tuple[str, int]]:
+    """Yield the matrices between which features are divided, each with the dim of its weight that is divided.
+
+    Yield none for a plan with other styles too, which may gather what these divide.
+    """
     if any(not isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel) for style in plan.values()):
         return
-    for name, part, style in _cut(model, plan):
+    for name, part, style in _styled_modules(model, plan):
         if isinstance(part, nn.Linear):
             if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),) and style.use_local_output:
                 yield name, 0
@@ -237,25 +247,25 @@ def _divided(model: nn.Module, plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def _check(model: nn.Module, plan: Plan, size: int) -> None:
-    """Can everything be cut into equal parts?"""
+    """Raise LoopError for a plan that does not fit the model, or matrices that do not divide evenly."""
     given: Mapping[str, object] = plan
-    strange = [f"{name!r}: {style!r}" for name, style in given.items() if not isinstance(style, ParallelStyle)]
-    if strange:
+    no_styles = [f"{name!r}: {style!r}" for name, style in given.items() if not isinstance(style, ParallelStyle)]
+    if no_styles:
         raise LoopError(
-            f"A plan was given for a {type(model).__name__}.",
-            f"In it is {', '.join(strange)}, which is no style of torch's.",
+            f"The plan of a {type(model).__name__} has values that are no styles.",
+            f"It has {', '.join(no_styles)}, which is no style of torch's.",
             "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel; a style is an object: "
             "RowwiseParallel().",
         )
-    named = list(_cut(model, plan))
-    missing = [pattern for pattern in plan if not any(style is plan[pattern] for _, _, style in named)]
+    styled = list(_styled_modules(model, plan))
+    missing = [pattern for pattern in plan if not any(style is plan[pattern] for _, _, style in styled)]
     if missing:
         raise LoopError(
-            f"A plan was given for a {type(model).__name__}.",
+            f"The plan of a {type(model).__name__} names modules that it does not have.",
             f"It has no module called {' or '.join(missing)}.",
             f"use names of its own, such as {', '.join(name for name, _ in list(model.named_modules())[1:4])}.",
         )
-    for name, part, style in named:
+    for name, part, style in styled:
         weight = getattr(part, "weight", None)
         if weight is None or isinstance(style, SequenceParallel):
             continue
@@ -264,32 +274,32 @@ def _check(model: nn.Module, plan: Plan, size: int) -> None:
         if features % size:
             what = "inputs" if by_rows else "outputs"
             raise LoopError(
-                f"parallel.tensor={size} was asked for a {type(model).__name__}.",
+                f"A {type(model).__name__} cannot be divided with parallel.tensor={size}: {name} does not divide.",
                 f"{name} has {features} {what}, which {size} processes cannot share evenly.",
                 f"--set parallel.tensor={max(n for n in range(1, size) if features % n == 0)}, or another width.",
             )
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Parameters that several modules share: who holds each, under which name."""
+    """Return the slots of each parameter that several modules share."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in model.modules():
         for name, p in part.named_parameters(recurse=False):
             holders.setdefault(id(p), []).append((part, name))
-    return [held for held in holders.values() if len(held) > 1]
+    return [slots for slots in holders.values() if len(slots) > 1]
 
 
-def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
-    """Cutting made a parameter of its own for each of them."""
+def _restore_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> None:
+    """Let modules share parameters again: dividing has made one for each of them."""
     for (first, name), *others in ties:
         kept = getattr(first, name)
-        for other, its_name in others:
-            mine = getattr(other, its_name)
-            if getattr(mine, "placements", None) != getattr(kept, "placements", None):
+        for other, other_name in others:
+            replaced = getattr(other, other_name)
+            if getattr(replaced, "placements", None) != getattr(kept, "placements", None):
                 raise LoopError(
-                    f"parallel.tensor was asked for a {type(model).__name__}.",
+                    f"The plan of a {type(model).__name__} divides a shared parameter in two ways.",
                     f"A {type(first).__name__} and a {type(other).__name__} share a parameter of shape "
-                    f"{tuple(kept.shape)}, and the plan cuts it in two ways.",
-                    "give them styles that cut it alike, or do not tie them.",
+                    f"{tuple(kept.shape)}, and the plan divides it in two ways.",
+                    "give them styles that divide it in the same way, or do not tie them.",
                 )
-            setattr(other, its_name, kept)
+            setattr(other, other_name, kept)

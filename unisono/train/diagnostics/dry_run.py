@@ -183,7 +183,7 @@ class _Attention(ContextParallel):
 
     def attend(self, query: Any, key: Any, *_: Any, **__: Any) -> NoReturn:
         with _refusing():
-            self._check(query, key)
+            self.check_shapes(query, key)
         raise _LoopReached
 
 

@@ -191,16 +191,17 @@ class Pipeline:
         """The processes among which sequences are divided between the stages, if they are."""
         self.line = line = PipelineSchedule(mesh.pipeline, parallel.schedule, parallel.stages_per_rank)
         self.cut: Partition = cut_of(model)
-        begins = self.cut.begins(line.stages, parallel.split_points)  # what cannot be cut need not be timed
+        begins = self.cut.stage_starts(line.stages, parallel.split_points)  # what cannot be cut need not be timed
         if example is not None:
             apply_times(self.cut, model, example, mesh)
-            begins = self.cut.begins(line.stages, parallel.split_points)
+            begins = self.cut.stage_starts(line.stages, parallel.split_points)
         begins = mesh.world.broadcast_object(begins)
         self.told = told(self.cut, begins, named=bool(parallel.split_points))
-        self.names = StageParameters(model, mesh, self.cut.users(model, begins), line.owners)
-        self.cut.settle(model, begins, line.ours, {id(p) for stage in line.ours for p in self.names.of(stage)})
+        self.names = StageParameters(model, mesh, self.cut.stages_of_params(model, begins), line.owners)
+        own = line.own_stages
+        self.cut.apply(model, begins, own, {id(p) for stage in own for p in self.names.of(stage)})
         model.forward = PipelinedForward(self, model)
-        line.settle(self.names.of)
+        line.set_params(self.names.of)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         return self  # an average of the weights goes through the same stages
@@ -213,7 +214,7 @@ class Pipeline:
     def parts_of(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Which of these each stage of this process uses."""
         wanted = set(map(id, params))
-        return [[p for p in self.names.of(stage) if id(p) in wanted] for stage in self.line.ours]
+        return [[p for p in self.names.of(stage) if id(p) in wanted] for stage in self.line.own_stages]
 
     def grown(self, count: int) -> LoopError:
         return LoopError(
@@ -251,7 +252,7 @@ class Pipeline:
             finish: returns the loss of a micro-batch, with which its backward pass begins.
         """
         assert isinstance(exchange, PerStageExchange)
-        stages = dict(zip(self.line.ours, exchange.parts, strict=True))
+        stages = dict(zip(self.line.own_stages, exchange.parts, strict=True))
         last: dict[int, MicroBatchId] = {}
 
         @contextmanager

@@ -47,7 +47,7 @@ def apply_times(cut: Partition, model: nn.Module, example: TimingExample, mesh: 
         said = mesh.world.broadcast_object({"seconds": seconds, "problem": problem})
     if said["problem"] is not None:
         raise LoopError(*said["problem"])
-    cut.price(said["seconds"])
+    cut.set_times(said["seconds"])
 
 
 def _times(cut: Partition, model: nn.Module, example: TimingExample, mesh: Mesh) -> list[float]:
@@ -56,7 +56,7 @@ def _times(cut: Partition, model: nn.Module, example: TimingExample, mesh: Mesh)
 
     device = mesh.world.device
     args, kwargs = call(_arguments, to_device(example.batch, device))
-    around, clock = autocast(example.precision, device), clock_of(device, together=mesh.tensor.size > 1)
+    around, clock = autocast(example.precision, device), clock_of(device, shared=mesh.tensor.size > 1)
     with restored_rng([model], device):
         if isinstance(cut, FxPartition):
             return seconds_of_links(model, cut, cut.bind(args, kwargs), clock, around)
@@ -82,7 +82,7 @@ def told(cut: Partition, begins: Sequence[int], *, named: bool) -> str:
     (52 %), by parameters`. `named`: did the user say where?"""
     stages = []
     ends = [*begins[1:], len(cut.links)]
-    for first, end, share in zip(begins, ends, cut.shares(begins), strict=True):
+    for first, end, share in zip(begins, ends, cut.cost_shares(begins), strict=True):
         names = dict.fromkeys((cut.links[first].name, cut.links[end - 1].name))
         stages.append(f"{' to '.join(names)} ({share:.0%})".replace("%", " %"))
     by = "time" if cut.timed else "parameters"
