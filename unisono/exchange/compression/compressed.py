@@ -53,8 +53,8 @@ class CompressedTree(BucketedExchange):
         self.params, self.group, self.leaves = params, group, self._leaf_count(virtual_ranks, group)
         self.nodes = tree_nodes(self.leaves, settings.groups)
         self.layout = BucketLayout(params, group.size * BLOCK // ALIGN)  # chunks end where blocks do
-        self.compressor = build_compressor(settings, self.layout, group)
         self.collectives = CountedCollectives(group)
+        self.compressor = build_compressor(settings, self.layout, self.collectives)
         self.pool = FlatGradientPool(self.layout, shared=False)
         self.ready = BucketReadiness(self.layout)
         self.result = FlatGradient(self.layout)
@@ -105,9 +105,8 @@ class CompressedTree(BucketedExchange):
         self._compress_shared()
 
     def finish(self, weight: float) -> bool:
-        assert self._owners is not None
         not_finite = self.group.max_(self._not_finite.to(self.group.device)).tolist()
-        self.compressor.reduce(self._owners, self.collectives, self.result, self.residuals)
+        self.compressor.reduce(self.result, self.residuals)
         for flat in self.result.flats:
             flat.mul_(self.unit / weight)
         self.weight = weight

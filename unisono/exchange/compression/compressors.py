@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from unisono.config import CompressSettings
-from unisono.distributed.process_group import Message, ProcessGroup
+from unisono.distributed.process_group import Message
 from unisono.exchange.buckets import BucketLayout, FlatGradient
 from unisono.exchange.compression.block_quantizer import BLOCK, QUANTIZERS
 from unisono.exchange.compression.node_owners import NodeOwners
@@ -31,23 +31,22 @@ class Compressor(Protocol):
 
     Attributes:
         feedback: Whether `compress` leaves what it loses in the gradient, for the node's next one.
+        collectives: Send to the other processes.
+        owners: The owners of the nodes in this step.
     """
 
     feedback: bool
+    collectives: CountedCollectives
+    owners: NodeOwners
 
     def begin(self, owners: NodeOwners, ratio: float) -> None:
         """Begin a step. Residuals that are kept here are to be multiplied by `ratio`."""
+        self.owners = owners
 
     def compress(self, number: int, gradient: FlatGradient) -> None:
         """Compress the sum of node `number`, to which its residual has been added."""
 
-    def reduce(
-        self,
-        owners: NodeOwners,
-        collectives: CountedCollectives,
-        result: FlatGradient,
-        residuals: Mapping[int, FlatGradient],
-    ) -> None:
+    def reduce(self, result: FlatGradient, residuals: Mapping[int, FlatGradient]) -> None:
         """Write the sum of all nodes to `result`, the same on every process."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,11 +56,11 @@ class Compressor(Protocol):
         return
 
 
-def build_compressor(settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> Compressor:
+def build_compressor(settings: CompressSettings, layout: BucketLayout, collectives: CountedCollectives) -> Compressor:
     """Build the compressor that `compress.kind` names."""
     if settings.kind in QUANTIZERS:
-        return QuantizingCompressor(settings.kind, layout, group)
-    return {"topk": TopKCompressor, "powersgd": PowerSGDCompressor}[settings.kind](settings, layout, group)
+        return QuantizingCompressor(settings.kind, layout, collectives)
+    return {"topk": TopKCompressor, "powersgd": PowerSGDCompressor}[settings.kind](settings, layout, collectives)
 
 
 def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -79,14 +78,15 @@ class QuantizingCompressor(Compressor):
     With N nodes on W processes, a process sends (N / W + 1) (W - 1) / W quantized gradients.
     """
 
-    def __init__(self, kind: str, layout: BucketLayout, group: ProcessGroup) -> None:
-        self.quantizer, self.layout, self.group = QUANTIZERS[kind], layout, group
+    def __init__(self, kind: str, layout: BucketLayout, collectives: CountedCollectives) -> None:
+        self.quantizer, self.layout, self.collectives = QUANTIZERS[kind], layout, collectives
         self.feedback = kind in NEEDS_FEEDBACK
         self.encoded: dict[int, list[torch.Tensor]] = {}
         # our chunk of the root's residual, for each bucket
-        self.root_residual = [torch.zeros(b.size // group.size, device=b.device) for b in layout.buckets]
+        self.root_residual = [torch.zeros(b.size // collectives.size, device=b.device) for b in layout.buckets]
 
     def begin(self, owners: NodeOwners, ratio: float) -> None:
+        super().begin(owners, ratio)
         self.encoded = {}
         for residual in self.root_residual if ratio != 1.0 else ():
             residual.mul_(ratio)
@@ -97,18 +97,13 @@ class QuantizingCompressor(Compressor):
             for flat, encoded in zip(gradient.flats, self.encoded[number], strict=True):
                 flat.sub_(self.quantizer.decode(encoded))
 
-    def reduce(
-        self,
-        owners: NodeOwners,
-        collectives: CountedCollectives,
-        result: FlatGradient,
-        residuals: Mapping[int, FlatGradient],
-    ) -> None:
+    def reduce(self, result: FlatGradient, residuals: Mapping[int, FlatGradient]) -> None:
         for bucket, flat in enumerate(result.flats):
-            flat.copy_(self.quantizer.decode(self._reduce_bucket(bucket, owners, collectives)))
+            flat.copy_(self.quantizer.decode(self._reduce_bucket(bucket)))
 
-    def _reduce_bucket(self, bucket: int, owners: NodeOwners, collectives: CountedCollectives) -> torch.Tensor:
+    def _reduce_bucket(self, bucket: int) -> torch.Tensor:
         """Return the quantized sum of a bucket."""
+        owners, collectives = self.owners, self.collectives
         rank, size, width = collectives.rank, collectives.size, self.quantizer.width
         own = {number: encoded[bucket].view(size, -1, width) for number, encoded in self.encoded.items()}
         chunks = {n: own[n][rank] if n in own else self._empty_chunk(bucket) for n in range(len(owners.nodes))}
@@ -133,7 +128,7 @@ class QuantizingCompressor(Compressor):
     def _empty_chunk(self, bucket: int) -> torch.Tensor:
         """Allocate memory for a process's chunk of a quantized bucket."""
         info = self.layout.buckets[bucket]
-        count = info.size // self.group.size // BLOCK
+        count = info.size // self.collectives.size // BLOCK
         return torch.empty(count, self.quantizer.width, dtype=torch.uint8, device=info.device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,13 +137,15 @@ class QuantizingCompressor(Compressor):
             return {}
         whole = FlatGradient(self.layout)
         for flat, residual in zip(whole.flats, self.root_residual, strict=True):
-            self.group.all_gather(flat, residual).wait() if self.group.size > 1 else flat.copy_(residual)
+            group = self.collectives.group
+            group.all_gather(flat, residual).wait() if group.size > 1 else flat.copy_(residual)
         return {"root": flatten(whole)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.feedback and "root" in state:
             whole = unflatten(state["root"], FlatGradient(self.layout))
-            self.root_residual = [flat.view(self.group.size, -1)[self.group.rank].clone() for flat in whole.flats]
+            rank, size = self.collectives.rank, self.collectives.size
+            self.root_residual = [flat.view(size, -1)[rank].clone() for flat in whole.flats]
 
 
 class TopKCompressor(Compressor):
@@ -159,13 +156,14 @@ class TopKCompressor(Compressor):
 
     feedback = True
 
-    def __init__(self, settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> None:
-        self.layout = layout
+    def __init__(self, settings: CompressSettings, layout: BucketLayout, collectives: CountedCollectives) -> None:
+        self.layout, self.collectives = layout, collectives
         self.counts = [math.ceil(settings.ratio * part.numel()) for part in layout.parts]
         self.encoded: dict[int, list[torch.Tensor]] = {}
         """By node and bucket: float32 [2, count], the positions (int32 bits) and the values."""
 
     def begin(self, owners: NodeOwners, ratio: float) -> None:
+        super().begin(owners, ratio)
         self.encoded = {}
 
     def compress(self, number: int, gradient: FlatGradient) -> None:
@@ -181,13 +179,8 @@ class TopKCompressor(Compressor):
             self.encoded[number].append(encoded)
             flat[encoded[0].view(torch.int32).long()] = 0.0
 
-    def reduce(
-        self,
-        owners: NodeOwners,
-        collectives: CountedCollectives,
-        result: FlatGradient,
-        residuals: Mapping[int, FlatGradient],
-    ) -> None:
+    def reduce(self, result: FlatGradient, residuals: Mapping[int, FlatGradient]) -> None:
+        owners, collectives = self.owners, self.collectives
         for bucket, flat in enumerate(result.flats):
             count = sum(self.counts[n] for n in self.layout.buckets[bucket].members)
             encoded = {n: own[bucket] for n, own in self.encoded.items()}
@@ -223,8 +216,8 @@ class PowerSGDCompressor(Compressor):
 
     feedback = True
 
-    def __init__(self, settings: CompressSettings, layout: BucketLayout, group: ProcessGroup) -> None:
-        self.layout, self.group = layout, group
+    def __init__(self, settings: CompressSettings, layout: BucketLayout, collectives: CountedCollectives) -> None:
+        self.layout, self.collectives = layout, collectives
         found = {n: shape_of(part, settings.rank) for n, part in enumerate(layout.parts)}
         self.shapes = {n: shape for n, shape in found.items() if shape is not None}
         self.others = [n for n, shape in found.items() if shape is None]
@@ -232,10 +225,11 @@ class PowerSGDCompressor(Compressor):
         self.q = {n: first_q(n, m, rank, layout.parts[n].device) for n, (_, m, rank) in self.shapes.items()}
 
     def begin(self, owners: NodeOwners, ratio: float) -> None:
-        self.owners, self.fold = owners, self._new_fold(owners)
+        super().begin(owners, ratio)
+        self.fold = self._new_fold()
 
-    def _new_fold(self, owners: NodeOwners) -> Fold[torch.Tensor]:
-        return Fold(owners.leaves, _add, owners.plan.spans[self.group.rank][0])
+    def _new_fold(self) -> Fold[torch.Tensor]:
+        return Fold(self.owners.leaves, _add, self.owners.plan.spans[self.collectives.rank][0])
 
     def compress(self, number: int, gradient: FlatGradient) -> None:
         parts = [self._matrix(gradient, n) @ self.q[n] for n in self.shapes] + [gradient.views[n] for n in self.others]
@@ -243,37 +237,29 @@ class PowerSGDCompressor(Compressor):
         for n in self.others:  # these lose nothing
             gradient.views[n].zero_()
 
-    def reduce(
-        self,
-        owners: NodeOwners,
-        collectives: CountedCollectives,
-        result: FlatGradient,
-        residuals: Mapping[int, FlatGradient],
-    ) -> None:
+    def reduce(self, result: FlatGradient, residuals: Mapping[int, FlatGradient]) -> None:
         sizes = [(n, rank) for n, _, rank in self.shapes.values()]
-        total = self._total(self.fold, sizes + [self.layout.parts[n].shape for n in self.others], collectives)
+        total = self._total(self.fold, sizes + [self.layout.parts[n].shape for n in self.others])
         p = dict(zip(self.shapes, map(orthogonalize, total), strict=False))
         for n, part in zip(self.others, total[len(p) :], strict=True):
             result.views[n].copy_(part)
         if not p:
             return
-        fold = self._new_fold(owners)
+        fold = self._new_fold()
         for number, residual in residuals.items():
             q = {n: self._matrix(residual, n).T @ p[n] for n in p}
             for n in p:
                 residual.views[n].sub_((p[n] @ q[n].T).view(residual.views[n].shape))
-            fold.push(owners.nodes[number], torch.cat([part.reshape(-1) for part in q.values()]))
-        sums = self._total(fold, [(m, rank) for _, m, rank in self.shapes.values()], collectives)
+            fold.push(self.owners.nodes[number], torch.cat([part.reshape(-1) for part in q.values()]))
+        sums = self._total(fold, [(m, rank) for _, m, rank in self.shapes.values()])
         for n, q_sum in zip(p, sums, strict=True):
             result.views[n].copy_((p[n] @ q_sum.T).view(result.views[n].shape))
             self.q[n] = next_q(self.q[n], q_sum)
 
-    def _total(
-        self, fold: Fold[torch.Tensor], shapes: Sequence[Sequence[int]], collectives: CountedCollectives
-    ) -> list[torch.Tensor]:
+    def _total(self, fold: Fold[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return the sum over all nodes, cut into tensors of these shapes."""
-        like = torch.empty(sum(map(prod, shapes)), device=self.group.device)
-        total = collectives.reduce_by_plan(self.owners.plan, [root for _, root in fold.held], like)
+        like = torch.empty(sum(map(prod, shapes)), device=self.collectives.group.device)
+        total = self.collectives.reduce_by_plan(self.owners.plan, [root for _, root in fold.held], like)
         parts = total.split(list(map(prod, shapes)))
         return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
