@@ -25,14 +25,14 @@ ELEMENTS, PADDED = 581, 608
         ({"parallel": ParallelSettings(shard=2, reshard="step")}, 4 * PADDED),
     ],
 )
-def test_of_two_processes(tmp_path: Path, changes: dict[str, Any], sent: int) -> None:
+def test_bytes_of_two_processes(tmp_path: Path, changes: dict[str, Any], sent: int) -> None:
     config = settings(steps=2, batch=16, **changes)
     for run in results(tmp_path, 2, "mlp", config):
         assert run["result"]["bytes_per_step"] == sent
         assert run["result"].get("bytes_uncompressed") in (None, 4 * 1024)
 
 
-def test_wide_sums_are_twice_as_much_once_their_grid_is_known(tmp_path: Path) -> None:
+def test_wide_sums_send_twice_as_much_once_their_grid_is_known(tmp_path: Path) -> None:
     (first, _) = results(tmp_path, 2, "mlp", settings(steps=1, exchange="wide"))
     (four, _) = results(tmp_path, 2, "mlp", settings(steps=4, exchange="wide"))
     assert first["result"]["bytes_per_step"] > 2 * 8 * PADDED

@@ -1,4 +1,4 @@
-"""Compressed gradients: the same bits on any number of processes, with what is left over of them wherever it is."""
+"""Compressed gradients: the same bits on any number of processes, with residuals that move with their nodes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from unisono.train.run import Run
 KINDS: list[Any] = ["fp16", "bf16", "int8", "topk", "powersgd"]
 
 
-OF_ITS_OWN: dict[str, dict[str, Any]] = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 1}}
+OPTIONS: dict[str, dict[str, Any]] = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 1}}
 
 
 def compressed(kind: Any, **changes: Any) -> Settings:
-    about = {name: changes.pop(name) for name in ("start_step", "groups") if name in changes}
-    return settings(compress=CompressSettings(kind=kind, **OF_ITS_OWN.get(kind, {}) | about), **changes)
+    options = {name: changes.pop(name) for name in ("start_step", "groups") if name in changes}
+    return settings(compress=CompressSettings(kind=kind, **OPTIONS.get(kind, {}) | options), **changes)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def compressed(kind: Any, **changes: Any) -> Settings:
     ],
 )
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, nodes: int | None) -> None:
-    """Also where a node's virtual ranks are several processes'; in the last step of an epoch some have nothing."""
+    """A node may be computed by several processes; in an epoch's last step some virtual ranks are empty."""
     config = compressed(kind, groups=nodes)
     sizes = (1, 3, 4) if nodes is None else (1, 2, 8)
     runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, length=53)]
@@ -61,7 +61,7 @@ def test_ties_and_unused_parameters_on_five_processes(tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize(("kind", "nodes"), every_pair(KINDS, [None, 2]))
-def test_a_resume_elsewhere_goes_on_with_what_was_left_over(tmp_path: Path, kind: str, nodes: int | None) -> None:
+def test_a_resume_on_other_processes_continues_with_the_residuals(tmp_path: Path, kind: str, nodes: int | None) -> None:
     config = compressed(kind, groups=nodes)
     whole = results(tmp_path, 1, "mlp", config)[0]
     halves = str(tmp_path / "halves")
@@ -71,8 +71,8 @@ def test_a_resume_elsewhere_goes_on_with_what_was_left_over(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("begin", [2, 3, 6])
-def test_it_may_begin_later(tmp_path: Path, begin: int) -> None:
-    """Before, at and after the step where the run is stopped and goes on elsewhere."""
+def test_compression_may_start_later(tmp_path: Path, begin: int) -> None:
+    """The run stops before, at and after that step, and resumes on other processes."""
     config = compressed("powersgd", start_step=begin)
     whole = results(tmp_path, 1, "mlp", config)[0]
     halves = str(tmp_path / "halves")
@@ -86,7 +86,7 @@ def test_it_may_begin_later(tmp_path: Path, begin: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
-def test_what_was_left_over_goes_along_when_virtual_ranks_are_dealt_anew(tmp_path: Path, kind: str) -> None:
+def test_residuals_move_with_virtual_ranks(tmp_path: Path, kind: str) -> None:
     config = compressed(kind, steps=8)
     deals = {2: ((0, 7), (7, 8), (8, 8)), 5: ((0, 1), (1, 2), (2, 8))}
     same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 3, "mlp", config, deals=deals)])
@@ -100,7 +100,7 @@ def test_scaled_losses_and_micro_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "powersgd"])
-def test_beside_all_reduce_it_is_a_node_for_each_process(tmp_path: Path, kind: str) -> None:
+def test_with_allreduce_each_process_is_a_node(tmp_path: Path, kind: str) -> None:
     config = replace(compressed(kind), exchange="allreduce")
     (alone,) = results(tmp_path, 1, "mlp", settings())
     for run in results(tmp_path, 3, "mlp", config):
@@ -123,15 +123,17 @@ def gradients(step: int, virtual_rank: int, shape: tuple[int, ...]) -> torch.Ten
 SHAPES = [(64, 96), (700,), (3, 5), ()]
 
 
-def shown(world: World, kind: Any, steps: int, base: str = "tree", nodes: int | None = None) -> dict[str, Any]:
-    """The sum of the means of several steps, what they should have been, and how many bytes the last one sent."""
+def error_and_bytes(
+    world: World, kind: Any, steps: int, base: str = "tree", nodes: int | None = None
+) -> dict[str, Any]:
+    """Return the relative error of the sum over steps, and the bytes that the last step sent."""
     with join(world) as group:
         params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-        about = CompressSettings(kind=kind, groups=nodes, rank=4, ratio=0.1)
-        exchange = {"tree": CompressedTree, "allreduce": CompressedAllReduce}[base](params, 8, group, settings=about)
+        options = CompressSettings(kind=kind, groups=nodes, rank=4, ratio=0.1)
+        exchange = {"tree": CompressedTree, "allreduce": CompressedAllReduce}[base](params, 8, group, settings=options)
         spans = assign_evenly(8, group.size)
         mine = range(*spans[group.rank])
-        given = [torch.zeros(shape) for shape in SHAPES]
+        sums = [torch.zeros(shape) for shape in SHAPES]
         for step in range(steps):
             exchange.begin(spans, dict.fromkeys(mine, 1), lambda: torch.ones(len(mine), dtype=torch.float64))
             for v in mine:
@@ -141,50 +143,50 @@ def shown(world: World, kind: Any, steps: int, base: str = "tree", nodes: int | 
             exchange.launch()
             assert exchange.finish(8.0 + step % 2)
             exchange.commit()
-            for total, p in zip(given, params, strict=True):
+            for total, p in zip(sums, params, strict=True):
                 assert p.grad is not None
                 total += p.grad * (8.0 + step % 2)
             exchange.zero()
-        true = [sum(gradients(s, v, tuple(t.shape)) for s in range(steps) for v in range(8)) for t in given]
+        true = [sum(gradients(s, v, tuple(t.shape)) for s in range(steps) for v in range(8)) for t in sums]
         norm = sum(float(torch.as_tensor(t).square().sum()) for t in true) ** 0.5
-        apart = sum(float((a - b).square().sum()) for a, b in zip(given, true, strict=True)) ** 0.5
+        error = sum(float((a - b).square().sum()) for a, b in zip(sums, true, strict=True)) ** 0.5
         exchange.close()
-        return {"apart": apart / norm, "sent": exchange.sent}
+        return {"error": error / norm, "sent": exchange.sent}
 
 
 @pytest.mark.parametrize(("kind", "least", "most"), [("fp16", 1e-5, 5e-4), ("bf16", 1e-4, 4e-3), ("int8", 1e-4, 2e-2)])
-def test_forms_of_blocks_are_near_the_sum(kind: str, least: float, most: float) -> None:
-    for found in run_ranks(shown, 2, kind, 1):
-        assert least < found["apart"] < most
+def test_quantized_sums_are_near_the_sum(kind: str, least: float, most: float) -> None:
+    for found in run_ranks(error_and_bytes, 2, kind, 1):
+        assert least < found["error"] < most
 
 
 @pytest.mark.parametrize("kind", ["int8", "topk", "powersgd"])
-def test_what_is_left_out_comes_later(kind: str) -> None:
-    """The sum over steps comes nearer and nearer to the true one: what is missing is one step's, not all of theirs."""
-    few, many = (run_ranks(shown, 1, kind, steps)[0]["apart"] for steps in (4, 60))
+def test_residuals_arrive_in_later_steps(kind: str) -> None:
+    """The relative error of the sum over steps falls, because only one step's residual is missing."""
+    few, many = (run_ranks(error_and_bytes, 1, kind, steps)[0]["error"] for steps in (4, 60))
     assert many < few / 2
 
 
 # 64 x 96 + 700 + 15 + 1 elements, each parameter at a multiple of 16, in blocks of 256: 27 of them, 28 on two processes
-FORMS = {"fp16": 28 * 516, "bf16": 28 * 512, "int8": 28 * 260, "topk": 8 * (615 + 70 + 2 + 1)}
-THIN = 4 * (4 * 64 + 700 + 15 + 1) + 4 * (4 * 96)
+ENCODED_BYTES = {"fp16": 28 * 516, "bf16": 28 * 512, "int8": 28 * 260, "topk": 8 * (615 + 70 + 2 + 1)}
+POWERSGD_BYTES = 4 * (4 * 64 + 700 + 15 + 1) + 4 * (4 * 96)
 
 
 @pytest.mark.parametrize("nodes", [8, 2])
-def test_bytes_that_leave_a_process_are_those_of_the_forms(nodes: int) -> None:
-    """On two processes: half of each of its nodes' forms, and half of the sum's; of what is largest, all it has."""
+def test_sent_bytes_are_those_of_the_encoded_nodes(nodes: int) -> None:
+    """Two processes: half of each of its nodes, and half of the sum; topk sends all of its nodes."""
     for kind in KINDS:
-        expected = {"topk": nodes / 2 * FORMS["topk"], "powersgd": THIN}.get(
-            kind, (nodes / 2 + 1) / 2 * FORMS.get(kind, 0)
+        expected = {"topk": nodes / 2 * ENCODED_BYTES["topk"], "powersgd": POWERSGD_BYTES}.get(
+            kind, (nodes / 2 + 1) / 2 * ENCODED_BYTES.get(kind, 0)
         )
-        for found in run_ranks(shown, 2, kind, 2, "tree", nodes):
+        for found in run_ranks(error_and_bytes, 2, kind, 2, "tree", nodes):
             assert found["sent"] == expected
-        (alone,) = run_ranks(shown, 1, kind, 1, "tree", nodes)
+        (alone,) = run_ranks(error_and_bytes, 1, kind, 1, "tree", nodes)
         assert alone["sent"] == 0
 
 
-def lost(world: World, kind: Any) -> list[Any]:
-    """A step whose gradient is no number, between two that are right."""
+def with_infinite_step(world: World, kind: Any) -> list[Any]:
+    """Run a step whose gradient is infinite between two finite ones."""
     with join(world) as group:
         p = nn.Parameter(torch.zeros(16, 16))
         exchange = CompressedTree([p], 2, group, settings=CompressSettings(kind=kind, rank=1, ratio=0.5))
@@ -207,13 +209,13 @@ def lost(world: World, kind: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_is_lost_leaves_the_next_one_whole(kind: str) -> None:
-    for rank in run_ranks(lost, 2, kind):
+def test_a_step_that_is_not_finite_does_not_change_the_next_one(kind: str) -> None:
+    for rank in run_ranks(with_infinite_step, 2, kind):
         assert rank == [(True, True), (False, False), (True, True)]
 
 
-class Counting(nn.Linear):
-    """A layer beside whole numbers, or whose own are of another kind."""
+class WithDtype(nn.Linear):
+    """A layer with a parameter of another dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(3, 2, dtype=torch.float32 if dtype == torch.int64 else dtype)
@@ -223,9 +225,9 @@ class Counting(nn.Linear):
         return super().forward(x.to(self.weight.dtype)) + self.counts.sum()
 
 
-def of_kind(dtype: torch.dtype, frozen: bool, run: Run[Any]) -> Any:
-    """A step for all parameters, or for an optimizer of what trains."""
-    model = run.place(lambda: Counting(dtype))
+def train_dtype(dtype: torch.dtype, frozen: bool, run: Run[Any]) -> Any:
+    """Run steps for all parameters, or for those of an optimizer."""
+    model = run.place(lambda: WithDtype(dtype))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not frozen], lr=0.05)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(Numbers()):
@@ -234,24 +236,26 @@ def of_kind(dtype: torch.dtype, frozen: bool, run: Run[Any]) -> Any:
     return run.context.state.fingerprint()
 
 
-def meet_other_numbers(world: World, folder: Path) -> list[Any]:
+def errors_of_dtypes(world: World, folder: Path) -> list[Any]:
     config = replace(SETTINGS, compress=CompressSettings(kind="int8"))
     cases = [(torch.float64, False), (torch.int64, False), (torch.int64, True)]
-    return [attempt(world, folder / str(n), partial(of_kind, *case), config) for n, case in enumerate(cases)]
+    return [attempt(world, folder / str(n), partial(train_dtype, *case), config) for n, case in enumerate(cases)]
 
 
-def test_other_numbers_are_refused(tmp_path: Path) -> None:
-    """Whole numbers too, but for those that the pass's optimizer does not hold."""
-    told = [meet_other_numbers(World(), tmp_path / "alone"), *run_ranks(meet_other_numbers, 2, tmp_path)]
-    for wide, whole, named in told:
+def test_other_dtypes_are_refused(tmp_path: Path) -> None:
+    """Integers too, except for those that the pass's optimizer does not hold."""
+    found = [errors_of_dtypes(World(), tmp_path / "alone"), *run_ranks(errors_of_dtypes, 2, tmp_path)]
+    for wide, whole, named in found:
         assert "kind=int8 does not support float64 parameters.\n3 of 3" in wide
         assert "kind=int8 does not support int64 parameters.\n1 of 3" in whole
-        assert named == told[0][2]
+        assert named == found[0][2]
         assert "int64" not in named
 
 
-def freezes(world: World, folder: str, config: Settings, resume: bool, stop: int | None) -> tuple[str, list[float]]:
-    """The first layer trains in every second step only: the fingerprint, and the gradients' norms."""
+def train_with_freezing(
+    world: World, folder: str, config: Settings, resume: bool, stop: int | None
+) -> tuple[str, list[float]]:
+    """Train the first layer in every second step; return the fingerprint and the gradients' norms."""
     with join(world) as group:
         run = build_run(config, world, group, Path(folder), resume=resume)
         model = run.place(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
@@ -271,13 +275,13 @@ def freezes(world: World, folder: str, config: Settings, resume: bool, stop: int
 
 
 @pytest.mark.parametrize("kind", ["topk", "powersgd"])
-def test_what_is_left_out_does_not_outlive_a_change_of_what_trains(tmp_path: Path, kind: Any) -> None:
-    """Nor by a resume, or two (found by tests/scripts, seed 1454)."""
-    config = Settings(steps=7, batch=8, virtual_ranks=4, compress=CompressSettings(kind=kind, **OF_ITS_OWN[kind]))
-    ((whole, norms),) = run_ranks(freezes, 1, str(tmp_path / "whole"), config, False, None)
+def test_residuals_are_dropped_when_other_parameters_train(tmp_path: Path, kind: Any) -> None:
+    """A resume, or two, do not keep them either (found by tests/scripts, seed 1454)."""
+    config = Settings(steps=7, batch=8, virtual_ranks=4, compress=CompressSettings(kind=kind, **OPTIONS[kind]))
+    ((whole, norms),) = run_ranks(train_with_freezing, 1, str(tmp_path / "whole"), config, False, None)
     found: list[float] = []
     for ranks, stop in ((2, 1), (1, 3), (2, None)):
-        came = run_ranks(freezes, ranks, str(tmp_path / "parts"), config, bool(found), stop)
-        found += came[0][1]
+        part = run_ranks(train_with_freezing, ranks, str(tmp_path / "parts"), config, bool(found), stop)
+        found += part[0][1]
     assert found == norms
-    assert {fingerprint for fingerprint, _ in came} == {whole}
+    assert {fingerprint for fingerprint, _ in part} == {whole}

@@ -1,4 +1,4 @@
-"""The exchange and the optimizer that docs/guide/exchanges/custom.md shows, on real processes."""
+"""The exchange and the optimizer of docs/exchanges.md, on real processes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from unisono.config import CompressSettings, ParallelSettings, Settings
 from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
-PAGE = DOCS / "guide" / "exchanges" / "custom.md"
+(DOCS_PAGE,) = [paper for paper in PAPERS if paper.name == "exchanges.md"]
 
 
-def shown(name: str) -> Any:
-    """Return a class as the page defines it."""
-    (block,) = [block for block in blocks_of(PAGE) if f"class {name}" in block.code]
+def class_from_docs(name: str) -> Any:
+    """Return a class as the docs show it."""
+    (block,) = [block for block in blocks_of(DOCS_PAGE) if f"class {name}" in block.code]
     assert len(block.code.splitlines()) < 40
     names: dict[str, Any] = {}
     exec(compile(block.code, block.name, "exec"), names)
     return names[name]
 
 
-def learn(run: Run[Any], make: Callable[[nn.Module], Any] = sgd, exchange: Any = None) -> Any:
-    """Losses, the weights' fingerprint and the promise; of a classifier of points."""
+def train_classifier(run: Run[Any], make: Callable[[nn.Module], Any] = sgd, exchange: Any = None) -> Any:
+    """Train a classifier; return its losses, its fingerprint and the promise."""
     model = run.place(MLP)
     optimizer = make(model)
     run.track(model=model, optimizer=optimizer)
@@ -45,15 +45,17 @@ def learn(run: Run[Any], make: Callable[[nn.Module], Any] = sgd, exchange: Any =
     return losses, run.context.state.fingerprint(), run_promise(run)
 
 
-# -- the vote
+# -- the majority vote
 
 
-def vote(run: Run[Any]) -> Any:
-    return learn(run, lambda model: torch.optim.SGD(model.parameters(), lr=0.01), shown("MajorityVote"))
+def train_by_vote(run: Run[Any]) -> Any:
+    return train_classifier(
+        run, lambda model: torch.optim.SGD(model.parameters(), lr=0.01), class_from_docs("MajorityVote")
+    )
 
 
-def signs(run: Run[Any]) -> Any:
-    """The vote of a single process, by hand: the sign of the whole gradient."""
+def train_by_signs(run: Run[Any]) -> Any:
+    """Train by the sign of the whole gradient, which is the vote of one process."""
     model = run.place(MLP)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -68,26 +70,26 @@ def signs(run: Run[Any]) -> Any:
     return losses, run.context.state.fingerprint(), run_promise(run)
 
 
-def test_the_exchange_of_the_paper_trains(tmp_path: Path) -> None:
-    """On one process it is the sign of the gradient; on several all have the same weights, and it learns."""
+def test_the_exchange_of_the_docs_trains(tmp_path: Path) -> None:
+    """One process uses the sign of the gradient; several have the same weights, and the loss falls."""
     config = settings(steps=30)
-    (by_hand,) = run_ranks(attempt, 1, tmp_path / "hand", signs, config)
+    (single,) = run_ranks(attempt, 1, tmp_path / "hand", train_by_signs, config)
     for size in (1, 2, 3):
-        told = run_ranks(attempt, size, tmp_path / str(size), vote, config)
-        for losses, fingerprint, promise in told:
-            assert fingerprint == told[0][1]
+        found = run_ranks(attempt, size, tmp_path / str(size), train_by_vote, config)
+        for losses, fingerprint, promise in found:
+            assert fingerprint == found[0][1]
             assert losses[-1] < 0.7 * losses[0]
             assert promise[0] == "sites are part of the mathematics"
             assert "processes vote" in promise[1]
         if size == 1:
-            assert told[0][0] == pytest.approx(by_hand[0], rel=1e-5)
+            assert found[0][0] == pytest.approx(single[0], rel=1e-5)
 
 
-# -- an exchange that carries something
+# -- an exchange with a state
 
 
-class Late(Exchange):
-    """Every step uses the gradient of the step before it."""
+class OneStepLate(Exchange):
+    """Use the gradient of the step before in every step."""
 
     promise, reason = "tolerance", "added up by the library"
 
@@ -110,25 +112,25 @@ class Late(Exchange):
         self.before = list(state["before"])
 
 
-def late(run: Run[Any]) -> Any:
-    return learn(run, exchange=Late)
+def train_late(run: Run[Any]) -> Any:
+    return train_classifier(run, exchange=OneStepLate)
 
 
-def test_what_it_carries_is_in_the_checkpoint(tmp_path: Path) -> None:
-    whole = run_ranks(attempt, 2, tmp_path / "whole", late, settings(steps=6))
-    run_ranks(attempt, 2, tmp_path / "half", late, settings(steps=3))
-    resumed = run_ranks(partial(attempt, resume=True), 2, tmp_path / "half", late, settings(steps=6))
-    assert [told[1] for told in resumed] == [told[1] for told in whole]
-    for told in run_ranks(partial(attempt, resume=True), 2, tmp_path / "half", learn, settings(steps=9)):
-        assert "begun with Late" in told
-        assert "--accept-change exchange" in told
+def test_its_state_is_in_the_checkpoint(tmp_path: Path) -> None:
+    whole = run_ranks(attempt, 2, tmp_path / "whole", train_late, settings(steps=6))
+    run_ranks(attempt, 2, tmp_path / "half", train_late, settings(steps=3))
+    resumed = run_ranks(partial(attempt, resume=True), 2, tmp_path / "half", train_late, settings(steps=6))
+    assert [found[1] for found in resumed] == [found[1] for found in whole]
+    for found in run_ranks(partial(attempt, resume=True), 2, tmp_path / "half", train_classifier, settings(steps=9)):
+        assert "begun with OneStepLate" in found
+        assert "--accept-change exchange" in found
 
 
-# -- what does not fit
+# -- exchanges that are refused
 
 
-class Half:
-    """Says nothing of what it promises, and does not know the rest of the protocol."""
+class Incomplete:
+    """Has no promise, and not the rest of the protocol."""
 
     def __init__(self, params: Any, virtual_ranks: int, group: Any) -> None:
         self.params = params
@@ -137,7 +139,7 @@ class Half:
         return True
 
 
-class Endless(Exchange):
+class WithoutFinish(Exchange):
     promise, reason = "exact", "nothing"
 
     def __init__(self, params: Any, virtual_ranks: int, group: Any) -> None:
@@ -154,45 +156,65 @@ def with_exchange(exchange: Any, run: Run[Any]) -> Any:
         step.update(optimizer)
 
 
-def lacking(run: Run[Any]) -> Any:
-    return with_exchange(Half, run)
+def with_incomplete(run: Run[Any]) -> Any:
+    return with_exchange(Incomplete, run)
 
 
-def endless(run: Run[Any]) -> Any:
-    return with_exchange(Endless, run)
+def without_finish(run: Run[Any]) -> Any:
+    return with_exchange(WithoutFinish, run)
 
 
-def built(run: Run[Any]) -> Any:
+def with_number(run: Run[Any]) -> Any:
     return with_exchange(3, run)
 
 
-class Perfect(shown("MajorityVote")):  # type: ignore[misc]
+class PerfectPromise(class_from_docs("MajorityVote")):  # type: ignore[misc]
     promise = "perfect"
 
 
-def perfect(run: Run[Any]) -> Any:
-    return with_exchange(Perfect, run)
+def with_perfect_promise(run: Run[Any]) -> Any:
+    return with_exchange(PerfectPromise, run)
 
 
-ONE_BY_ONE: list[tuple[Callable[[Run[Any]], Any], Settings, list[str]]] = [
-    (lacking, SETTINGS, ["Half is no exchange: it lacks promise and reason and begin", "class Mine(unisono.Exchange)"]),
-    (perfect, SETTINGS, ["Perfect has an unknown promise: 'perfect'", "one of 4: 'exact'", "promise = 'tolerance'"]),
-    (endless, SETTINGS, ["Endless is no exchange: it lacks finish.", "built a Endless"]),
-    (built, SETTINGS, ["got an exchange that cannot be called: a int", "pass its class"]),
-    (late, replace(SETTINGS, exchange="ring"), ["Late does not work with exchange = ring", "--set exchange=tree"]),
-    (late, replace(SETTINGS, compress=CompressSettings(kind="int8")), ["compress.kind = int8", "--set compress.kind"]),
+REFUSED: list[tuple[Callable[[Run[Any]], Any], Settings, list[str]]] = [
     (
-        late,
+        with_incomplete,
+        SETTINGS,
+        ["Incomplete is no exchange: it lacks promise and reason and begin", "class Mine(unisono.Exchange)"],
+    ),
+    (
+        with_perfect_promise,
+        SETTINGS,
+        [
+            "PerfectPromise has an unknown promise: 'perfect'",
+            "one of 4: 'exact'",
+            "promise = 'tolerance'",
+        ],
+    ),
+    (without_finish, SETTINGS, ["WithoutFinish is no exchange: it lacks finish.", "built a WithoutFinish"]),
+    (with_number, SETTINGS, ["got an exchange that cannot be called: a int", "pass its class"]),
+    (
+        train_late,
+        replace(SETTINGS, exchange="ring"),
+        ["OneStepLate does not work with exchange = ring", "--set exchange=tree"],
+    ),
+    (
+        train_late,
+        replace(SETTINGS, compress=CompressSettings(kind="int8")),
+        ["compress.kind = int8", "--set compress.kind"],
+    ),
+    (
+        train_late,
         replace(SETTINGS, parallel=ParallelSettings(shard=2, reshard="step")),
-        ["Late does not work with parallel.shard = 2", "whole models"],
+        ["OneStepLate does not work with parallel.shard = 2", "whole models"],
     ),
 ]
 
 
-@pytest.mark.parametrize(("loop", "config", "wanted"), ONE_BY_ONE)
-def test_what_does_not_fit_is_told(tmp_path: Path, loop: Any, config: Settings, wanted: list[str]) -> None:
-    for told in run_ranks(attempt, 2, tmp_path, loop, config):
-        assert all(words in told for words in wanted), told
+@pytest.mark.parametrize(("loop", "config", "wanted"), REFUSED)
+def test_unusable_exchanges_are_refused(tmp_path: Path, loop: Any, config: Settings, wanted: list[str]) -> None:
+    for found in run_ranks(attempt, 2, tmp_path, loop, config):
+        assert all(words in found for words in wanted), found
 
 
 # -- the script's own collectives
@@ -207,7 +229,7 @@ def between_steps(run: Run[Any]) -> Any:
 
 
 def between_steps_on_one(run: Run[Any]) -> Any:
-    """The others begin the next step."""
+    """Call a collective on rank 0 while the others begin the next step."""
 
     def after(step: Any, optimizer: Any) -> None:
         step.update(optimizer)
@@ -217,8 +239,8 @@ def between_steps_on_one(run: Run[Any]) -> Any:
     return train(run, after=after)
 
 
-def behind_the_loop_on_one(run: Run[Any]) -> Any:
-    """The others evaluate."""
+def after_the_loop_on_one(run: Run[Any]) -> Any:
+    """Call a collective on rank 0 while the others evaluate."""
     train(run)
     if run.is_main:
         run.collectives.all_reduce(torch.ones(3))
@@ -226,40 +248,42 @@ def behind_the_loop_on_one(run: Run[Any]) -> Any:
         run.evaluate(linear(), Numbers(), lambda output, x, i: (output.sum(), len(i)))
 
 
-@pytest.mark.parametrize(
-    ("loop", "other"), [(between_steps_on_one, "a step"), (behind_the_loop_on_one, "run.evaluate")]
-)
-def test_a_collective_that_one_process_calls_is_told_on_all(tmp_path: Path, loop: Any, other: str) -> None:
-    for told in run_ranks(attempt, 2, tmp_path, loop):
-        assert "came to" in told
-        assert f"1 at {other} and 1 at run.collectives" in told
+@pytest.mark.parametrize(("loop", "other"), [(between_steps_on_one, "a step"), (after_the_loop_on_one, "run.evaluate")])
+def test_a_collective_on_one_process_raises_on_all(tmp_path: Path, loop: Any, other: str) -> None:
+    for found in run_ranks(attempt, 2, tmp_path, loop):
+        assert "came to" in found
+        assert f"1 at {other} and 1 at run.collectives" in found
 
 
-def within_a_round(run: Run[Any]) -> Any:
+def in_a_micro_batch(run: Run[Any]) -> Any:
     return train(run, lambda step, model, x, i: run.collectives.barrier())
 
 
-def test_collectives_are_for_between_two_steps(tmp_path: Path) -> None:
-    for told in run_ranks(attempt, 3, tmp_path / "between", between_steps):
-        assert told[:-1] == [2, 2, 2]
-    for told in run_ranks(attempt, 2, tmp_path / "within", within_a_round):
-        assert "run.collectives was called within a round of step 0" in told
+def test_collectives_are_allowed_between_steps(tmp_path: Path) -> None:
+    for found in run_ranks(attempt, 3, tmp_path / "between", between_steps):
+        assert found[:-1] == [2, 2, 2]
+    for found in run_ranks(attempt, 2, tmp_path / "within", in_a_micro_batch):
+        assert "run.collectives was called within a round of step 0" in found
 
 
 # -- an optimizer
 
 
-def lion(run: Run[Any]) -> Any:
-    return learn(run, lambda model: shown("Lion")(model.parameters(), lr=0.003))
+def train_with_lion(run: Run[Any]) -> Any:
+    return train_classifier(run, lambda model: class_from_docs("Lion")(model.parameters(), lr=0.003))
 
 
-def test_an_optimizer_of_ones_own_needs_nothing(tmp_path: Path) -> None:
-    """The same bits on any number of processes, also when another number goes on."""
+def test_a_custom_optimizer_needs_no_change(tmp_path: Path) -> None:
+    """The same bits on any number of processes, also after a resume on another number."""
     config = settings(steps=12, clip=1.0)
-    told = [one for n in (1, 2, 3) for one in run_ranks(attempt, n, tmp_path / str(n), lion, config)]
-    assert {str(one) for one in told} == {str(told[0])}
-    assert told[0][0][-1] < told[0][0][0]
-    assert told[0][2][0] == "exact"
-    run_ranks(attempt, 2, tmp_path / "half", lion, replace(config, steps=5))
-    for one in run_ranks(partial(attempt, resume=True), 3, tmp_path / "half", lion, config):
-        assert one[1] == told[0][1]
+    found = [
+        rank_result
+        for n in (1, 2, 3)
+        for rank_result in run_ranks(attempt, n, tmp_path / str(n), train_with_lion, config)
+    ]
+    assert {str(rank_result) for rank_result in found} == {str(found[0])}
+    assert found[0][0][-1] < found[0][0][0]
+    assert found[0][2][0] == "exact"
+    run_ranks(attempt, 2, tmp_path / "half", train_with_lion, replace(config, steps=5))
+    for rank_result in run_ranks(partial(attempt, resume=True), 3, tmp_path / "half", train_with_lion, config):
+        assert rank_result[1] == found[0][1]

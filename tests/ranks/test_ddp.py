@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel as the exchange, under the loop's own contract."""
+"""torch's DistributedDataParallel as the exchange, with the contract of our loop."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from unisono.train.run import Run
 
 
 @pytest.mark.parametrize(("kind", "static"), every_pair(["mlp", "gpt"], [False, True]))
-def test_it_agrees_with_the_tree_and_promises_no_more(tmp_path: Path, kind: str, static: bool) -> None:
-    """53 samples of 16 a step: in the last step of an epoch some processes compute nothing. The gpt has parameters that
-    are tied, frozen and unused."""
+def test_it_agrees_with_the_tree_to_rounding(tmp_path: Path, kind: str, static: bool) -> None:
+    """Some processes are idle in an epoch's last step; gpt has tied, frozen and unused parameters."""
     tree = results(tmp_path, 1, kind, settings(), length=53)[0]
     config = settings(exchange="ddp", ddp=DdpSettings(static_graph=static, bucket_mb=0.01))
     for size in (1, 2, 8):
@@ -49,47 +48,47 @@ def test_micro_batches_and_scaled_losses(tmp_path: Path) -> None:
             assert run["losses"] == pytest.approx(tree["losses"], rel=1e-3)
 
 
-def passes(world: World, config: Any, folder: str) -> Any:
+def alternate(world: World, config: Any, folder: str) -> Any:
     with join(world) as group:
         run = build_run(config, world, group, Path(folder) / f"{config.exchange}-{world.size}")
-        told = alternating(run)
+        found = alternating(run)
         close_run(run)
-        return told[:-1]  # losses, norms and sums, without the fingerprint
+        return found[:-1]  # losses, norms and sums, without the fingerprint
 
 
 def test_several_passes_and_optimizers(tmp_path: Path) -> None:
     config = replace(CONFIG, virtual_ranks=3)
-    (tree,) = run_ranks(passes, 1, config, str(tmp_path))
-    for found in run_ranks(passes, 2, replace(config, exchange="ddp"), str(tmp_path)):
+    (tree,) = run_ranks(alternate, 1, config, str(tmp_path))
+    for found in run_ranks(alternate, 2, replace(config, exchange="ddp"), str(tmp_path)):
         assert found == pytest.approx(tree, rel=1e-3, abs=1e-4)
 
 
 # -- hooks of the user's
 
 
-class Saw:
-    """A hook's state that notes what went through it."""
+class HookState:
+    """Note what passes through a hook."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
 
 
-def watching(state: Saw, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def noting_hook(state: HookState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     state.norms.append(float(bucket.buffer().norm()))
     assert dist.group.WORLD is not None
     return fp16_compress_hook(dist.group.WORLD, bucket)
 
 
-def hooked(world: World, config: Any, folder: str, kind: str) -> Any:
+def train_with_hook(world: World, config: Any, folder: str, kind: str) -> Any:
     with join(world) as group:
         run: Run[Any] = build_run(config, world, group, Path(folder) / f"{kind}-{world.size}")
         model = run.place(MLP)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run.track(model=model, optimizer=optimizer)
-        saw = Saw()
+        saw = HookState()
         match kind:
             case "fp16":
-                run.register_comm_hook(saw, watching)
+                run.register_comm_hook(saw, noting_hook)
             case "powersgd":
                 state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=0)
                 run.register_comm_hook(state, powerSGD_hook)
@@ -108,30 +107,30 @@ def hooked(world: World, config: Any, folder: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "off"), [("fp16", 1e-3), ("powersgd", 0.15)])
-def test_torchs_own_hooks(tmp_path: Path, kind: str, off: float) -> None:
+def test_hooks_of_torch(tmp_path: Path, kind: str, off: float) -> None:
     config = settings(exchange="ddp")
-    (tree,) = run_ranks(hooked, 1, settings(), str(tmp_path), "none")
-    for losses in run_ranks(hooked, 2, config, str(tmp_path), kind):
+    (tree,) = run_ranks(train_with_hook, 1, settings(), str(tmp_path), "none")
+    for losses in run_ranks(train_with_hook, 2, config, str(tmp_path), kind):
         assert losses == pytest.approx(tree, rel=off)
         assert losses != tree
 
 
-def test_a_hook_that_nobody_would_call_is_refused(tmp_path: Path) -> None:
+def test_a_hook_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
     def ask(world: World) -> str:
-        with join(world) as group, pytest.raises(LoopError) as told:
+        with join(world) as group, pytest.raises(LoopError) as found:
             build_run(settings(), world, group, tmp_path).register_comm_hook(None, fp16_compress_hook)
-        return str(told.value)
+        return str(found.value)
 
-    told = ask(World())
-    assert "exchange=tree" in told
-    assert "--set exchange=ddp" in told
+    found = ask(World())
+    assert "exchange=tree" in found
+    assert "--set exchange=ddp" in found
 
 
 # -- beside the loop that one writes by hand
 
 
-def by_hand(world: World, config: Any) -> list[float]:
-    """DistributedDataParallel as its documentation advises; equal micro-batches, so means may be averaged."""
+def train_by_hand(world: World, config: Any) -> list[float]:
+    """Train as DistributedDataParallel's documentation advises; micro-batches are equal, so means may be averaged."""
     with join(world):
         torch.manual_seed(1)
         model = DistributedDataParallel(nn.Linear(12, 5))
@@ -148,7 +147,7 @@ def by_hand(world: World, config: Any) -> list[float]:
         return weights
 
 
-def with_ours(world: World, config: Any, folder: str) -> list[float]:
+def train_with_unisono(world: World, config: Any, folder: str) -> list[float]:
     with join(world) as group:
         run: Run[Any] = build_run(config, world, group, Path(folder))
         torch.manual_seed(1)
@@ -164,14 +163,14 @@ def with_ours(world: World, config: Any, folder: str) -> list[float]:
         return [x for p in model.parameters() for x in p.detach().flatten().tolist()]
 
 
-def test_it_is_the_loop_by_hand(tmp_path: Path) -> None:
+def test_it_agrees_with_a_loop_by_hand(tmp_path: Path) -> None:
     config = settings(exchange="ddp", virtual_ranks=2, steps=5)
-    theirs = run_ranks(by_hand, 2, config)[0]
-    for ours in run_ranks(with_ours, 2, config, str(tmp_path)):
+    theirs = run_ranks(train_by_hand, 2, config)[0]
+    for ours in run_ranks(train_with_unisono, 2, config, str(tmp_path)):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
-def touching(world: World, config: Any, folder: str) -> str:
+def error_of_changed_gradient(world: World, config: Any, folder: str) -> str:
     with join(world) as group:
         run: Run[Any] = build_run(config, world, group, Path(folder))
         model = run.place(MLP)
@@ -189,5 +188,5 @@ def touching(world: World, config: Any, folder: str) -> str:
 
 
 def test_a_gradient_that_is_changed_between_two_micro_batches_is_refused(tmp_path: Path) -> None:
-    for told in run_ranks(touching, 2, settings(exchange="ddp", steps=1), str(tmp_path)):
-        assert "changed between two micro-batches" in told
+    for found in run_ranks(error_of_changed_gradient, 2, settings(exchange="ddp", steps=1), str(tmp_path)):
+        assert "changed between two micro-batches" in found

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.test_exchange import by_the_book, leaf, on_hosts, parameters, step
+from tests.ranks.test_exchange import expected_gradients, leaf, on_hosts, parameters, step
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.exchange.tree.dynamic_tree import DynamicTree
@@ -17,10 +17,10 @@ from unisono.plan.assignment import assign_evenly
 from unisono.testing import run_ranks
 
 
-def claimed_step(
+def dynamic_step(
     exchange: DynamicTree, params: list[nn.Parameter], pieces: dict[int, int], taken: list[list[int]], rank: int
 ) -> Any:
-    """taken[r]: the virtual ranks with work that process r computes, in this order."""
+    """Run a step in which process r computes the virtual ranks taken[r], in this order."""
     ranks = exchange.virtual_ranks
     weights = torch.zeros(ranks, dtype=torch.float64)
     weights[taken[rank]] = 7.0 / sum(map(len, taken))
@@ -38,8 +38,8 @@ def claimed_step(
     return grads
 
 
-def anyhow(world: World, hosts: str) -> list[Any]:
-    """Steps with claims and without, of one exchange: what went wrong."""
+def wrong_sums(world: World, hosts: str) -> list[Any]:
+    """Run steps with and without spans in one exchange; return those with a wrong sum."""
     wrong: list[Any] = []
     dice = random.Random(9)
     with join(world) as group:
@@ -58,13 +58,13 @@ def anyhow(world: World, hosts: str) -> list[Any]:
                     spans = assign_evenly(virtual_ranks, group.size)
                     grads = step(exchange, params, spans, pieces, group.rank)
                 else:
-                    grads = claimed_step(exchange, params, pieces, taken, group.rank)
-                if grads != by_the_book(virtual_ranks, pieces):
+                    grads = dynamic_step(exchange, params, pieces, taken, group.rank)
+                if grads != expected_gradients(virtual_ranks, pieces):
                     wrong.append((virtual_ranks, pieces, taken, turn))
             exchange.close()
     return wrong
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab", "aaa", "aba"])
-def test_whoever_computed_which_leaf_in_whatever_order_the_sum_is_the_trees(hosts: str) -> None:
-    assert run_ranks(anyhow, len(hosts), hosts) == [[]] * len(hosts)
+def test_any_assignment_and_order_of_leaves_gives_the_sum_of_the_tree(hosts: str) -> None:
+    assert run_ranks(wrong_sums, len(hosts), hosts) == [[]] * len(hosts)

@@ -1,4 +1,4 @@
-"""The exchange by itself, fed with gradients that tell every order of addition apart."""
+"""The tree exchange by itself, with gradients whose sum shows every order of addition."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ def parameters() -> list[nn.Parameter]:
 
 
 def leaf(virtual_rank: int, p: torch.Tensor) -> torch.Tensor:
-    """A gradient whose magnitudes spread over 16 decimal places, so that every other bracket gives other bits."""
+    """Return a gradient whose magnitudes spread over 16 decimal places, so that every other order gives other bits."""
     g = torch.Generator().manual_seed(100 + virtual_rank)
     return torch.randn(p.shape, generator=g) * 10.0 ** torch.randint(-8, 9, p.shape, generator=g)
 
 
-def uses(virtual_rank: int, number: int, seldom: bool) -> bool:
-    """Does this virtual rank use parameter `number`?"""
-    return not seldom or (virtual_rank * 5 + number) % 4 == 0
+def uses(virtual_rank: int, number: int, sparsely: bool) -> bool:
+    """Return whether a virtual rank uses parameter `number`."""
+    return not sparsely or (virtual_rank * 5 + number) % 4 == 0
 
 
-def by_the_book(virtual_ranks: int, pieces: dict[int, int], seldom: bool = False) -> list[list[float]]:
-    """The tree over the leaves, written as the recursion that defines it."""
+def expected_gradients(virtual_ranks: int, pieces: dict[int, int], sparsely: bool = False) -> list[list[float]]:
+    """Compute the tree over the leaves by the recursion that defines it."""
     out = []
     for number, p in enumerate(parameters()):
         leaves = {
-            Node(v, v + 1): sum((leaf(v, p) for _ in range(pieces[v]) if uses(v, number, seldom)), torch.zeros(p.shape))
+            Node(v, v + 1): sum(
+                (leaf(v, p) for _ in range(pieces[v]) if uses(v, number, sparsely)), torch.zeros(p.shape)
+            )
             for v in range(virtual_ranks)
         }
         out.append((fold(Node(0, virtual_ranks), leaves, torch.add) / 7.0).flatten().tolist())
@@ -64,7 +66,7 @@ def step(
     spans: Any,
     pieces: dict[int, int],
     rank: int,
-    seldom: bool = False,
+    sparsely: bool = False,
     announced: bool = True,
 ) -> Any:
     mine = {v: pieces[v] for v in range(*spans[rank])}
@@ -73,7 +75,7 @@ def step(
     for v, count in mine.items():
         for _ in range(count):
             exchange.enter(v, last=announced and left == 1)
-            used = [p for number, p in enumerate(params) if uses(v, number, seldom)]
+            used = [p for number, p in enumerate(params) if uses(v, number, sparsely)]
             torch.stack([(p * leaf(v, p)).sum() for p in used]).sum().backward()
             exchange.leave()
             left -= 1
@@ -85,29 +87,29 @@ def step(
     return grads
 
 
-def exchange_on(
+def run_exchange(
     world: World,
     virtual_ranks: int,
     spans: Any,
     pieces: dict[int, int],
     bucket_bytes: int,
     hosts: str = "aaaaaaaa",
-    seldom: bool = False,
+    sparsely: bool = False,
 ) -> Any:
     with join(world) as group:
         params = parameters()
-        exchange = in_buckets(TreeExchange(params, virtual_ranks, on_hosts(group, hosts)), bucket_bytes)
-        return [step(exchange, params, spans, pieces, group.rank, seldom and i > 0) for i in range(3)]
+        exchange = with_bucket_bytes(TreeExchange(params, virtual_ranks, on_hosts(group, hosts)), bucket_bytes)
+        return [step(exchange, params, spans, pieces, group.rank, sparsely and i > 0) for i in range(3)]
 
 
 def on_hosts(group: ProcessGroup, hosts: str) -> ProcessGroup:
-    """As if rank r were on the host hosts[r]: only those on its own are neighbors."""
+    """Pretend that rank r is on host hosts[r], so that only ranks on one host are neighbors."""
     assert len(group.neighbors) == group.size - 1  # this machine can share memory
     return replace(group, neighbors={r: pid for r, pid in group.neighbors.items() if hosts[r] == hosts[group.rank]})
 
 
-def in_buckets(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:
-    """The same with smaller buckets."""
+def with_bucket_bytes(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:
+    """Rebuild an exchange with smaller buckets."""
     exchange.ready.close()
     exchange.layout = exchange.pool.layout = BucketLayout(exchange.params, exchange.group.size, bucket_bytes)
     exchange.ready = BucketReadiness(exchange.layout, complete=exchange._merge)
@@ -118,72 +120,72 @@ def in_buckets(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:
 @pytest.mark.parametrize(
     ("virtual_ranks", "pieces", "bucket_bytes"), [(8, 1, 100), (8, 3, 2**20), (5, 1, 2**20), (7, 2, 600)]
 )
-def test_the_sum_is_the_trees_sum(hosts: str, virtual_ranks: int, pieces: int, bucket_bytes: int) -> None:
+def test_the_sum_is_that_of_the_tree(hosts: str, virtual_ranks: int, pieces: int, bucket_bytes: int) -> None:
     counts = dict.fromkeys(range(virtual_ranks), pieces)
-    expected, spans = by_the_book(virtual_ranks, counts), assign_evenly(virtual_ranks, len(hosts))
-    for rank in run_ranks(exchange_on, len(hosts), virtual_ranks, spans, counts, bucket_bytes, hosts):
+    expected, spans = expected_gradients(virtual_ranks, counts), assign_evenly(virtual_ranks, len(hosts))
+    for rank in run_ranks(run_exchange, len(hosts), virtual_ranks, spans, counts, bucket_bytes, hosts):
         for grads in rank:
             assert grads == expected
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])
 @pytest.mark.parametrize("spans", [((0, 1), (1, 8)), ((0, 0), (0, 8)), ((0, 3), (3, 3), (3, 8)), ((0, 7), (7, 8))])
-def test_any_cut_gives_the_same_sum(spans: Any, hosts: str) -> None:
+def test_any_spans_give_the_same_sum(spans: Any, hosts: str) -> None:
     counts = {0: 1, 1: 0, 2: 2, 3: 1, 4: 0, 5: 0, 6: 1, 7: 3}
-    expected = by_the_book(8, counts)
-    for rank in run_ranks(exchange_on, len(spans), 8, spans, counts, 100, hosts):
+    expected = expected_gradients(8, counts)
+    for rank in run_ranks(run_exchange, len(spans), 8, spans, counts, 100, hosts):
         assert rank[0] == rank[2] == expected
 
 
-def some_empty(world: World) -> list[Any]:
-    """Steps in which some virtual ranks have nothing, as in the short last batch of an epoch: what went wrong."""
+def wrong_steps_with_empty_ranks(world: World) -> list[Any]:
+    """Run steps with empty virtual ranks, as in an epoch's last batch; return those with a wrong sum."""
     wrong: list[Any] = []
-    dice = random.Random(4)
+    rng = random.Random(4)
     with join(world) as group:
         for virtual_ranks in (3, 5, 6, 7, 8, 11, 12, 16):
             params, spans = parameters(), assign_evenly(virtual_ranks, group.size)
             exchange = TreeExchange(params, virtual_ranks, group)
             for _ in range(25):
-                busy = dice.random()
-                counts = {v: (dice.random() < busy) * dice.choice([1, 1, 2]) for v in range(virtual_ranks)}
-                counts[dice.randrange(virtual_ranks)] += 1
-                announced = dice.random() < 0.7
+                share = rng.random()
+                counts = {v: (rng.random() < share) * rng.choice([1, 1, 2]) for v in range(virtual_ranks)}
+                counts[rng.randrange(virtual_ranks)] += 1
+                announced = rng.random() < 0.7
                 grads = step(exchange, params, spans, counts, group.rank, announced=announced)
-                if grads != by_the_book(virtual_ranks, counts):
+                if grads != expected_gradients(virtual_ranks, counts):
                     wrong.append((virtual_ranks, counts, announced))
             exchange.close()
     return wrong
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_virtual_ranks_that_have_nothing_count_as_zeros(size: int) -> None:
-    assert run_ranks(some_empty, size) == [[]] * size
+def test_empty_virtual_ranks_count_as_zeros(size: int) -> None:
+    assert run_ranks(wrong_steps_with_empty_ranks, size) == [[]] * size
 
 
 @pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aba"])
-def test_parameters_that_few_virtual_ranks_use_are_zeros_elsewhere(hosts: str) -> None:
-    """In the first step all use all; then each a part, so that buckets are complete on some processes only."""
+def test_parameters_that_a_process_does_not_use_count_as_zeros(hosts: str) -> None:
+    """Later steps use a part of the parameters, so some buckets are complete on some processes only."""
     counts = dict.fromkeys(range(8), 1)
-    whole, part = by_the_book(8, counts), by_the_book(8, counts, seldom=True)
-    for rank in run_ranks(exchange_on, len(hosts), 8, assign_evenly(8, len(hosts)), counts, 100, hosts, True):
+    whole, part = expected_gradients(8, counts), expected_gradients(8, counts, sparsely=True)
+    for rank in run_ranks(run_exchange, len(hosts), 8, assign_evenly(8, len(hosts)), counts, 100, hosts, True):
         assert rank == [whole, part, part]
 
 
-def test_another_order_of_addition_would_show() -> None:
-    """These gradients are chosen so that the tests above can fail."""
+def test_these_gradients_show_another_order_of_addition() -> None:
+    """The tests above can fail."""
     (p, *_) = parameters()
     chain = sum((leaf(v, p) for v in range(8)), torch.zeros(p.shape)) / 7.0
-    assert chain.flatten().tolist() != by_the_book(8, dict.fromkeys(range(8), 1))[0]
+    assert chain.flatten().tolist() != expected_gradients(8, dict.fromkeys(range(8), 1))[0]
 
 
-# -- who is ready when
+# -- complete buckets
 
 
-def overlapped(world: World) -> list[int]:
-    """Which buckets had been launched when the last backward returned."""
+def launched_in_backward(world: World) -> list[int]:
+    """Return the number of buckets that were launched when the last backward of each step returned."""
     with join(world) as group:
         model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(4)])
-        exchange = in_buckets(TreeExchange(list(model.parameters()), 2, group), 2000)
+        exchange = with_bucket_bytes(TreeExchange(list(model.parameters()), 2, group), 2000)
         seen = []
         for _ in range(3):
             exchange.begin(((0, 1), (1, 2)), {group.rank: 1}, weigh((0, 1)))
@@ -198,15 +200,15 @@ def overlapped(world: World) -> list[int]:
         return [*seen, len(exchange.layout.buckets)]
 
 
-def test_buckets_leave_while_backward_still_runs() -> None:
-    """In the first step backward is only watched; from then on every bucket is gone before it returns."""
-    for first, second, third, buckets in run_ranks(overlapped, 2):
+def test_buckets_are_sent_while_backward_runs() -> None:
+    """In the first step the hooks only count; later, all buckets are sent before backward returns."""
+    for first, second, third, buckets in run_ranks(launched_in_backward, 2):
         assert (first, second, third) == (0, buckets, buckets)
         assert buckets == 4
 
 
 def recompute(world: World) -> tuple[int, list[float]]:
-    """A layer used twice under a nested backward: its gradient is accumulated twice in one backward."""
+    """Use a layer twice under a nested backward, so its gradient is accumulated twice."""
     with join(world) as group:
         torch.manual_seed(0)
         layer, head = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -239,8 +241,8 @@ def test_a_parameter_accumulated_twice_in_one_backward_is_waited_for() -> None:
         assert rank == one
 
 
-def deeper(world: World) -> str:
-    """The second virtual rank of a pair recomputes a layer four times, the first one once."""
+def error_of_varying_recomputation(world: World) -> str:
+    """Recompute a layer once for the first virtual rank of a pair, and four times for the second."""
     with join(world) as group:
         layer = nn.Linear(4, 4)
         exchange = TreeExchange(list(layer.parameters()), 2, group)
@@ -255,14 +257,14 @@ def deeper(world: World) -> str:
                 exchange.leave()
             except LoopError as error:
                 return str(error)
-        return "nothing was said"
+        return "no error"
 
 
-def test_a_pair_of_which_one_recomputes_more_often_is_refused() -> None:
-    """Its pieces went into the other's sum one by one: another sum than on two processes."""
-    (told,) = run_ranks(deeper, 1)
-    assert "accumulated 4 times in this backward, never more than 1 times before" in told
-    assert "use_reentrant=False" in told
+def test_a_pair_with_varying_recomputation_is_refused() -> None:
+    """Its terms were added to the other's sum one by one, which is another sum than on two processes."""
+    (message,) = run_ranks(error_of_varying_recomputation, 1)
+    assert "accumulated 4 times in this backward, never more than 1 times before" in message
+    assert "use_reentrant=False" in message
 
 
 def test_a_gradient_that_comes_too_late_is_refused() -> None:
@@ -282,7 +284,7 @@ def test_a_gradient_that_comes_too_late_is_refused() -> None:
                 layer(x).sum().backward()
 
 
-def test_layouts_keep_strides_and_kinds_apart() -> None:
+def test_buckets_keep_strides_and_separate_dtypes() -> None:
     conv = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     half = nn.Parameter(torch.randn(5, dtype=torch.float64))
     exchange = TreeExchange([conv, half], 2, ProcessGroup())
@@ -299,15 +301,15 @@ def test_layouts_keep_strides_and_kinds_apart() -> None:
 
 def late(world: World) -> float:
     with join(world) as group:
-        told = torch.zeros(1)
+        message = torch.zeros(1)
         if world.rank:
             time.sleep(6)  # more than connecting may take: the timeout that gloo's messages have by themselves
-        sends, receives = ([Message(told + 7, 0)], []) if world.rank else ([], [Message(told, 1)])
+        sends, receives = ([Message(message + 7, 0)], []) if world.rank else ([], [Message(message, 1)])
         for work in group.send_and_receive(sends, receives):
             work.wait()
-        return float(told)
+        return float(message)
 
 
 @pytest.mark.slow
-def test_a_message_waits_for_a_process_that_is_late() -> None:
+def test_a_message_waits_for_a_late_process() -> None:
     assert run_ranks(late, 2)[0] == 7.0

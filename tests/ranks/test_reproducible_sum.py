@@ -1,4 +1,4 @@
-"""Sums of float64 on a grid: the same bits on any number of processes, for whatever gradients."""
+"""Sums of float64 on a grid: the same bits on any number of processes, for any gradients."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("changes", [{"batch": 24, "virtual_ranks": 4, "micro_batch": 2}, {"precision": "fp16"}])
-def test_micro_batches_and_scaled_losses_too(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_micro_batches_and_scaled_losses(tmp_path: Path, changes: dict[str, Any]) -> None:
     same([run for size in (1, 3) for run in results(tmp_path, size, "mlp", settings(exchange="wide", **changes))])
 
 
-def test_shards_that_are_gathered_once_a_step_have_the_same_bits(tmp_path: Path) -> None:
+def test_shards_gathered_once_a_step_have_the_same_bits(tmp_path: Path) -> None:
     config = settings(exchange="wide", steps=4)
     shards = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
     same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 4, "mlp", shards)])
 
 
-def test_a_resume_goes_on_with_the_same_grids(tmp_path: Path) -> None:
+def test_a_resume_continues_with_the_same_grids(tmp_path: Path) -> None:
     config = settings(exchange="wide")
     whole = results(tmp_path, 1, "gpt", config)[0]
     halves = str(tmp_path / "halves")
@@ -60,25 +60,25 @@ def test_a_resume_goes_on_with_the_same_grids(tmp_path: Path) -> None:
     assert {run["state"] for run in resumed} == {whole["state"]}
 
 
-# -- gradients of an adversary
+# -- gradients that cancel
 
 LEAVES, WIDTH = 8, 1500
 
 
-def adversary(step: int, virtual_rank: int) -> torch.Tensor:
-    """Leaves of one step and virtual rank, of which pairs nearly cancel: what is left is where orders show."""
+def cancelling(step: int, virtual_rank: int) -> torch.Tensor:
+    """Return leaves of which pairs nearly cancel: the rest shows the order of additions."""
     g = torch.Generator().manual_seed(1000 * step + virtual_rank // 2)
     big = torch.randn(WIDTH, generator=g) * 10.0 ** torch.randint(-9, 10, (WIDTH,), generator=g)
     mine = torch.Generator().manual_seed(1000 * step + 500 + virtual_rank)
     return (big if virtual_rank % 2 else -big) + torch.randn(WIDTH, generator=mine) * 1e-6
 
 
-def louder(step: int, virtual_rank: int) -> torch.Tensor:
-    """Each step is a million times larger than the one before it, or smaller: no grid is right for the next."""
-    return adversary(step, virtual_rank) * 10.0 ** (12 * (step % 2))
+def alternating_scale(step: int, virtual_rank: int) -> torch.Tensor:
+    """Scale every other step by 10^12, so that no grid is right for the next step."""
+    return cancelling(step, virtual_rank) * 10.0 ** (12 * (step % 2))
 
 
-def sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
+def run_sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
     with join(world) as group:
         p = nn.Parameter(torch.zeros(WIDTH))
         exchange = ReproducibleSum([p], LEAVES, group)
@@ -101,44 +101,46 @@ def sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
         return out
 
 
-def in_order(step: int, order: Sequence[int]) -> list[float]:
-    """What float64 makes of the leaves without a grid, in an order of its own."""
+def plain_float64(step: int, order: Sequence[int]) -> list[float]:
+    """Add leaves in float64 without a grid, in a given order."""
     total = torch.zeros(WIDTH, dtype=torch.float64)
     for v in order:
-        total += adversary(step, v).double()
+        total += cancelling(step, v).double()
     return (total / LEAVES).float().tolist()
 
 
 def test_float64_alone_depends_on_the_order() -> None:
-    """The counter-example: exact in practice is not exact."""
-    there, back = in_order(0, range(LEAVES)), in_order(0, range(LEAVES)[::-1])
+    """A counterexample: exact in practice is not exact."""
+    there, back = plain_float64(0, range(LEAVES)), plain_float64(0, range(LEAVES)[::-1])
     assert 5 < sum(a != b for a, b in zip(there, back, strict=True)) < WIDTH
 
 
-@pytest.mark.parametrize("gradients", [adversary, louder])
-def test_on_its_grid_it_does_not(gradients: Any) -> None:
-    runs = [rank for size in (1, 3, 8) for rank in run_ranks(sums, size, gradients)]
+@pytest.mark.parametrize("gradients", [cancelling, alternating_scale])
+def test_sums_on_a_grid_do_not_depend_on_the_order(gradients: Any) -> None:
+    runs = [rank for size in (1, 3, 8) for rank in run_ranks(run_sums, size, gradients)]
     assert all(run == runs[0] for run in runs)
 
 
-def exactly(step: int, gradients: Any) -> list[Fraction]:
+def exact_sums(step: int, gradients: Any) -> list[Fraction]:
     rows = [gradients(step, v).tolist() for v in range(LEAVES)]
     return [sum(map(Fraction, column), Fraction()) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize(("gradients", "step"), [(adversary, 0), (adversary, 3), (louder, 0), (louder, 1)])
-def test_it_is_the_true_sum_but_for_the_grid(gradients: Any, step: int) -> None:
-    """No grid is known in the first step, and one that is far too fine in a loud one: windows make these exact."""
-    found = run_ranks(sums, 1, gradients)[0][step]
+@pytest.mark.parametrize(
+    ("gradients", "step"), [(cancelling, 0), (cancelling, 3), (alternating_scale, 0), (alternating_scale, 1)]
+)
+def test_the_error_is_at_most_that_of_the_grid(gradients: Any, step: int) -> None:
+    """Windows are exact: the first step has no grid, and a large step has one that is too fine."""
+    found = run_ranks(run_sums, 1, gradients)[0][step]
     largest = max(float(gradients(s, v).abs().max()) for s in range(step or 1) for v in range(LEAVES))
     grid = 0.0 if step == 0 else math.ldexp(largest, reproducible_sum.ROOM + 3 - 51 + 1)
-    for mean, true in zip(found, exactly(step, gradients), strict=True):
+    for mean, true in zip(found, exact_sums(step, gradients), strict=True):
         value = float(true / LEAVES)
         assert abs(mean - value) <= grid / 2 + abs(value) * 2.0**-23
 
 
-def grow(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The sums of two leaves, step by step, on one process."""
+def sums_of_two(values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return the run_sums of two leaves on one process, for each step."""
     p = nn.Parameter(torch.zeros(len(values[0])))
     exchange = ReproducibleSum([p], 2, ProcessGroup())
     out = []
@@ -159,18 +161,18 @@ def grow(values: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("value", [1.0, 3e-45, 1e-38, -0.3, 3e38, 2.0**-126])
-def test_what_is_no_number_leaves_the_next_step_whole(value: float) -> None:
-    """The smallest and the largest that float32 has, and infinity between two steps."""
+def test_a_gradient_that_is_not_finite_does_not_change_the_next_step(value: float) -> None:
+    """The smallest and the largest float32, around a step with infinity."""
     row = [value, 0.0, -value]
     true = torch.tensor(row).tolist()
-    assert grow([row, [math.inf, value, math.nan], row])[::2] == [true, true]
+    assert sums_of_two([row, [math.inf, value, math.nan], row])[::2] == [true, true]
 
 
-def test_ties_have_one_side() -> None:
-    """Halves of a grid are rounded alike, whatever was added before: no sum of two differs from that of another two."""
+def test_ties_are_rounded_in_one_direction() -> None:
+    """Halves of a grid are rounded in one direction, whatever was added before."""
     grid = 2.0 ** (1 + reproducible_sum.ROOM - 50)
     steps = [[1.0, 1.0, 1.0], [grid / 2, 3 * grid / 2, 1.0]]
-    first, second, _ = grow(steps)[1]
+    first, second, _ = sums_of_two(steps)[1]
     assert (first, second) == (grid, 2 * grid)
 
 
@@ -181,23 +183,23 @@ def test_numbers_of_more_than_24_bits_are_refused() -> None:
         ReproducibleSum([nn.Parameter(torch.zeros(3, dtype=torch.float64))], 2, ProcessGroup())
 
 
-def test_sums_that_are_whole_numbers_have_no_order() -> None:
-    """The lemma: V multiples of a grid, each below 2^51 / V of it, in every order of a few of them."""
+def test_sums_of_integers_do_not_depend_on_the_order() -> None:
+    """V multiples of a grid, each below 2^51 / V of it, in every order of some of them."""
     whole = [(-1) ** n * (2**51 // 4 - n * n * 7919) for n in range(4)]
     assert {math.fsum(order) for order in itertools.permutations(map(float, whole))} == {float(sum(whole))}
     assert {sum(order) for order in itertools.permutations(map(float, whole))} == {float(sum(whole))}
 
 
-def once(step: int, virtual_rank: int) -> torch.Tensor:
-    """Like gradients, but for one step's, which are very large."""
+def with_outlier(step: int, virtual_rank: int) -> torch.Tensor:
+    """Return gradients of which one step's are very large."""
     mine = torch.Generator().manual_seed(1000 * step + virtual_rank)
     return torch.randn(WIDTH, generator=mine) * (1e25 if step == 2 else 1.0)
 
 
-def test_an_outlier_leaves_no_mark_on_the_next_steps() -> None:
-    (found,) = run_ranks(sums, 1, once)
+def test_an_outlier_does_not_change_the_next_steps() -> None:
+    (found,) = run_ranks(run_sums, 1, with_outlier)
     for step, total in enumerate(found):
-        expected = torch.stack([once(step, v) for v in range(LEAVES)]).double().sum(0) / LEAVES
+        expected = torch.stack([with_outlier(step, v) for v in range(LEAVES)]).double().sum(0) / LEAVES
         torch.testing.assert_close(torch.tensor(total).double(), expected, rtol=1e-6, atol=1e-8)
 
 
@@ -215,16 +217,16 @@ def test_an_outlier_leaves_no_mark_on_the_next_steps() -> None:
         (0, -149, -141),
     ],
 )
-def test_the_grid_follows_what_is_seen(before: int, seen: int, after: int) -> None:
+def test_the_grid_follows_the_gradients(before: int, seen: int, after: int) -> None:
     assert next_exponent(before, seen) == after
 
 
-def empty(run: Run[Any]) -> Any:
-    """A parameter without elements."""
-    return loops.train(run, build=Spare, data=loops.Numbers(24))
+def train_with_empty_parameter(run: Run[Any]) -> Any:
+    """Train a model with a parameter without elements."""
+    return loops.train(run, build=WithEmptyParameter, data=loops.Numbers(24))
 
 
-class Spare(nn.Linear):
+class WithEmptyParameter(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 2)
         self.spare = nn.Parameter(torch.zeros(0, 2))
@@ -233,8 +235,12 @@ class Spare(nn.Linear):
         return super().forward(x) + self.spare.sum()
 
 
-def test_a_parameter_without_elements_is_one_like_others(tmp_path: Path) -> None:
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
     config = settings(exchange="wide", steps=4)
-    told = [one for n in (1, 2) for one in run_ranks(loops.attempt, n, tmp_path / str(n), empty, config)]
-    assert isinstance(told[0], list), told[0]
-    assert told == [told[0]] * 3
+    found = [
+        one
+        for n in (1, 2)
+        for one in run_ranks(loops.attempt, n, tmp_path / str(n), train_with_empty_parameter, config)
+    ]
+    assert isinstance(found[0], list), found[0]
+    assert found == [found[0]] * 3
