@@ -1,5 +1,4 @@
-"""Context: sequences in slices, which meet in attention. To rounding the model of one process, and to the bit that of
-any number of whole models or shards beside it."""
+"""Context parallelism: agrees with one process to rounding; replicas and shards change no bit."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def attended(group: ProcessGroup, changes: dict[str, Any]) -> float:
-    """How far attention in slices is from torch's own: the worst of its output and of the gradients of what goes in."""
+def attention_error(group: ProcessGroup, changes: dict[str, Any]) -> float:
+    """Return the largest error of attention in slices, of its output and the gradients of its inputs."""
     how: dict[str, Any] = {
         "batch": (2,),
         "heads": 12,
@@ -89,21 +88,21 @@ def attended(group: ProcessGroup, changes: dict[str, Any]) -> float:
         q, k, v = (t[..., here, :] for t in (query, key, value))
         ours = F.scaled_dot_product_attention(q, k, v, own, **kinds)
         found = torch.autograd.grad(ours, leaves, weight[..., here, :])
-    away = [(ours - complete[..., here, :]).norm() / complete.norm()]
-    away += [(group.sum_(a.contiguous()) - b).norm() / (b.norm() + 1e-9) for a, b in zip(found, truth, strict=True)]
-    return max(map(float, away))
+    error = [(ours - complete[..., here, :]).norm() / complete.norm()]
+    error += [(group.sum_(a.contiguous()) - b).norm() / (b.norm() + 1e-9) for a, b in zip(found, truth, strict=True)]
+    return max(map(float, error))
 
 
-def attend(world: World) -> dict[str, float]:
+def attention_errors(world: World) -> dict[str, float]:
     with join(world) as group:
-        return {what: attended(group, changes) for what, changes in SHAPES.items()}
+        return {what: attention_error(group, changes) for what, changes in SHAPES.items()}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_attention_in_slices_is_torchs_own(size: int) -> None:
-    for told in run_ranks(attend, size):
-        for what, away in told.items():
-            assert away < {"double": 1e-13, "bfloat16": 1e-2}.get(what.split(" ")[-1], 1e-6), what
+def test_attention_in_slices_agrees_with_torch(size: int) -> None:
+    for found in run_ranks(attention_errors, size):
+        for what, error in found.items():
+            assert error < {"double": 1e-13, "bfloat16": 1e-2}.get(what.split(" ")[-1], 1e-6), what
 
 
 # -- a model in training
@@ -112,7 +111,7 @@ POSITIONS = {"gpt": {"cos": 0, "sin": 0}, "tiny": {"place": 0}, "recomputed": {"
 
 
 class Recomputed(GPT):
-    """An embedding of positions beside the angles, and blocks that are computed once more in the backward pass."""
+    """An embedding of positions as well as angles, and blocks that are recomputed in backward."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
@@ -144,55 +143,58 @@ def whole_gradient(p: nn.Parameter) -> Any:
     return None if grad is None else gather_state(grad, keep=True).tolist()
 
 
-def learn(run: Run[Any], kind: str = "gpt", length: int = 37) -> dict[str, Any]:
-    """Sequences of 2 to 12 tokens. What every step was like, the first one's gradient, and what came of it."""
+def train_on_sentences(run: Run[Any], kind: str = "gpt", length: int = 37) -> dict[str, Any]:
+    """Train on sequences of 2 to 12 tokens; return what every step was, the first gradient, and the results."""
     model = run.place(BUILD[kind], sequence=SequenceDims(positions=POSITIONS[kind]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     run.track(model=model, optimizer=optimizer)
-    told: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "right": [], "here": 0}
+    found: dict[str, Any] = {"losses": [], "norms": [], "tokens": [], "right": [], "here": 0}
     for step in run.steps(Sentences(length), collate_fn=padded):
         for tokens, targets in step:
-            told["here"] += tokens.numel()
+            found["here"] += tokens.numel()
             output = model(tokens)
             loss, weight = cross_entropy(output, tokens, targets)
             step.add("right", (output.argmax(-1) == targets).sum(), weight)
             step.backward(loss, weight)
-        told["losses"].append(step.loss)
-        told["norms"].append(step.grad_norm)
-        told["tokens"].append(step.weight)
-        told["right"].append(step.sum("right"))
+        found["losses"].append(step.loss)
+        found["norms"].append(step.grad_norm)
+        found["tokens"].append(step.weight)
+        found["right"].append(step.sum("right"))
         if step.number == 0:
-            told["gradients"] = {name: whole_gradient(p) for name, p in model.named_parameters()}
+            found["gradients"] = {name: whole_gradient(p) for name, p in model.named_parameters()}
         step.update(optimizer)
-    told["measured"] = run.evaluate(model, Sentences(21), cross_entropy, collate_fn=padded)["cross_entropy"]
-    told["whole"] = model(torch.arange(9).view(1, 9)).tolist()  # outside of a step, by everybody
-    told["predicted"] = run.predict(model, [(torch.arange(9),)] * 3).tolist()
-    return told | {"state": run.context.state.fingerprint(), "promise": run_promise(run)}
+    found["measured"] = run.evaluate(model, Sentences(21), cross_entropy, collate_fn=padded)["cross_entropy"]
+    found["whole"] = model(torch.arange(9).view(1, 9)).tolist()  # outside of a step, on all processes
+    found["predicted"] = run.predict(model, [(torch.arange(9),)] * 3).tolist()
+    return found | {"state": run.context.state.fingerprint(), "promise": run_promise(run)}
 
 
-def recipe(run: Run[Any]) -> Any:
-    return learn(run)
+def train_gpt(run: Run[Any]) -> Any:
+    return train_on_sentences(run)
 
 
-def tiny(run: Run[Any]) -> Any:
-    return learn(run, "tiny")
+def train_tiny(run: Run[Any]) -> Any:
+    return train_on_sentences(run, "tiny")
 
 
-def recomputed(run: Run[Any]) -> Any:
-    return learn(run, "recomputed")
+def train_recomputed(run: Run[Any]) -> Any:
+    return train_on_sentences(run, "recomputed")
 
 
 CONFIG = settings(steps=5, batch=12, virtual_ranks=4, clip=1.0)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("alone")
-    return {loop: run_ranks(attempt, 1, folder / loop.__name__, loop, CONFIG)[0] for loop in (recipe, tiny, recomputed)}
+    return {
+        loop: run_ranks(attempt, 1, folder / loop.__name__, loop, CONFIG)[0]
+        for loop in (train_gpt, train_tiny, train_recomputed)
+    }
 
 
-def close_to(found: dict[str, Any], truth: dict[str, Any]) -> None:
-    """The sums are those of one process to 1e-6, each gradient to 1e-5 of its norm; counts are the same."""
+def assert_close(found: dict[str, Any], truth: dict[str, Any]) -> None:
+    """Compare sums to 1e-6, each gradient to 1e-5 of its norm; counts must be equal."""
     assert isinstance(found, dict), found
     assert found["tokens"] == truth["tokens"]
     for name in ("losses", "norms"):
@@ -210,23 +212,23 @@ def close_to(found: dict[str, Any], truth: dict[str, Any]) -> None:
     assert re.search("other layouts than context=.* agree to rounding", found["promise"][1])
 
 
-@pytest.mark.parametrize(("loop", "size"), [(recipe, 2), (recipe, 4), (tiny, 2), (recomputed, 2)])
-def test_a_model_in_slices_is_that_of_one_process(tmp_path: Path, alone: Any, loop: Any, size: int) -> None:
+@pytest.mark.parametrize(("loop", "size"), [(train_gpt, 2), (train_gpt, 4), (train_tiny, 2), (train_recomputed, 2)])
+def test_a_model_in_slices_agrees_with_one_process(tmp_path: Path, single: Any, loop: Any, size: int) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(context=size))
     runs = run_ranks(attempt, size, tmp_path, loop, config)
-    assert sum(run["here"] for run in runs) == alone[loop]["here"]
+    assert sum(run["here"] for run in runs) == single[loop]["here"]
     for run in runs:
-        close_to(run, alone[loop])
+        assert_close(run, single[loop])
         assert run["state"] == runs[0]["state"]
         assert run["losses"] == runs[0]["losses"]
 
 
-def of(told: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same to the bit."""
-    return {name: value for name, value in told.items() if name != "here"}
+def exact_part(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be the same to the bit."""
+    return {name: value for name, value in found.items() if name != "here"}
 
 
-BESIDE = {
+WITH_OTHER_AXES = {
     "two models": (4, ParallelSettings(context=2)),
     "three models": (6, ParallelSettings(context=2)),
     "two shards": (4, ParallelSettings(context=2, shard=2)),
@@ -234,27 +236,29 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize(("what", "loop"), every_pair(BESIDE, [recomputed, recipe]))
-def test_beside_other_models_and_shards_it_has_the_same_bits(
-    tmp_path: Path, alone: Any, divided: Any, what: str, loop: Any
+@pytest.mark.parametrize(("what", "loop"), every_pair(WITH_OTHER_AXES, [train_recomputed, train_gpt]))
+def test_replicas_and_shards_change_no_bit(
+    tmp_path: Path, single: Any, context_only: Any, what: str, loop: Any
 ) -> None:
-    size, parallel = BESIDE[what]
+    size, parallel = WITH_OTHER_AXES[what]
     for run in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
-        close_to(run, alone[loop])
-        assert of(run) == of(divided[loop])
+        assert_close(run, single[loop])
+        assert exact_part(run) == exact_part(context_only[loop])
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
-    """On two processes, with nothing but slices."""
+def context_only(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+    """Train on two processes with context parallelism only."""
     folder, config = tmp_path_factory.mktemp("divided"), replace(CONFIG, parallel=ParallelSettings(context=2))
-    return {loop: run_ranks(attempt, 2, folder / loop.__name__, loop, config)[0] for loop in (recipe, recomputed)}
+    return {
+        loop: run_ranks(attempt, 2, folder / loop.__name__, loop, config)[0] for loop in (train_gpt, train_recomputed)
+    }
 
 
-def test_beside_divided_matrices(tmp_path: Path, alone: Any) -> None:
+def test_with_tensor_parallelism(tmp_path: Path, single: Any) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(context=2, tensor=2))
-    for run in run_ranks(attempt, 4, tmp_path, recipe, config):
-        close_to(run, alone[recipe])
+    for run in run_ranks(attempt, 4, tmp_path, train_gpt, config):
+        assert_close(run, single[train_gpt])
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -268,24 +272,24 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_other_settings(tmp_path: Path, what: str) -> None:
     config = replace(CONFIG, **CHANGES[what])
-    (truth,) = run_ranks(attempt, 1, tmp_path / "1", recipe, config)
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", train_gpt, config)
     parallel = ParallelSettings(context=2)
-    for run in run_ranks(attempt, 2, tmp_path / "2", recipe, replace(config, parallel=parallel)):
-        close_to(run, truth)
+    for run in run_ranks(attempt, 2, tmp_path / "2", train_gpt, replace(config, parallel=parallel)):
+        assert_close(run, truth)
 
 
 @pytest.mark.slow
-def test_several_micro_batches_beside_shards(tmp_path: Path) -> None:
+def test_several_micro_batches_with_shards(tmp_path: Path) -> None:
     config = replace(CONFIG, micro_batch=2, parallel=ParallelSettings(context=2))
     sharded = replace(config, parallel=replace(config.parallel, shard=2))
-    runs = run_ranks(attempt, 4, tmp_path / "models", recipe, config)
-    runs += run_ranks(attempt, 4, tmp_path / "shards", recipe, sharded)
+    runs = run_ranks(attempt, 4, tmp_path / "models", train_gpt, config)
+    runs += run_ranks(attempt, 4, tmp_path / "shards", train_gpt, sharded)
     assert isinstance(runs[0], dict), runs[0]
-    assert [of(run) for run in runs] == [of(runs[0])] * 8
+    assert [exact_part(run) for run in runs] == [exact_part(runs[0])] * 8
 
 
 def with_dropout(run: Run[Any]) -> Any:
-    """Two steps with dropout, in attention and elsewhere; and what a dropout makes of ones on this process."""
+    """Run two steps with dropout, in attention and elsewhere; return what dropout makes of ones on this process."""
     model = run.place(lambda: TinyGPT(dropout=0.3), sequence=SequenceDims(positions={"place": 0}))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -301,7 +305,7 @@ def with_dropout(run: Run[Any]) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [4, 1])
-def test_every_slice_draws_its_own_dropout(tmp_path: Path, ranks: int) -> None:
+def test_every_slice_draws_other_dropout(tmp_path: Path, ranks: int) -> None:
     config = replace(CONFIG, steps=2, virtual_ranks=ranks, parallel=ParallelSettings(context=2))
     first, second = run_ranks(attempt, 2, tmp_path / "2", with_dropout, config)
     assert first["same"] == second["same"]
@@ -314,51 +318,51 @@ def test_every_slice_draws_its_own_dropout(tmp_path: Path, ranks: int) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast(tmp_path: Path, precision: Any) -> None:
     config = replace(CONFIG, precision=precision, steps=2)
-    (truth,) = run_ranks(attempt, 1, tmp_path / "1", recipe, config)
-    for run in run_ranks(attempt, 2, tmp_path / "2", recipe, replace(config, parallel=ParallelSettings(context=2))):
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", train_gpt, config)
+    for run in run_ranks(attempt, 2, tmp_path / "2", train_gpt, replace(config, parallel=ParallelSettings(context=2))):
         assert run["losses"] == pytest.approx(truth["losses"], rel=1e-2)
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2))])
-def test_a_checkpoint_goes_from_any_number_of_slices_to_any_other(
-    tmp_path: Path, alone: Any, before: tuple[int, int], after: tuple[int, int]
+def test_a_checkpoint_is_loaded_on_any_number_of_slices(
+    tmp_path: Path, single: Any, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    """Each with (processes, slices)."""
+    """Each entry is (processes, slices)."""
     for (size, context), steps in ((before, 2), (after, 5)):
         config = replace(CONFIG, steps=steps, parallel=ParallelSettings(context=context))
-        told = run_ranks(partial(attempt, resume=steps == 5), size, tmp_path, recipe, config)[0]
-        assert isinstance(told, dict), told
-    assert told["losses"] == pytest.approx(alone[recipe]["losses"][2:], rel=1e-5)
+        found = run_ranks(partial(attempt, resume=steps == 5), size, tmp_path, train_gpt, config)[0]
+        assert isinstance(found, dict), found
+    assert found["losses"] == pytest.approx(single[train_gpt]["losses"][2:], rel=1e-5)
 
 
-def in_passes(run: Run[Any]) -> Any:
-    """Two passes a step, over sequences of two tokens, of which some processes have none; an average of the weights."""
+def train_in_passes(run: Run[Any]) -> Any:
+    """Run two passes a step on sequences of two tokens, so some processes have none; average the weights."""
     model = run.place(lambda: GPT(MODEL), sequence=SequenceDims(positions=POSITIONS["gpt"]))
     average = torch.optim.swa_utils.AveragedModel(model)
     first, second = (torch.optim.SGD(params, lr=0.1) for params in (model.blocks.parameters(), [model.tokens.weight]))
     run.track(model=model, average=average, first=first, second=second)
-    told = []
+    found = []
     for step in run.steps([torch.arange(i, i + 3) for i in range(24)], collate_fn=padded):
         for optimizer in (first, second):
             step.run(model, cross_entropy, over=[optimizer])
-            told += [step.loss, step.grad_norm]
+            found += [step.loss, step.grad_norm]
             step.update(optimizer)
         average.update_parameters(model)
-    return [*told, run.evaluate(average, Sentences(9), cross_entropy, collate_fn=padded)["cross_entropy"]]
+    return [*found, run.evaluate(average, Sentences(9), cross_entropy, collate_fn=padded)["cross_entropy"]]
 
 
-def test_passes_averages_and_slices_without_a_position(tmp_path: Path) -> None:
-    (truth,) = run_ranks(attempt, 1, tmp_path / "1", in_passes, replace(CONFIG, steps=2))
+def test_passes_averages_and_empty_slices(tmp_path: Path) -> None:
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", train_in_passes, replace(CONFIG, steps=2))
     config = replace(CONFIG, steps=2, parallel=ParallelSettings(context=4))
-    for told in run_ranks(attempt, 4, tmp_path / "4", in_passes, config):
-        assert told == pytest.approx(truth, rel=1e-5)
+    for found in run_ranks(attempt, 4, tmp_path / "4", train_in_passes, config):
+        assert found == pytest.approx(truth, rel=1e-5)
 
 
 # -- what cannot be
 
 
-class Other(nn.Module):
-    """Looks back on what came before, in a way that is given."""
+class OtherAttention(nn.Module):
+    """Attend to earlier positions in a way that is given."""
 
     seen: Tensor
 
@@ -389,7 +393,7 @@ class Other(nn.Module):
         return F.scaled_dot_product_attention(heads, key, key, mask).transpose(1, 2).flatten(2)
 
 
-def other(run: Run[Any], build: Any, sequence: SequenceDims | None, data: Any = None) -> Any:
+def train_other(run: Run[Any], build: Any, sequence: SequenceDims | None, data: Any = None) -> Any:
     model = run.place(build, sequence=sequence)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -399,55 +403,65 @@ def other(run: Run[Any], build: Any, sequence: SequenceDims | None, data: Any = 
     return run.evaluate(model, Sentences(3), cross_entropy, collate_fn=padded)
 
 
-WRONG: dict[str, tuple[Any, SequenceDims | None, Any, str]] = {
+REFUSED: dict[str, tuple[Any, SequenceDims | None, Any, str]] = {
     "heads": (
-        lambda: Other(heads=3),
+        lambda: OtherAttention(heads=3),
         SequenceDims(),
         None,
         "3 heads.*no multiple of 2.*parallel.context=1.*has 4 heads",
     ),
-    "nothing said of positions": (Other, None, None, r"Its buffers are: seen \(\).*sequence=unisono.SequenceDims"),
+    "nothing said of positions": (
+        OtherAttention,
+        None,
+        None,
+        r"Its buffers are: seen \(\).*sequence=unisono.SequenceDims",
+    ),
     "no such positions": (
-        Other,
+        OtherAttention,
         SequenceDims(positions={"cos": 0}),
         None,
         r"no parameter or buffer 'cos'.*positions=.*'seen'",
     ),
     "no such dim": (
-        Other,
+        OtherAttention,
         SequenceDims(positions={"tokens.weight": 2}),
         None,
         r"no dim 2.*shape is \(23, 12\).*name the dim",
     ),
-    "no such part": (Other, SequenceDims(batch={2: 1}), None, r"batch=\{2: 1\}.*It has 0: \(\d+, \d+\), 1: "),
-    "nothing to divide": (Other, SequenceDims(), list(range(24)), "no tensor of two or more dims"),
+    "no such part": (OtherAttention, SequenceDims(batch={2: 1}), None, r"batch=\{2: 1\}.*It has 0: \(\d+, \d+\), 1: "),
+    "nothing to divide": (OtherAttention, SequenceDims(), list(range(24)), "no tensor of two or more dims"),
     "attention by hand": (
-        lambda: Other("hand"),
+        lambda: OtherAttention("hand"),
         SequenceDims(),
         None,
         "did not call F.scaled_dot.*positions have not met",
     ),
     "attention weights": (
-        lambda: Other("weights"),
+        lambda: OtherAttention("weights"),
         SequenceDims(),
         None,
         "cannot return its weights.*need_weights=False",
     ),
     "a mask of a slice": (
-        lambda: Other("mask"),
+        lambda: OtherAttention("mask"),
         SequenceDims(),
         None,
         "mask of . x . positions does not fit.*is_causal=True",
     ),
     "another length": (
-        lambda: Other("longer"),
+        lambda: OtherAttention("longer"),
         SequenceDims(),
         None,
         "an attention from . to . positions.*of which . are here",
     ),
-    "batch norm": (lambda: Other("norm"), SequenceDims(), None, "1 of its parts are batch norms.*norm.*LayerNorm"),
+    "batch norm": (
+        lambda: OtherAttention("norm"),
+        SequenceDims(),
+        None,
+        "1 of its parts are batch norms.*norm.*LayerNorm",
+    ),
     "a convolution": (
-        lambda: nn.Sequential(Other(), nn.Conv1d(23, 4, 3)),
+        lambda: nn.Sequential(OtherAttention(), nn.Conv1d(23, 4, 3)),
         SequenceDims(),
         None,
         "Its 1 is a Conv1d.*on another process",
@@ -458,22 +472,27 @@ WRONG: dict[str, tuple[Any, SequenceDims | None, Any, str]] = {
         None,
         "Its whole is a LSTM, which computes a position from its neighbors",
     ),
-    "a buffer that changes": (lambda: Other("buffer"), SequenceDims(), None, "changed buffers.*slice of the sequences"),
+    "a buffer that changes": (
+        lambda: OtherAttention("buffer"),
+        SequenceDims(),
+        None,
+        "changed buffers.*slice of the sequences",
+    ),
 }
 
 
 @pytest.mark.parametrize("ranks", [4, 1])
-def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, ranks: int) -> None:
-    """All of it, one after the other: each is refused before anything is computed that others wait for."""
-    for told in run_ranks(refused, 2, tmp_path, ranks):
-        for what, words in told.items():
+def test_unsupported_models_are_refused_on_every_process(tmp_path: Path, ranks: int) -> None:
+    """Each is refused before anything is computed that another process waits for."""
+    for found in run_ranks(refusals, 2, tmp_path, ranks):
+        for what, words in found.items():
             assert isinstance(words, str), what
-            assert re.search(WRONG[what][-1], words, re.DOTALL), words
+            assert re.search(REFUSED[what][-1], words, re.DOTALL), words
 
 
-def refused(world: World, folder: Path, ranks: int) -> dict[str, Any]:
+def refusals(world: World, folder: Path, ranks: int) -> dict[str, Any]:
     config = replace(CONFIG, steps=1, virtual_ranks=ranks, parallel=ParallelSettings(context=2))
     return {
-        what: attempt(world, folder / str(i), partial(other, build=build, sequence=sequence, data=data), config)
-        for i, (what, (build, sequence, data, _)) in enumerate(WRONG.items())
+        what: attempt(world, folder / str(i), partial(train_other, build=build, sequence=sequence, data=data), config)
+        for i, (what, (build, sequence, data, _)) in enumerate(REFUSED.items())
     }

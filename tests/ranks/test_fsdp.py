@@ -1,4 +1,4 @@
-"""Shards: a model whose parameters are divided among processes is the model of one process, to the bit."""
+"""A sharded model has the bits of one process."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ short = partial(training.train, length=53)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every case on one process."""
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Train every case on one process."""
     folder = tmp_path_factory.mktemp("alone")
     return {
         case: run_ranks(short, 1, case.split(",")[0], settings(**changes), str(folder / case))[0]
@@ -56,26 +56,26 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     }
 
 
-def same_as_alone(runs: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def assert_same(runs: list[dict[str, Any]], single: dict[str, Any]) -> None:
     for run in runs:
-        assert run["state"] == alone["state"]
-        assert run["losses"] == alone["losses"]
-        assert run["norms"] == alone["norms"]
-        assert run["result"]["right"] == alone["result"]["right"]
+        assert run["state"] == single["state"]
+        assert run["losses"] == single["losses"]
+        assert run["norms"] == single["norms"]
+        assert run["result"]["right"] == single["result"]["right"]
         assert run["result"]["promise"] == "exact"
 
 
 @pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
-def test_any_division_gives_the_bits_of_one_process(
-    tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
+def test_any_placement_gives_the_bits_of_one_process(
+    tmp_path: Path, single: dict[str, dict[str, Any]], case: str, placement: str
 ) -> None:
     size, parallel = PLACEMENTS[placement]
     config = settings(**CASES[case], parallel=parallel)
-    same_as_alone(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
+    assert_same(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), single[case])
 
 
-def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
-    """Saved in mid-epoch by one placement, continued by another, three times over: as if never stopped."""
+def test_a_checkpoint_is_loaded_under_any_placement(tmp_path: Path) -> None:
+    """Save in mid-epoch under one placement and continue under another, three times."""
     config, folder = settings(clip=0.5), tmp_path / "parts"
     never_stopped = run_ranks(short, 1, "gpt", config, str(tmp_path / "whole"))[0]
     stops = [(2, ParallelSettings(shard=2), 2), (3, ParallelSettings(), 4), (4, ParallelSettings(shard=2), 6)]
@@ -88,7 +88,7 @@ def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> No
 
 
 class Normed(nn.Sequential):
-    """With running statistics, in layers and outside of them."""
+    """Batch norms in layers and outside of them."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()) for _ in range(3)))
@@ -97,7 +97,7 @@ class Normed(nn.Sequential):
 
 
 class Repeated(nn.Module):
-    """Calls one layer twice."""
+    """Call one layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,15 +120,15 @@ def repeated(run: Run[Any]) -> Any:
 @pytest.mark.parametrize(("loop", "gather"), [(normed, "layer"), (normed, "step"), (repeated, "step")])
 def test_running_statistics_and_a_layer_that_is_called_twice(tmp_path: Path, loop: Any, gather: Any) -> None:
     config = settings(batch=16, virtual_ranks=4, steps=4)
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert isinstance(found, list), found
     for size in (2, 4):
         config = replace(config, parallel=ParallelSettings(shard=2, reshard=gather))
-        assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [told] * size
+        assert run_ranks(attempt, size, tmp_path / str(size), loop, config) == [found] * size
 
 
 class Transposed(nn.Module):
-    """Its weight lies in memory as a transposed one does."""
+    """A weight whose memory is that of a transposed matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,20 +152,20 @@ def transposed(run: Run[Any]) -> Any:
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_norms_do_not_depend_on_how_a_parameter_lies_in_memory(tmp_path: Path, gather: Any) -> None:
     config = settings(batch=16, virtual_ranks=4, steps=6)
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", transposed, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", transposed, config)
+    assert isinstance(found, list), found
     config = replace(config, parallel=ParallelSettings(shard=2, reshard=gather))
-    assert run_ranks(attempt, 2, tmp_path / "2", transposed, config) == [told] * 2
+    assert run_ranks(attempt, 2, tmp_path / "2", transposed, config) == [found] * 2
 
 
 @pytest.mark.parametrize("loop", [together, alternating])
 def test_passes_with_a_gradient_each(tmp_path: Path, loop: Any) -> None:
     """Two models called twice in one forward pass, and a gradient of a gradient."""
     config = replace(CONFIG, batch=12, steps=3)
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
-    assert "Error" not in str(told)
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert "Error" not in str(found)
     config = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
-    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
+    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [found] * 2
 
 
 def scores(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -173,25 +173,25 @@ def scores(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torc
 
 
 def outputs(run: Run[Any]) -> Any:
-    """Evaluate and predict over sets that processes share unevenly, one of them only read from front to back."""
+    """Evaluate and predict on data sets that do not divide evenly, one of them an iterable."""
     torch.manual_seed(0)
     model = run.place(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)))
-    told: list[Any] = []
+    found: list[Any] = []
     for length in (1, 5, 9, 11):
         data = Numbers(length)
-        told.append(run.evaluate(model, data, scores))
-        told.append(run.evaluate(model, (data[i] for i in range(length)), scores))
-        told.append(run.predict(model, data).tolist())
-    return told
+        found.append(run.evaluate(model, data, scores))
+        found.append(run.evaluate(model, (data[i] for i in range(length)), scores))
+        found.append(run.predict(model, data).tolist())
+    return found
 
 
 @pytest.mark.parametrize(("size", "gather"), [(2, "layer"), (3, "layer"), (2, "step")])
 def test_evaluation_and_prediction(tmp_path: Path, size: int, gather: Any) -> None:
     config = settings(batch=8, virtual_ranks=4)
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", outputs, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", outputs, config)
+    assert isinstance(found, list), found
     config = replace(config, parallel=ParallelSettings(shard=size, reshard=gather))
-    assert run_ranks(attempt, size, tmp_path / "n", outputs, config) == [told] * size
+    assert run_ranks(attempt, size, tmp_path / "n", outputs, config) == [found] * size
 
 
 class Scaled(nn.Linear):
@@ -217,7 +217,7 @@ def scaled(run: Run[Any]) -> Any:
     return train(run, build=Scaled)
 
 
-def of_two_kinds(run: Run[Any]) -> Any:
+def with_two_dtypes(run: Run[Any]) -> Any:
     def build() -> nn.Module:
         model = linear()
         model.register_parameter("wide", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
@@ -256,8 +256,8 @@ def empty(run: Run[Any]) -> Any:
     return train(run, build=build)
 
 
-def penalised(run: Run[Any]) -> Any:
-    """Adds up squares of weights by hand."""
+def train_with_penalty(run: Run[Any]) -> Any:
+    """Add squares of weights in the script."""
 
     def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         step.backward(loss_of(model, x) + model.get_parameter("weight").square().sum(), weight=len(i))
@@ -266,14 +266,14 @@ def penalised(run: Run[Any]) -> Any:
         return train(run, body)
 
 
-def averaged(run: Run[Any]) -> Any:
-    """Copies a model to average its weights."""
+def train_with_average(run: Run[Any]) -> Any:
+    """Copy a model to average its weights."""
     with explain_dtensor_errors(run.settings.parallel):
         return torch.optim.swa_utils.AveragedModel(run.place(lambda: nn.Linear(3, 2)))
 
 
-class Chooses(nn.Module):
-    """Which layer it calls depends on what comes."""
+class DataDependent(nn.Module):
+    """Call a layer that depends on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,29 +285,29 @@ class Chooses(nn.Module):
         return out
 
 
-def chosen(run: Run[Any]) -> Any:
-    model = run.place(Chooses)
+def train_data_dependent(run: Run[Any]) -> Any:
+    model = run.place(DataDependent)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
-    told: list[Any] = []
+    found: list[Any] = []
     for step in run.steps(Numbers()):
         for x, i in step:
             whole(step, model, x, i)
         step.update(optimizer)
-        told.append([step.loss, run.evaluate(model, Numbers(13), scores)])
-    return [*told, run.predict(model, Numbers(13)).tolist()]
+        found.append([step.loss, run.evaluate(model, Numbers(13), scores)])
+    return [*found, run.predict(model, Numbers(13)).tolist()]
 
 
-def test_gathered_once_a_step_it_does_not_matter_who_calls_which_layer(tmp_path: Path) -> None:
+def test_gathered_once_a_step_processes_may_call_different_layers(tmp_path: Path) -> None:
     config = settings(batch=8, virtual_ranks=8, micro_batch=1, steps=3)
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", chosen, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", train_data_dependent, config)
+    assert isinstance(found, list), found
     config = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
-    assert run_ranks(attempt, 2, tmp_path / "2", chosen, config) == [told] * 2
+    assert run_ranks(attempt, 2, tmp_path / "2", train_data_dependent, config) == [found] * 2
 
 
-class Skips(Chooses):
-    """A layer that not all samples go through: in `where`, its forward, or what comes of it in the loss."""
+class SkipsLayer(DataDependent):
+    """Skip a layer for some samples: in its own forward, or in the loss."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -321,12 +321,12 @@ class Skips(Chooses):
         return out
 
 
-def skips(run: Run[Any], where: str) -> Any:
-    return train(run, build=lambda: Skips(where))
+def train_skipping(run: Run[Any], where: str) -> Any:
+    return train(run, build=lambda: SkipsLayer(where))
 
 
-def evaluated_otherwise(run: Run[Any]) -> Any:
-    """In evaluations only, and at the end of a pass: nothing comes behind it that could be met instead."""
+def evaluate_data_dependent(run: Run[Any]) -> Any:
+    """Call different layers in evaluations only, and at the end of a pass, where no other gather follows."""
 
     class Late(nn.Module):
         def __init__(self) -> None:
@@ -349,10 +349,10 @@ def evaluated_otherwise(run: Run[Any]) -> Any:
     return None
 
 
-CHOOSE = {"batch": 8, "virtual_ranks": 8, "micro_batch": 1, "steps": 3}
+ONE_SAMPLE_EACH = {"batch": 8, "virtual_ranks": 8, "micro_batch": 1, "steps": 3}
 
-SHARED = ParallelSettings(shard=2)
-WRONG: dict[str, tuple[Any, Any, str]] = {
+SHARD_2 = ParallelSettings(shard=2)
+REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a layer called twice": (
         repeated,
         {},
@@ -360,7 +360,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     ),
     "a parameter without a dimension": (scaled, {}, "1 of its parameters are single numbers.*scale.*torch.ones"),
     "a layer of two kinds": (
-        of_two_kinds,
+        with_two_dtypes,
         {},
         "one dtype: wide is float64 and weight is float32.*layer_classes=",
     ),
@@ -368,50 +368,54 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),
     "a parameter without elements": (empty, {}, "spare has no elements.*parallel.reshard=step"),
     "a weight outside of its layer": (
-        penalised,
+        train_with_penalty,
         {},
         "outside of its layer's call.*parallel.reshard=step.*weight_decay",
     ),
-    "a copy of the model": (averaged, {}, "A placed model was copied.*average = run.place.*parallel.shard=1"),
+    "a copy of the model": (train_with_average, {}, "A placed model was copied.*average = run.place.*parallel.shard=1"),
     "sparse gradients": (sparse, {}, "1 is an embedding with sparse gradients.*parallel.reshard=step"),
     "running statistics over several processes": (normed, {"micro_batch": 2}, "changed buffers.*micro_batch=none"),
     "another layer for other samples": (
-        chosen,
-        CHOOSE,
+        train_data_dependent,
+        ONE_SAMPLE_EACH,
         "was to gather the Linear rows.[01]; at that moment, on process .*gather the Linear rows.*reshard=step",
     ),
     "a layer that some samples skip": (
-        partial(skips, where="forward"),
-        CHOOSE,
+        partial(train_skipping, where="forward"),
+        ONE_SAMPLE_EACH,
         "gather the Linear rows.1.*reshard=step",
     ),
     "a layer whose output some samples do not use": (
-        partial(skips, where="loss"),
-        CHOOSE,
+        partial(train_skipping, where="loss"),
+        ONE_SAMPLE_EACH,
         "the Linear rows.1.*reshard=step",
     ),
-    "another layer in an evaluation": (evaluated_otherwise, CHOOSE, "the Linear rows.1.*|gone or silent.*"),
+    "another layer in an evaluation": (
+        evaluate_data_dependent,
+        ONE_SAMPLE_EACH,
+        "the Linear rows.1.*|gone or silent.*",
+    ),
     "a forward pass on the main process": (on_main_only, {}, "1 at run.evaluate and 1 at a forward pass"),
     "a class that the model has not": (
         unknown_layer,
-        {"parallel": replace(SHARED, layer_classes=["Block"])},
+        {"parallel": replace(SHARD_2, layer_classes=["Block"])},
         "no layer of class Block.*Linear",
     ),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_is_told_on_every_process(tmp_path: Path, what: str) -> None:
-    loop, changes, words = WRONG[what]
-    config = settings(**{"batch": 16, "virtual_ranks": 4, "parallel": SHARED} | changes)
-    told = run_ranks(attempt, 2, tmp_path, loop, config)
-    for words_here in told:
-        assert isinstance(words_here, str), words_here
-        assert re.search(words, words_here, re.DOTALL), words_here
+@pytest.mark.parametrize("what", REFUSED)
+def test_unsupported_models_are_refused_on_every_process(tmp_path: Path, what: str) -> None:
+    loop, changes, words = REFUSED[what]
+    config = settings(**{"batch": 16, "virtual_ranks": 4, "parallel": SHARD_2} | changes)
+    found = run_ranks(attempt, 2, tmp_path, loop, config)
+    for message in found:
+        assert isinstance(message, str), message
+        assert re.search(words, message, re.DOTALL), message
 
 
-def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
-    """Bytes of parameters, gradients and optimizer state that lie here when a step is about to be updated."""
+def bytes_held(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
+    """Return the bytes of parameters, gradients and optimizer state before an update."""
     with join(world) as group:
         config = settings(steps=1, batch=8, virtual_ranks=8, parallel=parallel)
         run = build_run(config, world, group, folder)
@@ -435,8 +439,8 @@ def memory(world: World, folder: Path, parallel: ParallelSettings) -> list[int]:
 
 
 def test_memory_is_divided(tmp_path: Path) -> None:
-    (alone,) = run_ranks(memory, 1, tmp_path, ParallelSettings())
+    (single,) = run_ranks(bytes_held, 1, tmp_path, ParallelSettings())
     for size in (2, 4):
-        for here in run_ranks(memory, size, tmp_path, ParallelSettings(shard=size)):
-            for mine, all_ in zip(here, alone, strict=True):
+        for here in run_ranks(bytes_held, size, tmp_path, ParallelSettings(shard=size)):
+            for mine, all_ in zip(here, single, strict=True):
                 assert mine <= 1.1 * all_ / size

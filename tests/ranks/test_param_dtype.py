@@ -22,7 +22,7 @@ from tests.pairs import every_pair
 from tests.ranks import test_fsdp, training
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.test_activation_checkpoint import needs_compiler
-from tests.ranks.test_fsdp import same_as_alone, short
+from tests.ranks.test_fsdp import assert_same, short
 from tests.ranks.training import padded, settings
 from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import ParallelSettings
@@ -64,7 +64,7 @@ def test_any_division_gives_the_bits_of_one_process(
 ) -> None:
     size, parallel = PLACEMENTS[placement]
     config = settings(**CASES[case], parallel=parallel)
-    same_as_alone(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
+    assert_same(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
 
 
 class Rows(nn.Module):

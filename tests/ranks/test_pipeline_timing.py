@@ -1,4 +1,4 @@
-"""A pipeline that is cut by the time of its layers: there, and with the bits of one that is cut by parameters."""
+"""Pipelines that are balanced by the time of layers: the stages follow the times, and the bits do not change."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from tests.ranks.loops import Numbers, attempt
 from tests.ranks.test_pipeline import UNEVEN, Deep, squares
-from tests.ranks.test_pipeline_limits import Counts
+from tests.ranks.test_pipeline_limits import ChangesBuffer
 from unisono.config import ParallelSettings
 from unisono.recipes.text import GPT, Model
 from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
-PIPED = replace(UNEVEN, parallel=ParallelSettings(pipeline=2))
+PIPELINE = replace(UNEVEN, parallel=ParallelSettings(pipeline=2))
 
 
 class Uneven(nn.Module):
-    """Eight layers of the same size: four go over 512 positions, four over their mean."""
+    """Eight layers of one size: four compute 512 positions, four their mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class Uneven(nn.Module):
         return x
 
 
-def kept(run: Run[Any], example: Any) -> Any:
-    """The layers that this process has, and what the run says of it."""
+def layers_held(run: Run[Any], example: Any) -> Any:
+    """Return the layers that this process has, and the line that describes the partition."""
     said: list[str] = []
     run.print = lambda *values: said.append(" ".join(map(str, values)))  # type: ignore[method-assign]
     model = run.place(Uneven, example=example)
@@ -51,61 +51,61 @@ def kept(run: Run[Any], example: Any) -> Any:
 
 
 def by_parameters(run: Run[Any]) -> Any:
-    return kept(run, None)
+    return layers_held(run, None)
 
 
 def by_time(run: Run[Any]) -> Any:
-    return kept(run, (torch.randn(4, 512, 64), torch.zeros(4)))
+    return layers_held(run, (torch.randn(4, 512, 64), torch.zeros(4)))
 
 
 def by_name(run: Run[Any]) -> Any:
-    return kept(run, {"x": torch.randn(4, 512, 64)})
+    return layers_held(run, {"x": torch.randn(4, 512, 64)})
 
 
-def test_the_cut_is_where_time_says(tmp_path: Path) -> None:
-    (first, said), (second, _) = run_ranks(attempt, 2, tmp_path / "a", by_parameters, PIPED)
+def test_stages_are_balanced_by_time(tmp_path: Path) -> None:
+    (first, said), (second, _) = run_ranks(attempt, 2, tmp_path / "a", by_parameters, PIPELINE)
     assert (len(first), len(second)) == (4, 4)
     assert said == ["pipeline: 2 stages, early.0 to early.3 (50 %), late.0 to late.3 (50 %), by parameters"]
     for number, loop in enumerate((by_time, by_name)):
-        (first, (said,)), (second, _) = run_ranks(attempt, 2, tmp_path / str(number), loop, PIPED)
+        (first, (said,)), (second, _) = run_ranks(attempt, 2, tmp_path / str(number), loop, PIPELINE)
         assert 1 <= len(first) < 4
         assert sorted(first + second) == [f"{row}.{i}" for row in ("early", "late") for i in range(4)]
         assert re.fullmatch(r"pipeline: 2 stages, early.0 to early.\d \(\d+ %\), early.\d to late.3 .*, by time", said)
-    named = replace(PIPED, parallel=ParallelSettings(pipeline=2, split_points=["late.2"]))
+    named = replace(PIPELINE, parallel=ParallelSettings(pipeline=2, split_points=["late.2"]))
     (first, (said,)), _ = run_ranks(attempt, 2, tmp_path / "named", by_time, named)
     assert len(first) == 6
     assert said.endswith("as named (shares by time)")
 
 
-def trained(run: Run[Any], example: Any) -> Any:
-    """What generators give after the model is placed, losses, norms and the fingerprint; with dropout."""
+def train_with_example(run: Run[Any], example: Any) -> Any:
+    """Return random numbers after run.place, losses, norms and the fingerprint; with dropout."""
     model = run.place(Deep, example=example)
-    told: list[Any] = [torch.rand(3).tolist(), np.random.rand(), random.random()]
+    found: list[Any] = [torch.rand(3).tolist(), np.random.rand(), random.random()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(Numbers(53)):
         step.run(model, squares)
-        told.append((step.loss, step.grad_norm))
+        found.append((step.loss, step.grad_norm))
         step.update(optimizer)
-    return [*told, run_promise(run)[0], run.context.state.fingerprint()]
+    return [*found, run_promise(run)[0], run.context.state.fingerprint()]
 
 
-def without(run: Run[Any]) -> Any:
-    return trained(run, None)
+def without_example(run: Run[Any]) -> Any:
+    return train_with_example(run, None)
 
 
-def with_one(run: Run[Any]) -> Any:
-    return trained(run, torch.ones(3, 3))
+def with_example(run: Run[Any]) -> Any:
+    return train_with_example(run, torch.ones(3, 3))
 
 
 def unseen(run: Run[Any]) -> Any:
-    return trained(run, object())
+    return train_with_example(run, object())
 
 
 @pytest.mark.slow
 def test_an_example_changes_no_bit(tmp_path: Path) -> None:
-    """Of dropout neither, on any number of processes; and without a pipeline nobody looks at it."""
-    (alone,) = run_ranks(attempt, 1, tmp_path / "alone", without, UNEVEN)
+    """With dropout, on any number of processes; without a pipeline the example is not used."""
+    (alone,) = run_ranks(attempt, 1, tmp_path / "alone", without_example, UNEVEN)
     assert isinstance(alone, list), alone
     assert run_ranks(attempt, 1, tmp_path / "unseen", unseen, UNEVEN) == [alone]
     for size, parallel in (
@@ -114,13 +114,13 @@ def test_an_example_changes_no_bit(tmp_path: Path) -> None:
         (4, ParallelSettings(pipeline=2, schedule="Interleaved1F1B")),
     ):
         folder = tmp_path / f"{size}-{parallel.schedule}"
-        told = run_ranks(attempt, size, folder, with_one, replace(UNEVEN, parallel=parallel))
-        assert told == [alone] * size
+        found = run_ranks(attempt, size, folder, with_example, replace(UNEVEN, parallel=parallel))
+        assert found == [alone] * size
 
 
-def ready(run: Run[Any]) -> Any:
-    """A model with gradients and a counter, which timing would move."""
-    model = nn.Sequential(Counts(), nn.Linear(3, 2))
+def place_with_state(run: Run[Any]) -> Any:
+    """Place a model with gradients and a counter, which timing could change."""
+    model = nn.Sequential(ChangesBuffer(), nn.Linear(3, 2))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[1].eval()
@@ -130,13 +130,13 @@ def ready(run: Run[Any]) -> Any:
     return all(grads), [float(buffer) for buffer in placed.buffers()], modes
 
 
-def test_gradients_buffers_and_modes_are_as_before(tmp_path: Path) -> None:
-    (grads, calls, modes), (others, _, _) = run_ranks(attempt, 2, tmp_path, ready, PIPED)
+def test_timing_changes_no_gradient_buffer_or_mode(tmp_path: Path) -> None:
+    (grads, calls, modes), (others, _, _) = run_ranks(attempt, 2, tmp_path, place_with_state, PIPELINE)
     assert (grads, others, calls, modes[0]) == (True, True, [0.0], True)
 
 
-def divided(run: Run[Any]) -> Any:
-    """Two processes share each matrix, so they take the time together."""
+def layers_with_tensor(run: Run[Any]) -> Any:
+    """Place a model whose matrices two processes share, so they time it together."""
     said: list[str] = []
     run.print = lambda *values: said.append(" ".join(map(str, values)))  # type: ignore[method-assign]
     text = Model(width=16, depth=4, heads=2, context=16)
@@ -144,15 +144,15 @@ def divided(run: Run[Any]) -> Any:
     return said, sorted({name.split(".")[1] for name, _ in model.named_parameters() if name.startswith("blocks.")})
 
 
-def test_beside_tensor_parallel(tmp_path: Path) -> None:
+def test_with_tensor_parallelism(tmp_path: Path) -> None:
     config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, tensor=2))
-    told = run_ranks(attempt, 4, tmp_path, divided, config)
-    assert all(isinstance(here, tuple) for here in told), told
-    (line,) = told[0][0]
+    found = run_ranks(attempt, 4, tmp_path, layers_with_tensor, config)
+    assert all(isinstance(here, tuple) for here in found), found
+    (line,) = found[0][0]
     assert line.endswith("by time")
-    assert told[0][1] == told[1][1]
-    assert told[2][1] == told[3][1]
-    assert sorted(told[0][1] + told[2][1]) == ["0", "1", "2", "3"]
+    assert found[0][1] == found[1][1]
+    assert found[2][1] == found[3][1]
+    assert sorted(found[0][1] + found[2][1]) == ["0", "1", "2", "3"]
 
 
 def too_wide(run: Run[Any]) -> Any:
@@ -163,7 +163,7 @@ def misnamed(run: Run[Any]) -> Any:
     run.place(Deep, example={"tokens": torch.ones(2, 3)})
 
 
-def nothing_in_it(run: Run[Any]) -> Any:
+def empty_example(run: Run[Any]) -> Any:
     run.place(Deep, example=())
 
 
@@ -172,12 +172,12 @@ def nothing_in_it(run: Run[Any]) -> Any:
     [
         (too_wide, "cannot go forward and backward with it: RuntimeError: .*shapes.*2x7.*collate makes it"),
         (misnamed, "cannot go forward.*TypeError: .*'(input|tokens)'"),
-        (nothing_in_it, "cannot go forward.*IndexError"),
+        (empty_example, "cannot go forward.*IndexError"),
     ],
 )
-def test_an_example_that_does_not_fit_is_told_on_every_process(
+def test_an_unusable_example_is_refused_on_every_process(
     tmp_path: Path, loop: Callable[[Run[Any]], Any], words: str
 ) -> None:
-    for told in run_ranks(attempt, 2, tmp_path, loop, PIPED):
-        assert isinstance(told, str), told
-        assert re.search(f"given an example, to cut a Deep by the time.*{words}", told, re.DOTALL), told
+    for found in run_ranks(attempt, 2, tmp_path, loop, PIPELINE):
+        assert isinstance(found, str), found
+        assert re.search(f"given an example, to cut a Deep by the time.*{words}", found, re.DOTALL), found

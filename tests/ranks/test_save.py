@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.loops import SETTINGS, attempt, train
-from tests.ranks.test_pipeline import UNEVEN, stopping
+from tests.ranks.test_pipeline import UNEVEN, train_and_stop
 from tests.ranks.training import loop, settings
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import fingerprint, load, newest
@@ -165,7 +165,7 @@ def test_each_process_writes_its_shards_and_one_reads_all(tmp_path: Path) -> Non
 
 def test_each_pipeline_stage_writes_its_parameters(tmp_path: Path) -> None:
     piped = replace(UNEVEN, parallel=ParallelSettings(pipeline=2))
-    run_ranks(stopping, 2, tmp_path, piped, 2)
+    run_ranks(train_and_stop, 2, tmp_path, piped, 2)
     told = tensor_counts(tmp_path / "checkpoints" / "step-00000003")
     assert sorted(told) == ["rank-00000", "rank-00001"]
     assert all(whole > 5 and not parts for whole, parts in told.values())

@@ -1,4 +1,4 @@
-"""Tensor parallel: divided matrices compute what whole ones do, to rounding; and the same bits however data lies."""
+"""Tensor parallelism: it agrees with one process to rounding, and has the same bits for any layout of data."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_it_agrees_with_one_process(tmp_path: Path, truth: Came, size: int, axes
     assert f"other layouts than tensor={size}" in came.promise[1]
 
 
-def test_one_virtual_rank_is_clipped_where_some_gradients_are_cut_and_some_are_not(tmp_path: Path) -> None:
+def test_one_virtual_rank_is_clipped_with_divided_and_whole_gradients(tmp_path: Path) -> None:
     config = replace(CONFIG, virtual_ranks=1)
     agree(trained(2, tmp_path / "2", config, tensor=2), trained(1, tmp_path / "1", config))
 
 
-class Marked(GPT):
-    """Its norms do not train, and what has no rows is marked for the optimizer."""
+class WithAttributes(GPT):
+    """Freeze the norms, and mark parameters without rows for the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,21 +75,21 @@ class Marked(GPT):
             p.no_decay = p.dim() < 2  # type: ignore[attr-defined]
 
 
-def marks(run: Run[Any]) -> Any:
-    return [(name, p.requires_grad, p.__dict__["no_decay"]) for name, p in run.place(Marked).named_parameters()]
+def parameter_attributes(run: Run[Any]) -> Any:
+    return [(name, p.requires_grad, p.__dict__["no_decay"]) for name, p in run.place(WithAttributes).named_parameters()]
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2, "sequence_parallel": True}, {"shard": 2}])
-def test_divided_parameters_train_and_are_marked_as_the_whole_ones_were(tmp_path: Path, axes: dict[str, Any]) -> None:
-    (truth,) = run_ranks(attempt, 1, tmp_path / "1", marks)
+def test_divided_parameters_keep_attributes_and_requires_grad(tmp_path: Path, axes: dict[str, Any]) -> None:
+    (truth,) = run_ranks(attempt, 1, tmp_path / "1", parameter_attributes)
     config = replace(CONFIG, parallel=ParallelSettings(**axes))
-    assert run_ranks(attempt, 2, tmp_path / "2", marks, config) == [truth, truth]
+    assert run_ranks(attempt, 2, tmp_path / "2", parameter_attributes, config) == [truth, truth]
 
 
-class Counting(GPT):
-    """Its blocks count all heads, where a part of them is; in torch's attention or in one by hand."""
+class CountsAllHeads(GPT):
+    """Count all heads where this process has a part of them, in torch's attention or by hand."""
 
-    def __init__(self, by_hand: bool, width: int = -1) -> None:
+    def __init__(self, own_plan: bool, width: int = -1) -> None:
         super().__init__()
 
         class Attention(nn.Module):
@@ -100,23 +100,23 @@ class Counting(GPT):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 q = self.query(x).view(*x.shape[:2], 4, width).transpose(1, 2)
                 mask = torch.ones(x.shape[1], x.shape[1]).tril().log()
-                seen = (q @ q.mT + mask).softmax(-1) @ q if by_hand else F.scaled_dot_product_attention(q, q, q)
+                seen = (q @ q.mT + mask).softmax(-1) @ q if own_plan else F.scaled_dot_product_attention(q, q, q)
                 out: torch.Tensor = x + self.out_proj(seen.transpose(1, 2).flatten(2))
                 return out
 
         self.blocks = nn.ModuleList(Attention() for _ in range(2))
 
 
-def counting(run: Run[Any]) -> Any:
-    run.place(lambda: Counting(False))(torch.zeros(2, 12, dtype=torch.long))
+def place_counting(run: Run[Any]) -> Any:
+    run.place(lambda: CountsAllHeads(False))(torch.zeros(2, 12, dtype=torch.long))
 
 
-def by_hand_counting(run: Run[Any]) -> Any:
-    run.place(lambda: Counting(True))(torch.zeros(2, 12, dtype=torch.long))
+def place_counting_by_hand(run: Run[Any]) -> Any:
+    run.place(lambda: CountsAllHeads(True))(torch.zeros(2, 12, dtype=torch.long))
 
 
-def four_wide(run: Run[Any]) -> Any:
-    run.place(lambda: Counting(True, 4))(torch.zeros(2, 12, dtype=torch.long))
+def place_four_wide(run: Run[Any]) -> Any:
+    run.place(lambda: CountsAllHeads(True, 4))(torch.zeros(2, 12, dtype=torch.long))
 
 
 class Encoder(nn.Module):
@@ -136,37 +136,37 @@ class Encoder(nn.Module):
         return out
 
 
-def test_attention_of_torchs_own_stays_whole(tmp_path: Path) -> None:
+def test_multi_head_attention_stays_whole(tmp_path: Path) -> None:
     agree(trained(2, tmp_path / "2", build=Encoder, tensor=2), trained(1, tmp_path / "1", build=Encoder))
 
 
-def same_bits(folder: Path, beside: list[tuple[int, dict[str, Any]]], **ways: Any) -> None:
+def assert_same_bits(folder: Path, layouts: list[tuple[int, dict[str, Any]]], **settings_of_layout: Any) -> None:
     config = replace(CONFIG, virtual_ranks=12, steps=2)
-    one = trained(2, folder / "one", config, tensor=2, **ways)
-    for size, axes in beside:
-        other = trained(size, folder / str(axes), config, tensor=2, **axes, **ways)
+    one = trained(2, folder / "one", config, tensor=2, **settings_of_layout)
+    for size, axes in layouts:
+        other = trained(size, folder / str(axes), config, tensor=2, **axes, **settings_of_layout)
         assert other.fingerprint == one.fingerprint, axes
         assert (other.losses, other.norms) == (one.losses, one.norms), axes
 
 
-def test_data_may_be_divided_in_any_way_with_the_same_bits(tmp_path: Path) -> None:
-    same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2})])
+def test_any_layout_of_data_has_the_same_bits(tmp_path: Path) -> None:
+    assert_same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2})])
 
 
 @pytest.mark.slow
-def test_and_gathered_once_a_step(tmp_path: Path) -> None:
-    same_bits(tmp_path, [(4, {"shard": 2, "reshard": "step"})])
+def test_shards_gathered_once_a_step_have_the_same_bits(tmp_path: Path) -> None:
+    assert_same_bits(tmp_path, [(4, {"shard": 2, "reshard": "step"})])
 
 
 @pytest.mark.slow
-def test_that_holds_for_divided_sequences_too(tmp_path: Path) -> None:
-    same_bits(tmp_path, [(4, {"shard": 2})], sequence_parallel=True)
+def test_divided_sequences_have_the_same_bits(tmp_path: Path) -> None:
+    assert_same_bits(tmp_path, [(4, {"shard": 2})], sequence_parallel=True)
 
 
 @pytest.mark.slow
-def test_and_over_many_processes(tmp_path: Path) -> None:
-    """Three and four replicas; and a mesh of three axes."""
-    same_bits(tmp_path, [(6, {"replicate": 3}), (8, {"replicate": 4}), (8, {"shard": 2, "replicate": 2})])
+def test_many_processes_have_the_same_bits(tmp_path: Path) -> None:
+    """Three and four replicas, and a mesh of three axes."""
+    assert_same_bits(tmp_path, [(6, {"replicate": 3}), (8, {"replicate": 4}), (8, {"shard": 2, "replicate": 2})])
 
 
 def predicted(run: Run[Any]) -> Any:
@@ -175,14 +175,14 @@ def predicted(run: Run[Any]) -> Any:
 
 
 @pytest.mark.parametrize("ways", [{}, {"loss_parallel": True, "sequence_parallel": True}])
-def test_predictions_are_whole(tmp_path: Path, ways: dict[str, Any]) -> None:
+def test_predictions_are_whole(tmp_path: Path, settings_of_layout: dict[str, Any]) -> None:
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", predicted, CONFIG)
-    config = replace(CONFIG, parallel=ParallelSettings(tensor=2, **ways))
+    config = replace(CONFIG, parallel=ParallelSettings(tensor=2, **settings_of_layout))
     for rows in run_ranks(attempt, 2, tmp_path / "2", predicted, config):
         assert rows == pytest.approx(truth, rel=1e-4, abs=1e-6)
 
 
-def test_a_checkpoint_leaves_the_layout(tmp_path: Path, truth: Came) -> None:
+def test_a_checkpoint_is_loaded_under_another_layout(tmp_path: Path, truth: Came) -> None:
     trained(2, tmp_path, replace(CONFIG, steps=2), tensor=2)
     more = replace(CONFIG, steps=4)
     (came,) = run_ranks(come, 1, str(tmp_path), more, GPT, None, True)
@@ -191,7 +191,7 @@ def test_a_checkpoint_leaves_the_layout(tmp_path: Path, truth: Came) -> None:
     assert len(run_ranks(come, 4, str(tmp_path), back, GPT, None, True)[0].losses) == 2
 
 
-def by_hand() -> Any:
+def own_plan() -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
@@ -200,23 +200,23 @@ def by_hand() -> Any:
     }
 
 
-def test_a_plan_of_ones_own(tmp_path: Path, truth: Came) -> None:
-    agree(trained(2, tmp_path, plan=by_hand, tensor=2), truth)
+def test_a_plan_of_the_script(tmp_path: Path, truth: Came) -> None:
+    agree(trained(2, tmp_path, plan=own_plan, tensor=2), truth)
 
 
-def strange_plan() -> Any:
+def plan_with_unknown_name() -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     return {"block.*.up": ColwiseParallel()}
 
 
-def cut_in_two_ways() -> Any:
+def plan_that_divides_ties_in_two_ways() -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     return {"head": ColwiseParallel()}
 
 
-class Strange(nn.Module):
+class UnusualNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rows = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
@@ -233,8 +233,8 @@ def odd_width(run: Run[Any]) -> Any:
     run.place(lambda: GPT(width=18, heads=3))
 
 
-def strange_names(run: Run[Any]) -> Any:
-    run.place(Strange)
+def unusual_names(run: Run[Any]) -> Any:
+    run.place(UnusualNames)
 
 
 def no_blocks(run: Run[Any]) -> Any:
@@ -242,7 +242,7 @@ def no_blocks(run: Run[Any]) -> Any:
 
 
 def no_such_module(run: Run[Any]) -> Any:
-    run.place(GPT, plan=strange_plan())
+    run.place(GPT, plan=plan_with_unknown_name())
 
 
 def no_style(run: Run[Any]) -> Any:
@@ -257,10 +257,10 @@ def not_for_norms(run: Run[Any]) -> Any:
 
 
 def tied_in_two_ways(run: Run[Any]) -> Any:
-    run.place(GPT, plan=cut_in_two_ways())
+    run.place(GPT, plan=plan_that_divides_ties_in_two_ways())
 
 
-def whole_beside_parts(run: Run[Any]) -> Any:
+def whole_with_divided(run: Run[Any]) -> Any:
     class Placed(GPT):
         def __init__(self) -> None:
             super().__init__()
@@ -273,36 +273,36 @@ def whole_beside_parts(run: Run[Any]) -> Any:
     run.place(Placed)(torch.zeros(2, 12, dtype=torch.long))
 
 
-def attention_in_slices(run: Run[Any]) -> Any:
+def multi_head_with_sequence(run: Run[Any]) -> Any:
     run.place(Encoder)
 
 
-WRONG = {
+REFUSED = {
     odd_width: (4, r"parallel.tensor=4 .*blocks.0.query_key_value has 54 outputs.*parallel.tensor=3"),
-    strange_names: (2, r"name of rows.1.1 does not show whether it comes first or second.*plan="),
+    unusual_names: (2, r"name of rows.1.1 does not show whether it comes first or second.*plan="),
     no_blocks: (2, r"no blocks in a row.*plan="),
     no_such_module: (2, r"no module called block.\*.up.*names of its own"),
-    whole_beside_parts: (
+    whole_with_divided: (
         2,
         r"in a Placed \(aten.add.Tensor, test_tensor_parallel.py.*sequence_parallel=false",
     ),
-    counting: (2, r"heads are 2 wide with a part of its matrices, and 4.*unflatten\(-1, \(-1, head_width\)\)"),
-    by_hand_counting: (2, r"heads are 2 wide with a part of its matrices, and 4"),
-    four_wide: (2, r"forward pass fails: shape .*unflatten"),
+    place_counting: (2, r"heads are 2 wide with a part of its matrices, and 4.*unflatten\(-1, \(-1, head_width\)\)"),
+    place_counting_by_hand: (2, r"heads are 2 wide with a part of its matrices, and 4"),
+    place_four_wide: (2, r"forward pass fails: shape .*unflatten"),
     no_style: (2, r"'blocks.\*.down': 'rowwise', which is no style.*a style is an object"),
     not_for_norms: (2, r"not support its module: ColwiseParallel currently only support.*SequenceParallel for norms"),
-    attention_in_slices: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence_parallel=false"),
+    multi_head_with_sequence: (2, r"layers.0.self_attn is an nn.MultiheadAttention.*sequence_parallel=false"),
     tied_in_two_ways: (2, r"share a parameter of shape \(24, 16\).*do not tie"),
 }
 
 
-@pytest.mark.parametrize("loop", WRONG)
-def test_what_cannot_be_cut_is_told_on_every_process(tmp_path: Path, loop: Any) -> None:
-    size, words = WRONG[loop]
-    parallel = ParallelSettings(tensor=size, sequence_parallel=loop in (whole_beside_parts, attention_in_slices))
-    for told in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
-        assert isinstance(told, str), told
-        assert re.search(words, told, re.DOTALL), told
+@pytest.mark.parametrize("loop", REFUSED)
+def test_unsupported_models_are_refused_on_every_process(tmp_path: Path, loop: Any) -> None:
+    size, words = REFUSED[loop]
+    parallel = ParallelSettings(tensor=size, sequence_parallel=loop in (whole_with_divided, multi_head_with_sequence))
+    for message in run_ranks(attempt, size, tmp_path, loop, replace(CONFIG, parallel=parallel)):
+        assert isinstance(message, str), message
+        assert re.search(words, message, re.DOTALL), message
 
 
 class Row(nn.Module):
@@ -315,8 +315,8 @@ class Row(nn.Module):
         return out
 
 
-class Looked(nn.Module):
-    """Rows behind an embedding, whose parts of the sum are still on their way when the first row is called."""
+class BehindEmbedding(nn.Module):
+    """Rows behind an embedding, whose sum is still pending when the first row is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def gradient_of_an_embedding(world: World) -> list[float]:
     with join_process_group(world) as ours:
         mesh = build_mesh(MeshShape(tensor=world.size), ours)
         torch.manual_seed(0)
-        model = Looked()
+        model = BehindEmbedding()
         parallelize(model, mesh, ParallelSettings(tensor=world.size, compile=True))
         for row in model.rows:
             code: Any = row.forward
@@ -346,8 +346,8 @@ def gradient_of_an_embedding(world: World) -> list[float]:
         return list(gradient.flatten().tolist())
 
 
-@pytest.mark.slow  # following a forward pass takes seconds, even where nothing is compiled
+@pytest.mark.slow  # torch.compile takes seconds to trace, even without compiling
 @pytest.mark.timeout(400)
-def test_compiled_layers_hand_their_gradient_on() -> None:
+def test_compiled_layers_pass_on_their_gradient() -> None:
     (alone,), parts = (run_ranks(gradient_of_an_embedding, size, seconds=180.0) for size in (1, 2))
     assert parts[0] == parts[1] == pytest.approx(alone, rel=1e-5)

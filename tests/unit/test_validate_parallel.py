@@ -121,10 +121,10 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
         ({"data_parallel_devices": 2, "devices": ["cpu", "cpu"]}, "needs a second accelerator", "--ranks 2"),
         (
             {"model_parallel_devices": 2, "devices": ["cpu", "cuda:0"]},
-            "This run computes on cpu, and the bits of cuda",
+            "This run computes on cpu, and cuda has other bits",
             "--ranks 2",
         ),
-        ({"model_parallel_devices": 2, "devices": ["cpu", "gpu"]}, "torch knows no device 'gpu'", "--ranks 2"),
+        ({"model_parallel_devices": 2, "devices": ["cpu", "gpu"]}, "torch has no device 'gpu'", "--ranks 2"),
     ],
 )
 def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
