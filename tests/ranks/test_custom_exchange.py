@@ -1,4 +1,4 @@
-"""The exchange and the optimizer of docs/exchanges.md, on real processes."""
+"""The exchange and the optimizer of docs/guide/exchanges/custom.md, on real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unisono.config import CompressSettings, ParallelSettings, Settings
 from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
-(DOCS_PAGE,) = [paper for paper in PAPERS if paper.name == "exchanges.md"]
+DOCS_PAGE = DOCS / "guide" / "exchanges" / "custom.md"
 
 
 def class_from_docs(name: str) -> Any:

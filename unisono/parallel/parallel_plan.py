@@ -1,4 +1,4 @@
-"""The protocol of a plan that a script writes: any object with these three members. docs/guide/parallel/tensor.md shows one."""
+"""The protocol of a plan that a script writes. docs/guide/parallel/tensor.md shows one."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html. In every forward pass the model is copied to
 all devices, and a micro-batch is cut into a piece for each. The outputs are gathered on the first device, where the
 loss is computed and the gradients of all copies are added up. Parameters exist once, so p.grad, optimizers and
-checkpoints do not change. The bits depend on the number of devices. docs/guide/parallel/memory.md lists its disadvantages.
+checkpoints do not change. The bits depend on the number of devices. docs/guide/parallel/memory.md lists its
+disadvantages.
 """
 
 from __future__ import annotations
