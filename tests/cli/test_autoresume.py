@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.cli.request.autoresume import job_mark, resumed_request
 from unisono.cli.request.run_options import RunRequest
+from unisono.cli.start.autoresume import job_mark, resumed_request
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
 

@@ -33,4 +33,4 @@ def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_th
     after = result(command, "out")
     assert (after["steps"], after["promise"]) == (7, "exact")
     ended = command.run("run", *again)
-    assert "To go on: unisono run script.py --run-dir out --resume --set steps=14" in ended.out
+    assert "To continue: unisono run script.py --run-dir out --resume --set steps=14" in ended.out

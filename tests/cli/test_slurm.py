@@ -152,7 +152,7 @@ def test_a_job_stopped_by_a_signal_can_put_itself_back(cluster: Slurm) -> None:
     wait_for_step_8(cluster, job, "back")
     cluster.run("scancel", "--signal=TERM", job)
     until = time.monotonic() + PATIENCE_SECONDS
-    while "going on after step" not in cluster.output(job):
+    while "continuing after step" not in cluster.output(job):
         assert time.monotonic() < until, cluster.output(job)
         time.sleep(0.2)
     assert cluster.end(job) == "COMPLETED", cluster.output(job)

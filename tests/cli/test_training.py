@@ -264,7 +264,7 @@ def test_a_finished_run_keeps_its_result(command: Command) -> None:
     before = undisturbed(command)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "whole", "--resume")
     assert ended.status == 0, ended.err
-    assert "This run was finished before, after 24 steps." in ended.out
+    assert "This run already finished after 24 steps." in ended.out
     assert result(command, "whole") == before
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.cli.request.start_message import about_small_shares
+from unisono.cli.start.start_message import about_small_shares
 
 
 @pytest.mark.parametrize(

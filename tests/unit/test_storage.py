@@ -21,9 +21,9 @@ from unisono.checkpoint.load import fingerprint, load, newest
 from unisono.checkpoint.save import CheckpointSaver, packed
 from unisono.checkpoint.storage import BucketStorage, Storage, prepare_storage, storage_at, storage_of
 from unisono.cli.request.run_options import RunRequest
+from unisono.cli.start.start_request import StartRequest
 from unisono.config import CheckpointSettings, ParallelSettings
 from unisono.distributed.process_group import ProcessGroup
-from unisono.entrypoint import StartRequest
 from unisono.environment import World
 from unisono.errors import CheckpointError, SettingsError
 from unisono.tensors.codec import TensorTable

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.cli.compare.repeated_runs import Verification, reason_of, refuse_unfit
 from unisono.cli.compare.rerun import Rerun, earlier, is_run
-from unisono.cli.compare.verification import Verification, reason_of, refuse_unfit
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE

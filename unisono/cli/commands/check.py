@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.cli.compare.repeated_runs import reason_of, refuse_unfit
 from unisono.cli.compare.trace_diff import (
     KINDS,
     OTHER_LOADER,
@@ -21,7 +22,6 @@ from unisono.cli.compare.trace_diff import (
     read,
 )
 from unisono.cli.compare.trial_runner import Trial, TrialRunner
-from unisono.cli.compare.verification import reason_of, refuse_unfit
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE

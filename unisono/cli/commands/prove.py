@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from unisono.cli.compare.layout_spec import ALONE, LayoutLine, LayoutSpec, fitting, placement_of
+from unisono.cli.compare.repeated_runs import reason_of, refuse_unfit
 from unisono.cli.compare.trial_runner import Trial, TrialRunner
-from unisono.cli.compare.verification import reason_of, refuse_unfit
 from unisono.cli.request.request_checks import ScriptReport, check_settings, checked, inspect_script
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE

@@ -17,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from unisono.cli.compare.verification import Verification, reason_of, refuse_unfit
+from unisono.cli.compare.repeated_runs import Verification, reason_of, refuse_unfit
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR
 from unisono.cli.request.run_options import RunRequest

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.compare.rerun import Rerun, earlier
-from unisono.cli.compare.verification import Verification, reason_of
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import ENVIRONMENT, CommandLine, plural
 from unisono.errors import SettingsError

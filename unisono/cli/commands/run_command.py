@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
-from unisono.cli.request.autoresume import resumed_request
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.restarts import RankRange, run_with_restarts
@@ -23,6 +22,7 @@ from unisono.cli.request.run_dir import choose_run_dir, discard_run_dir, lock_ru
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import script_of
+from unisono.cli.start.autoresume import resumed_request
 from unisono.config import CommandLine, plural
 from unisono.environment import World
 from unisono.errors import SettingsError, UnisonoError

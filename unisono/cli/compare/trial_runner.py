@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from unisono.cli.compare.verification import Verification, reason_of
+from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.request.other_libraries import hint
 from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR
 from unisono.cli.request.run_options import RunRequest

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.cli.request.device_checks import problems_here, problems_where_mixed
 from unisono.cli.request.run_dir import newest_run, problems_of_run_dir
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import script_of
+from unisono.cli.start.device_checks import problems_here, problems_where_mixed
 from unisono.config import CommandLine, Settings, gather
 from unisono.config.validate import examine, needs_dry_run
 from unisono.errors import Problem, SettingsError

@@ -1,0 +1,37 @@
+"""Flags of other launchers that a script has settings for, or that a launcher passes to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+import unisono
+from unisono.cli.request.launcher_flags import without_local_rank
+from unisono.cli.request.run_options import RunRequest
+from unisono.environment import World
+from unisono.errors import SettingsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named(unisono.Settings):
+    """A script with settings that are flags elsewhere."""
+
+    hosts: int = 1
+    local_rank: int = 0
+
+
+def test_a_setting_of_that_name_comes_before_a_launchers_flag() -> None:
+    with pytest.raises(SettingsError) as caught:
+        RunRequest.parse(["--hosts", "2"], Named, "train.py")
+    assert caught.value.problems[0].do == "python train.py --set hosts=2"
+
+
+@pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
+def test_the_local_rank_that_an_old_launcher_passes_is_taken(flag: str) -> None:
+    """python -m torch.distributed.launch and deepspeed say it in LOCAL_RANK and on the command line."""
+    words = [flag, "--set", "steps=3", "--", flag]
+    world = World(rank=1, size=2, local_rank=1, local_size=2, launcher="torchrun")
+    assert without_local_rank(words, world) == ["--set", "steps=3", "--", flag]
+    assert without_local_rank(words, World()) == words
+    assert without_local_rank(words, replace(world, local_rank=0)) == words

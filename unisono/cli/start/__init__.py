@@ -1,0 +1,1 @@
+"""Start a run: where it is kept, what it resumes, and what it prints first."""

@@ -1,0 +1,173 @@
+"""The request for a run, in a process of the run: settings, run directory, and the checkpoint to resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unisono.checkpoint import manifest
+from unisono.checkpoint.load import Checkpoint, metadata_of, newest
+from unisono.checkpoint.storage import prepare_storage
+from unisono.cli.request.run_dir import (
+    choose_run_dir,
+    lock_run_dir,
+    newest_run,
+    not_writable,
+    problems_of_run_dir,
+    write,
+)
+from unisono.cli.request.run_options import RunRequest
+from unisono.cli.request.target import problems_of_train, recipes
+from unisono.cli.start.autoresume import job_mark
+from unisono.cli.start.device_checks import problems_here
+from unisono.config import CommandLine, LoadedSettings, Settings, gather, provenance_lines
+from unisono.config.validate import examine
+from unisono.environment import World
+from unisono.errors import SettingsError
+from unisono.monitor import console
+from unisono.train.guarantees.run_identity import compare
+from unisono.train.run import Run
+
+S = TypeVar("S", bound=Settings)
+
+KNOWN_LATER = ("length", "ties", "own exchange")
+"""Fields of a run's identity that depend on its data, model and script. The run compares them itself."""
+
+NEVER_ACCEPTED = ("layout", "ties")
+"""Fields whose changes need no --accept-change; result.json lists them."""
+
+COMPARED_LATER = (*KNOWN_LATER, "layout")
+"""Fields that are compared elsewhere."""
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """The request for a run in this process, and the decisions that the main process makes for all.
+
+    Args:
+        script: the script.
+        request: its flags.
+        world: this process among those of the run.
+    """
+
+    script: Path
+    request: RunRequest
+    world: World
+
+    def line(self) -> CommandLine:
+        """Return the command that started the run, for any launcher."""
+        if self.world.launcher in ("srun", "mpirun"):
+            return self.request.line(self.world.launcher, "-n", str(self.world.size), "python", str(self.script))
+        if self.world.launcher != "unisono":
+            line = self.request.line("python", str(self.script))
+            all_here = 1 < self.world.size == self.world.local_size
+            return line.in_processes(self.world.size) if all_here else line
+        ranks = ["--ranks", str(self.world.size)] if self.world.size > 1 else []
+        ranks += ["--cpu-ranks", str(self.world.cpu_ranks)] if self.world.cpu_ranks else []
+        target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
+        return self.request.line("unisono", "run", target, *ranks)
+
+    def settings(self, cls: type[S], train: Callable[[Run[S]], None]) -> LoadedSettings[S]:
+        """Return the settings. Raises SettingsError with everything that is wrong with the request or with `train`."""
+        request, stem = self.request, self.script.stem
+        line = CommandLine(tuple(shlex.split(request.typed))) if request.typed else self.line()
+        gathered = gather(
+            cls,
+            file=request.settings_file,
+            sets=request.sets,
+            earlier=request.earlier(request.run_dir or newest_run(stem)),
+            line=line,
+        )
+        loaded, problems = examine(gathered, self.world.size)
+        if loaded is not None and not problems:
+            problems += problems_here(loaded.settings, self.world.size, line)
+        if self.world.launcher == "python":  # with other launchers the main process checks it
+            problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=line)
+        problems += request.problems_of_accepted((), line) + request.problems_of_faults(line)
+        problems += problems_of_train(self.script, train)
+        if problems or loaded is None:
+            raise SettingsError.of(problems)
+        return loaded
+
+    def run_dir(self, kept: ExitStack) -> tuple[str, str]:
+        """Return the run directory as it was typed, and its absolute path. It stays locked until `kept` is closed."""
+        path, request = self.request.run_dir, self.request
+        if self.world.launcher != "unisono":  # our launcher chose and locked it
+            with chdir(self.world.folder):
+                path = choose_run_dir(self.script.stem, path, resume=request.resume, line=self.line())
+                kept.enter_context(lock_run_dir(path, self.line()))
+        assert path is not None
+        return str(path), str(Path(self.world.folder, path))
+
+    def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], facts: dict[str, Any]) -> None:
+        """Write settings.toml and environment.json. Raises SettingsError if that fails, as on a full disk."""
+        started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
+        started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
+        started |= {"folder": self.world.folder, **job_mark(self.request)}
+        try:
+            write(run_dir / "settings.toml", provenance_lines(loaded.settings, loaded.sources))
+            write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
+        except OSError as error:
+            shown = self.request.run_dir or run_dir
+            raise SettingsError.of([not_writable(shown, error.strerror or str(error), self.line())]) from None
+
+    def save_in(self, where: str | None, run_dir: Path, kept: ExitStack) -> str | None:
+        """Lock the place of checkpoints, and return it; None for the run directory. Raises SettingsError."""
+        if where is not None and "://" not in where:
+            where = str(Path(self.world.folder, where))
+        prepare_storage(run_dir, where, resume=self.request.resume)
+        self.lead(run_dir, kept)
+        return manifest.storage_history(run_dir)[0]
+
+    def lead(self, run_dir: Path, kept: ExitStack, *, patience: float = 0.0) -> None:
+        """Lock the folder of checkpoints until `kept` is closed, if it is outside of the run directory.
+
+        Raises:
+            SettingsError: if another run holds the lock for longer than `patience` seconds.
+        """
+        where = manifest.storage_history(run_dir)[0]
+        if where is None or "://" in where:
+            return
+        Path(where).mkdir(parents=True, exist_ok=True)
+        try:
+            kept.enter_context(lock_run_dir(Path(where), self.line(), patience=patience))
+        except SettingsError as error:
+            another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
+            raise SettingsError(f"{where} is in use.", error.problems[0].true, str(another)) from None
+
+    def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
+        """Return the checkpoint to resume; None if there is none yet. Raises SettingsError if it does not match."""
+        path = newest(run_dir, console.print_line)
+        before = metadata_of(path)["identity"] if path is not None else {}
+        fields = {*before, *identity, "length"} - {*NEVER_ACCEPTED}
+        problems = self.request.problems_of_accepted(fields, self.line())
+        known = {name: value for name, value in before.items() if name not in COMPARED_LATER}
+        if path is not None:
+            now = {name: value for name, value in identity.items() if name not in COMPARED_LATER}
+            problems += compare(known, now, list(self.request.accept_change), str(self.line()))
+        if problems:
+            raise SettingsError.of(problems)
+        if path is None:
+            console.print_line(f"There is no checkpoint in {self.request.run_dir} yet. Starting at step 0.")
+        return str(path) if path is not None else None
+
+
+def accepted_changes(resumed: Checkpoint | None, identity: dict[str, Any], request: RunRequest) -> list[dict[str, Any]]:
+    """Return the changes that this resume accepts, for result.json.
+
+    A change of the layout need not be accepted, because results agree to rounding, but it is listed.
+    """
+    if resumed is None:
+        return []
+    before = resumed.about["identity"]
+    return [
+        {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
+        for name in (*request.accept_change, "layout")
+        if name not in KNOWN_LATER and before.get(name) != identity.get(name)
+    ]
