@@ -16,10 +16,11 @@ import pytest
 from tests.cli.asking import Ask
 from tests.cli.command import Command
 from unisono import environment
+from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.html_report import page
 from unisono.cli.benchmark.measure import rounds
 from unisono.cli.benchmark.slow_links import MeasuredLink, findings
-from unisono.cli.commands.bench import KINDS, collected
+from unisono.cli.commands.bench import collected
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

@@ -61,7 +61,7 @@ def test_several_models_have_their_names_in_front(tmp_path: Path, capsys: pytest
     save(tmp_path, 7, states, {"models": ["one", "other"]}, 2)
     both, alone = tmp_path / "both.safetensors", tmp_path / "alone.safetensors"
     assert main(["export", str(tmp_path), str(both)]) == 0
-    assert "Left out, for it is no tensor: one._extra_state" in capsys.readouterr().out
+    assert "Left out, because they are not tensors: one._extra_state" in capsys.readouterr().out
     assert set(load_file(both)) == {f"one.{n}" for n in one.state_dict()} | {"other.weight", "other.bias"}
     checkpoint = tmp_path / "checkpoints" / "step-00000007"
     assert main(["export", str(checkpoint), str(alone), "--model", "other"]) == 0
@@ -81,7 +81,8 @@ def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path, capsys: p
     save_file({"mine": torch.ones(1)}, out)
     assert main(["export", str(trained), str(out)]) == 2
     said = capsys.readouterr().err
-    assert f"{out} is there already.\n  Next: unisono export {trained} {out} --force, or: " in said
+    assert f"{out} exists.\n" in said
+    assert f"  Next: unisono export {trained} {out} --force, or: " in said
     assert [*load_file(out)] == ["mine"]
     assert main(["export", str(trained), str(out), "--force"]) == 0
     assert "embed.weight" in load_file(out)

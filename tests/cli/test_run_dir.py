@@ -97,19 +97,19 @@ def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
-        busy = pytest.raises(SettingsError, match=r"Process \? on \? is at work in it")
+        busy = pytest.raises(SettingsError, match=r"Process \? on \? is writing to it")
         with lock_run_dir(tmp_path, CommandLine()), busy, lock_run_dir(tmp_path, CommandLine()):
             pass
 
 
 def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:
     do = "unisono run train.py --json (from the start), or: unisono run train.py --resume --json --run-dir DIR"
-    true = f"There is no run train-* in {tmp_path / 'runs'}."
-    assert ask("run", "train.py", "--resume") == [Problem("--resume", true, do)]
+    facts = f"There is no run train-* in {tmp_path / 'runs'}."
+    assert ask("run", "train.py", "--resume") == [Problem("Nothing to resume.", facts, do)]
     (problem,) = ask("run", "train.py", "--resume", "--run-dir=out")
     assert problem == Problem(
-        "--resume --run-dir out",
-        "There is no such folder.",
+        "Nothing to resume.",
+        "There is no folder out.",
         "unisono run train.py --run-dir out --json (from the start), or: "
         "unisono run train.py --run-dir DIR --resume --json",
     )
@@ -134,9 +134,12 @@ def test_the_newest_run_is_resumed_with_what_it_was_given(command: Command) -> N
     assert first.status == 2
     first = command.run("run", "script.py", "--set", "batch=64")
     (run_dir,) = (command.folder / "runs").iterdir()
-    assert first.out == f"--set=batch=64 --run-dir=runs/{run_dir.name}\n"
+    words = first.out.split()
+    assert (words[0], words[-1]) == ("--set=batch=64", f"--run-dir=runs/{run_dir.name}")
     again = command.run("run", "script.py", "--resume", "--accept-change", "seed", "--json")
-    assert again.out.splitlines()[0] == f"--resume --accept-change=seed --json --run-dir=runs/{run_dir.name}"
+    words = again.out.splitlines()[0].split()
+    assert words[:3] == ["--resume", "--accept-change=seed", "--json"]
+    assert words[-1] == f"--run-dir=runs/{run_dir.name}"
     assert (run_dir / "log" / "rank-0.log").read_text().count("\n") == 2
 
 
@@ -148,13 +151,13 @@ def test_a_file_where_a_run_keeps_a_folder_is_told(ask: Ask, tmp_path: Path, nam
     again = "unisono run train.py --run-dir out --json"
     assert ask("run", "train.py", "--run-dir=out") == [
         Problem(
-            "Keep the run in out",
-            f"out/{name} is a file, and a run keeps a folder there.",
+            "Cannot use out as run directory.",
+            f"out/{name} is a file; the run needs a folder there.",
             f"mv out/{name} out/{name}-before && {again}",
         ),
         Problem(
-            "Keep the run in out",
-            "out/environment.json is a folder, and a run keeps a file there.",
+            "Cannot use out as run directory.",
+            "out/environment.json is a folder; the run needs a file there.",
             f"mv out/environment.json out/environment.json-before && {again}",
         ),
     ]

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.units import bandwidth, duration, size_of
-from unisono.cli.commands.bench import KINDS
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import Message, ProcessGroup, wait_for, wrap_peer_errors
 from unisono.distributed.ring_allreduce import ring_all_reduce_

@@ -38,8 +38,9 @@ def audit(
 ) -> int:
     """Detect hardware that computes wrong results, by computing one virtual rank of each step on three processes.
 
-    All results must be equal to the bit; a process with another result is named. A run is audited with its settings,
-    from its newest checkpoint, and its directory is only read. Exit status 1: results differ, or the run fails.
+    A process with another result is named. A run is audited with its own settings, from its newest checkpoint.
+
+    Exit status 1: results differ, or the run fails.
 
     Parameters
     ----------

@@ -11,12 +11,13 @@ import json as json_
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.html_report import page
 from unisono.cli.benchmark.slow_links import MeasuredLink, findings
 from unisono.cli.request.run_dir import choose_run_dir, problems_of_run_dir
@@ -34,43 +35,6 @@ LINES = "measured.jsonl"
 SIZES = "1kB,4kB,16kB,64kB,256kB,1MB,4MB,16MB,64MB"
 LARGEST = 2**32
 """The largest size, in bytes. Every process holds several copies of a message."""
-
-
-class BenchmarkKind(NamedTuple):
-    """A collective.
-
-    Args:
-        meaning: what each process receives.
-        bus: the ratio of bus bandwidth to algorithm bandwidth for n processes, as in PERFORMANCE.md of nccl-tests.
-    """
-
-    meaning: str
-    bus: Callable[[int], float]
-
-
-def _all(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _half(n: int) -> float:
-    return (n - 1) / n
-
-
-def _one(n: int) -> float:
-    return 1.0
-
-
-KINDS: Mapping[str, BenchmarkKind] = {
-    "all_reduce": BenchmarkKind("the sum, by the algorithm of gloo or NCCL", _all),
-    "ring": BenchmarkKind("the sum, by sends and receives around a ring", _all),
-    "tree": BenchmarkKind("the mean, by the default exchange of a run", _all),
-    "tree_messages": BenchmarkKind("the mean, without shared memory, as between hosts", _all),
-    "all_gather": BenchmarkKind("the parts of all processes", _half),
-    "reduce_scatter": BenchmarkKind("its part of the sum", _half),
-    "broadcast": BenchmarkKind("the tensor of one process", _one),
-    "all_to_all": BenchmarkKind("a part from each process", _half),
-    "send_receive": BenchmarkKind("the tensor of the left neighbor", _one),
-}
 
 
 def bench(

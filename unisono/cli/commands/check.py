@@ -48,8 +48,9 @@ def check(
 ) -> int:
     """Check that a script computes the same bits on 1, 2 and 3 processes.
 
-    If it does not, report the first difference, its step, and the likely cause. Nothing is kept of these runs. Exit
-    status 1: the bits differ, or a run fails.
+    If it does not, report the first difference, its step, and the likely cause. Nothing is kept of these runs.
+
+    Exit status 1: the bits differ, or a run fails.
 
     Parameters
     ----------

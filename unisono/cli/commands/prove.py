@@ -44,8 +44,9 @@ def prove(
 ) -> int:
     """Compare every gradient of a few steps under several placements with those of one process.
 
-    A table lists the relative errors, and the first tensor that disagrees is named. Nothing is kept of these runs. Exit
-    status 1: a placement disagrees, or fails.
+    A table lists the relative errors, and the first tensor that disagrees is named. Nothing is kept of these runs.
+
+    Exit status 1: a placement disagrees, or fails.
 
     Parameters
     ----------

@@ -36,8 +36,9 @@ def replay(
 ) -> int:
     """Compute one step of a run again on one process, with the same bits, whatever the number of processes was.
 
-    Training starts from the newest checkpoint before that step. Loss, gradient norm and samples of every micro-batch
-    are printed. The run's directory is only read. Exit status 1: the step cannot be replayed, or its loss differs.
+    Training starts from the newest checkpoint before that step. Each micro-batch is listed with its samples and loss.
+
+    Exit status 1: the step cannot be replayed, or its loss differs.
 
     Parameters
     ----------
