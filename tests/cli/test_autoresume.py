@@ -36,7 +36,7 @@ def second(request: RunRequest) -> RunRequest:
 LINE = CommandLine(("python", "train.py"))
 
 
-def test_with_a_run_directory_it_is_that_one_if_the_first_start_came_so_far(runs: Path) -> None:
+def test_a_restart_resumes_its_run_directory(runs: Path) -> None:
     asked = RunRequest(run_dir=Path("mine"))
     assert second(asked) == asked
     Path("mine").mkdir()
@@ -44,7 +44,7 @@ def test_with_a_run_directory_it_is_that_one_if_the_first_start_came_so_far(runs
     assert resumed_request(asked, "train", LINE) == asked  # the first start: it is refused, as it was
 
 
-def test_who_says_so_goes_on_under_any_manager(runs: Path) -> None:
+def test_autoresume_works_under_any_manager(runs: Path) -> None:
     asked = RunRequest(run_dir=Path("mine"), autoresume=True)
     assert resumed_request(asked, "train", LINE) == RunRequest(run_dir=Path("mine"))
     changed = replace(asked, accept_change=("lr",))  # the first start has nothing to differ from
@@ -57,7 +57,7 @@ def test_who_says_so_goes_on_under_any_manager(runs: Path) -> None:
     assert caught.value.problems[0].do == "python train.py --run-dir runs/train"
 
 
-def test_without_one_it_is_the_run_of_this_job_with_the_same_request(
+def test_without_a_run_directory_the_run_of_the_same_job_is_resumed(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, fast = RunRequest(sets=("lr=1",)), RunRequest(sets=("lr=2",))

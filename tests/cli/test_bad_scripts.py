@@ -66,7 +66,7 @@ SHARP = ("not a number", "break", "a worker that dies")
 
 
 @pytest.mark.parametrize("mistake", [m if m in SHARP else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])
-def test_a_mistake_is_told_last_and_ends_everybody(command: Command, mistake: str) -> None:
+def test_a_mistake_ends_all_processes_with_one_message(command: Command, mistake: str) -> None:
     changes, words = MISTAKES[mistake]
     command.script(SCRIPT.format(**{**GOOD, **changes}))
     workers = "1" if "fetch" in changes else "0"
@@ -93,7 +93,7 @@ def shy(shown: str, script: str = "script.py") -> Problem:
 
 
 @pytest.mark.parametrize("shown", ["main()", "main(run, config)", "main(run, *, lr)"])
-def test_a_main_that_takes_no_run_is_told_before_anything_starts(ask: Ask, tmp_path: Path, shown: str) -> None:
+def test_a_main_without_a_run_parameter_is_refused(ask: Ask, tmp_path: Path, shown: str) -> None:
     text = PLAIN.replace("if __name__", f"def {shown}:\n    pass\n\nif __name__").replace("main(print", "main(main")
     (tmp_path / "mine.py").write_text(text)
     assert ask("run", "mine.py", "--ranks", "2") == [shy(shown, "mine.py")]
@@ -108,7 +108,7 @@ def test_a_main_that_takes_no_run_is_told_before_anything_starts(ask: Ask, tmp_p
         ("main()", "main = print"),
     ],
 )
-def test_a_main_that_takes_one_or_may_is_not_refused(ask: Ask, tmp_path: Path, more: str, function: str) -> None:
+def test_a_main_that_can_take_a_run_is_not_refused(ask: Ask, tmp_path: Path, more: str, function: str) -> None:
     text = PLAIN.replace("if __name__", f"def {more}:\n    pass\n\n{function}\n\nif __name__")
     (tmp_path / "mine.py").write_text(text.replace("main(print", "main(main"))
     assert [problem.asked for problem in ask("run", "mine.py", "--ranks", "0")] == ["--ranks 0 is out of range."]
@@ -126,11 +126,11 @@ def test_a_main_that_takes_one_or_may_is_not_refused(ask: Ask, tmp_path: Path, m
         (max, ""),
     ],
 )
-def test_so_is_what_a_script_has_made_itself(train: object, shown: str) -> None:
+def test_problems_of_train_checks_any_callable(train: object, shown: str) -> None:
     assert problems_of_train(Path("script.py"), train) == ([shy(shown)] if shown else [])
 
 
-def test_the_scripts_own_process_says_it_where_nobody_else_can(command: Command) -> None:
+def test_plain_python_refuses_a_main_without_a_run_parameter(command: Command) -> None:
     command.script("""
         def same(function):
             return function
@@ -156,7 +156,7 @@ def test_the_scripts_own_process_says_it_where_nobody_else_can(command: Command)
         ),
     ],
 )
-def test_variables_that_make_no_sense_are_told_and_nothing_else(
+def test_inconsistent_launcher_variables_are_reported(
     command: Command, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], true: str
 ) -> None:
     for name, value in given.items():
@@ -170,7 +170,7 @@ def test_variables_that_make_no_sense_are_told_and_nothing_else(
     assert ended.last.startswith("  Next: env -u RANK -u WORLD_SIZE python script.py --set steps=1 (one process), or ")
 
 
-def test_who_waits_for_processes_that_nobody_starts_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waits_for_missing_peers_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -51,7 +51,7 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.slow
-def test_everything_is_measured_and_written(command: Command) -> None:
+def test_bench_measures_all_and_writes_files(command: Command) -> None:
     ended = command.run("bench", "--ranks", "3", "--sizes", "64kB,1 kB", "--json", "--run-dir", "out")
     assert ended.status == 0, ended.err
     told = json.loads(ended.out)
@@ -81,7 +81,7 @@ def test_everything_is_measured_and_written(command: Command) -> None:
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_the_screen_tells_it_in_a_table(command: Command) -> None:
+def test_bench_prints_a_table(command: Command) -> None:
     ended = command.run("bench", "--only", "ring", "--only", "pairs", "--sizes", "4kB,1MB")
     assert ended.status == 0, ended.err
     assert re.search(r"2 processes on 1 host, cpu, gloo", ended.out)
@@ -92,7 +92,7 @@ def test_the_screen_tells_it_in_a_table(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_in_a_world_that_torchrun_has_started(command: Command) -> None:
+def test_bench_under_torchrun(command: Command) -> None:
     arguments = [*TORCHRUN, "-m", "unisono.cli.main", "bench", "--only", "broadcast", "--sizes", "1kB", "--json"]
     ended = command.end(command.start_python(*arguments))
     assert ended.status == 0, ended.err
@@ -102,7 +102,7 @@ def test_in_a_world_that_torchrun_has_started(command: Command) -> None:
     assert (command.folder / told["dir"] / "bench.html").is_file()
 
 
-def test_ctrl_c_keeps_what_was_measured(command: Command) -> None:
+def test_ctrl_c_keeps_results(command: Command) -> None:
     running = command.start("bench", "--sizes", "16MB", "--run-dir", "out")
     assert running.stdout is not None
     assert any(line.startswith("all_reduce") for line in iter(running.stdout.readline, ""))
@@ -142,7 +142,7 @@ def test_wrong_requests_are_refused(ask: Ask, tmp_path: Path, arguments: list[st
     assert all(each in told for each in words), told
 
 
-def test_a_world_that_is_there_takes_no_number_of_processes(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_cannot_be_combined_with_torchrun(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     (problem,) = ask("bench", "--ranks", "4")
@@ -151,7 +151,7 @@ def test_a_world_that_is_there_takes_no_number_of_processes(ask: Ask, monkeypatc
     assert problem.do == "unisono bench --json"
 
 
-def test_all_that_is_wrong_is_told_at_once(ask: Ask) -> None:
+def test_all_problems_of_bench_are_reported_together(ask: Ask) -> None:
     assert len(ask("bench", "--ranks", "0", "--only", "nothing", "--sizes", "")) == 3
 
 
@@ -174,7 +174,7 @@ def links(size: int, slow: dict[tuple[int, int], tuple[float, float]]) -> list[M
     return [MeasuredLink(pair, *slow.get(pair, (100e-6, 1e9))) for pair in pairs]
 
 
-def test_a_slow_link_is_named_with_numbers_and_what_to_look_at() -> None:
+def test_a_slow_link_is_reported_with_numbers_and_advice() -> None:
     (told,) = map(str, findings(links(4, {(1, 2): (100e-6, 2e8)}), ["a", "b", "c", "d"]))
     assert "between ranks 1 and 2 is slow" in told
     assert "200 MB/s, where 1 GB/s is the median of 6 links" in told
@@ -185,7 +185,7 @@ def test_a_slow_link_is_named_with_numbers_and_what_to_look_at() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4, 9])
-def test_a_process_that_is_slow_to_everybody_is_named_once(size: int) -> None:
+def test_a_slow_process_is_reported_once(size: int) -> None:
     """Of three links two are slow then, and the median with them."""
     far = {(rank, size - 1): (100e-6, 1e8) for rank in range(size - 1)}
     (told,) = map(str, findings(links(size, far), [*"abcdefgh"[: size - 1], "z"]))
@@ -194,7 +194,7 @@ def test_a_process_that_is_slow_to_everybody_is_named_once(size: int) -> None:
     assert "iperf3 -s on z, iperf3 -c z on a" in told
 
 
-def test_links_that_are_alike_are_not_slow() -> None:
+def test_similar_links_are_not_slow() -> None:
     assert findings(links(4, {(0, 1): (150e-6, 7e8)}), ["a"] * 4) == []
     assert findings(links(2, {}), ["a"] * 2) == []
     near = {(0, 1): (10e-6, 1e10), (2, 3): (10e-6, 1e10)}  # within a host it is another thing
@@ -211,7 +211,7 @@ def test_every_pair_is_measured_once(size: int) -> None:
         assert len(turn) == 1 or size > 16
 
 
-def test_a_page_of_half_a_measurement_is_whole(tmp_path: Path) -> None:
+def test_the_page_of_partial_results_is_valid(tmp_path: Path) -> None:
     """The last line was cut off, and there are no pairs."""
     row = {"collective": "ring<", "bytes": 1024, "seconds": 1e-4, "times": 5}
     row |= {"algorithm_bytes_per_second": 1e7, "bus_bytes_per_second": 1e7}

@@ -30,7 +30,7 @@ HASHED = "the order of a set"  # forked processes have one hash of a text; see b
 
 
 @pytest.mark.parametrize("name", [name for name in WRONG if name != HASHED])
-def test_what_is_wrong_is_convicted(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_each_mistake_is_found_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     wrong = WRONG[name]
     sets = ["exchange=allreduce"] if wrong.cause == "exchange" else []
     status, found = check(tmp_path, text_of(wrong.changes), capsys, *sets)
@@ -39,14 +39,14 @@ def test_what_is_wrong_is_convicted(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (found["first"]["step"], found["first"]["virtual_rank"]) == (wrong.step, wrong.virtual_rank), found
 
 
-def test_the_line_that_asks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_that_reads_the_size_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = text_of(WRONG["a loss divided by the number of processes"].changes)
     _, found = check(tmp_path, script, capsys)
     line = next(i for i, text in enumerate(script.splitlines(), 1) if "run.size" in text)
     assert f"run.size at {tmp_path / 'script.py'}:{line}," in found["said"]
 
 
-def test_what_is_right_is_let_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_scripts_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With randomness everywhere, and questions that change nothing."""
     fine = {
         "fetch": "x = x + torch.rand(3) + np.random.rand() + random.random()",
@@ -60,7 +60,7 @@ def test_what_is_right_is_let_through(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_an_end_of_an_epoch_that_was_not_seen_is_said(
+def test_an_unchecked_end_of_an_epoch_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int
 ) -> None:
     path = tmp_path / "script.py"
@@ -79,7 +79,7 @@ def test_an_end_of_an_epoch_that_was_not_seen_is_said(
 
 
 @pytest.mark.slow
-def test_every_process_has_its_own_order_of_a_set(command: Command) -> None:
+def test_the_order_of_a_set_differs_between_processes(command: Command) -> None:
     """With real commands: every text has another hash in every Python that is started."""
     (command.folder / "sets.py").write_text(text_of(WRONG[HASHED].changes))
     ended = command.run("check", "sets.py", "--steps", "1", "--set", "steps=9")
@@ -90,7 +90,7 @@ def test_every_process_has_its_own_order_of_a_set(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_on_two_processes_is_told_in_its_own_words(command: Command) -> None:
+def test_a_failure_on_two_processes_is_reported(command: Command) -> None:
     (command.folder / "fails.py").write_text(text_of({"before": "assert run.size == 1, 'I am alone'"}))
     ended = command.run("check", "fails.py", "--set", "steps=9", "--json")
     assert ended.status == 1, ended.err

@@ -97,7 +97,7 @@ if __name__ == "__main__":
         pytest.param("--set compress.kind=topk --set dtype=complex64", "float32", "kind=none", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_model_cannot_bear_is_told_before_the_start(
+def test_an_impossible_division_of_the_model_is_refused_before_the_start(
     ask: Ask, tmp_path: Path, words: str, true: str, do: str
 ) -> None:
     (tmp_path / "gpt.py").write_text(MODEL)
@@ -106,7 +106,7 @@ def test_what_a_model_cannot_bear_is_told_before_the_start(
     assert do in problem.do
 
 
-def test_what_fits_runs_and_its_main_process_acts_once(command: Command) -> None:
+def test_after_a_dry_run_the_main_process_acts_once(command: Command) -> None:
     (command.folder / "gpt.py").write_text(MODEL)
     words = ["run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--set", "heads=2"]
     ended = command.run(*words)
@@ -117,7 +117,7 @@ def test_what_fits_runs_and_its_main_process_acts_once(command: Command) -> None
 
 
 @pytest.mark.slow
-def test_what_else_goes_wrong_is_the_runs_to_tell(command: Command) -> None:
+def test_other_errors_of_a_dry_run_are_left_to_the_run(command: Command) -> None:
     (command.folder / "gpt.py").write_text(MODEL.replace("model = run.place", "1 / 0\n    model = run.place"))
     ended = command.run("run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--run-dir", "out")
     assert ended.status == 1
@@ -144,7 +144,7 @@ unisono.main(main)
 """
 
 
-def test_a_stop_before_the_start_starts_nothing(command: Command) -> None:
+def test_ctrl_c_in_a_dry_run_starts_nothing(command: Command) -> None:
     command.script(SLOW)
     words = ["run", "script.py", "--ranks", "2", "--set", "steps=1", "--set", "parallel.shard=2"]
     running = command.start(*words)
@@ -157,7 +157,7 @@ def test_a_stop_before_the_start_starts_nothing(command: Command) -> None:
     assert not list(command.temporary.iterdir())
 
 
-def test_a_script_that_takes_long_to_come_to_its_model_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_dry_run_has_a_time_limit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent("import time\ntime.sleep(60)"))
     outcome = local_launch.dry_run(script, ["--run-dir=out"], ranks=2, seconds=1)
@@ -204,11 +204,11 @@ DIVIDED = MODEL.replace("GPT(run.settings))", "GPT(run.settings), sequence=uniso
     ],
     ids=["an evaluation before the loop", "a mean"],
 )
-def test_every_way_to_a_first_forward_pass_is_gone(tmp_path: Path, script: str) -> None:
+def test_the_first_forward_pass_is_checked_in_any_call(tmp_path: Path, script: str) -> None:
     assert "3 heads" in refused(tmp_path, script, "--set parallel.tensor=2")
 
 
-def test_heads_that_slices_of_sequences_cannot_share(tmp_path: Path) -> None:
+def test_heads_must_be_divisible_by_context(tmp_path: Path) -> None:
     assert "no multiple of 2" in refused(tmp_path, DIVIDED, "--set parallel.context=2")
     assert not refused(tmp_path / "run", DIVIDED, "--set parallel.context=2 --set heads=4")
 
@@ -220,7 +220,7 @@ def test_heads_that_slices_of_sequences_cannot_share(tmp_path: Path) -> None:
         LOOP + "\n        model.head.requires_grad_(False)",
     ],
 )
-def test_what_is_frozen_before_its_first_gradient_is_not_refused(tmp_path: Path, frozen: str) -> None:
+def test_parameters_frozen_before_the_first_gradient_are_not_refused(tmp_path: Path, frozen: str) -> None:
     words = "--set compress.kind=int8 --set dtype=float64"
     assert not refused(tmp_path, MODEL.replace(LOOP, frozen), words)
 
@@ -231,7 +231,7 @@ def test_a_pass_sees_its_own_parameters(tmp_path: Path) -> None:
     assert not refused(tmp_path, script, "--set compress.kind=int8 --set dtype=float64")
 
 
-def test_whole_numbers_beside_what_trains_are_not_refused(tmp_path: Path) -> None:
+def test_integer_parameters_that_are_not_trained_are_not_refused(tmp_path: Path) -> None:
     words = "--set compress.kind=int8 --set counts=true"
     assert "register_buffer" in refused(tmp_path / "all", MODEL, words)
     named = MODEL.replace("b[0][:, :-1]))", "b[0][:, :-1]), over=[optimizer])")
@@ -240,7 +240,7 @@ def test_whole_numbers_beside_what_trains_are_not_refused(tmp_path: Path) -> Non
     assert not refused(tmp_path / "those that train", trains, words)
 
 
-def test_what_follows_a_run_does_not_come_before_it(tmp_path: Path) -> None:
+def test_code_after_unisono_main_is_not_part_of_a_dry_run(tmp_path: Path) -> None:
     more = "\n    Path(__file__).with_name('after').touch()\n"
     alone = (
         "    world = unisono.World.current()\n    assert not world.is_main and world.rank == 1\n    with run.first():"

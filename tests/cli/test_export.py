@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_weights_of_shards_go_into_the_model_of_one_process(
+def test_weights_of_shards_load_into_a_whole_model(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "model.safetensors"
@@ -55,7 +55,7 @@ def test_the_weights_of_shards_go_into_the_model_of_one_process(
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_several_models_have_their_names_in_front(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_models_have_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = MLP(), torch.nn.Linear(2, 2)
     states = {"one": {**one.state_dict(), "_extra_state": {"count": 3}}, "other": other.state_dict(), "optimizer": {}}
     save(tmp_path, 7, states, {"models": ["one", "other"]}, 2)
@@ -71,12 +71,14 @@ def test_several_models_have_their_names_in_front(tmp_path: Path, capsys: pytest
     assert "there are one, other." in capsys.readouterr().err
 
 
-def test_each_tensor_once() -> None:
+def test_tied_tensors_are_written_once() -> None:
     a, b = torch.ones(2), torch.ones(2)
     assert without_ties({"x": a, "y": b, "z": a}) == ({"x": a, "y": b}, {"z": "x"})
 
 
-def test_nothing_is_overwritten_unasked(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_overwritten_only_with_force(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "m.safetensors"
     save_file({"mine": torch.ones(1)}, out)
     assert main(["export", str(trained), str(out)]) == 2

@@ -21,14 +21,14 @@ class Named(unisono.Settings):
     local_rank: int = 0
 
 
-def test_a_setting_of_that_name_comes_before_a_launchers_flag() -> None:
+def test_a_setting_takes_precedence_over_a_launchers_flag() -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(["--hosts", "2"], Named, "train.py")
     assert caught.value.problems[0].do == "python train.py --set hosts=2"
 
 
 @pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
-def test_the_local_rank_that_an_old_launcher_passes_is_taken(flag: str) -> None:
+def test_the_local_rank_of_old_launchers_is_ignored(flag: str) -> None:
     """python -m torch.distributed.launch and deepspeed say it in LOCAL_RANK and on the command line."""
     words = [flag, "--set", "steps=3", "--", flag]
     world = World(rank=1, size=2, local_rank=1, local_size=2, launcher="torchrun")

@@ -21,7 +21,7 @@ def before(page: str) -> str:
 
 
 @pytest.mark.parametrize("page", ["from-ddp.md", "from-accelerate.md", "from-fabric.md"])
-def test_each_page_is_found_by_its_own_script(tmp_path: Path, page: str) -> None:
+def test_each_page_matches_its_own_script(tmp_path: Path, page: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(before(page))
     found = foreign(script)
@@ -41,7 +41,7 @@ def test_each_page_is_found_by_its_own_script(tmp_path: Path, page: str) -> None
         "this is not Python",
     ],
 )
-def test_other_scripts_are_left_alone(tmp_path: Path, text: str) -> None:
+def test_other_scripts_match_no_page(tmp_path: Path, text: str) -> None:
     (tmp_path / "helper.py").write_text("import unisono")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("from unisono import main as go")
@@ -50,7 +50,7 @@ def test_other_scripts_are_left_alone(tmp_path: Path, text: str) -> None:
     assert foreign(script) is None
 
 
-def test_a_script_for_ddp_ends_with_the_page_that_converts_it(command: Command) -> None:
+def test_a_ddp_script_is_answered_with_a_page(command: Command) -> None:
     (command.folder / "ddp.py").write_text(before("from-ddp.md"))
     ended = command.run("run", "ddp.py", "--ranks", "2")
     assert ended.status == 1
@@ -62,9 +62,7 @@ def test_a_script_for_ddp_ends_with_the_page_that_converts_it(command: Command) 
 
 
 @pytest.mark.parametrize(("ranks", "status"), [("1", 0), ("2", 2)])
-def test_so_does_one_that_trains_alone_where_no_launcher_says_otherwise(
-    command: Command, ranks: str, status: int
-) -> None:
+def test_a_script_that_trains_alone_is_answered_with_a_page(command: Command, ranks: str, status: int) -> None:
     (command.folder / "half.py").write_text("from torch.utils.data import DistributedSampler\nprint('trained')")
     ended = command.run("run", "half.py", "--ranks", ranks)
     assert (ended.status, ended.out) == (status, "trained\n")
@@ -72,7 +70,7 @@ def test_so_does_one_that_trains_alone_where_no_launcher_says_otherwise(
 
 
 @pytest.mark.slow
-def test_under_torchrun_it_trains_and_says_so_once(command: Command) -> None:
+def test_a_ddp_script_trains_under_torchrun(command: Command) -> None:
     (command.folder / "ddp.py").write_text(before("from-ddp.md"))
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     ended = command.end(command.start_python(*start, sys.executable, "-P", "-m", "unisono.cli.main", "run", "ddp.py"))
@@ -81,7 +79,7 @@ def test_under_torchrun_it_trains_and_says_so_once(command: Command) -> None:
     assert ended.err.count("docs/start/from-ddp.md") == 1
 
 
-def test_a_script_of_ours_that_joins_by_hand_is_answered_with_what_to_remove(command: Command) -> None:
+def test_init_process_group_in_a_script_is_answered_with_advice(command: Command) -> None:
     command.script("import torch.distributed as dist\ndist.init_process_group('gloo')\nunisono.main(lambda run: None)")
     ended = command.run("run", "script.py", "--ranks", "2", "--set", "steps=1")
     assert ended.status == 1

@@ -59,7 +59,7 @@ def proved(
     return proof.run([placement_of(text, LINE) for text in placements], {}), proof
 
 
-def test_what_is_divided_only_agrees_to_the_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_and_shards_are_equal_to_the_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placements = ["replicate=2", "shard=2", "shard=2,reshard=step"]
     status, proof = proved(tmp_path, text_of({}), placements)
     assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True), proof.rows
@@ -74,7 +74,9 @@ def test_what_is_divided_only_agrees_to_the_bit(tmp_path: Path, capsys: pytest.C
     assert not [path for path in (tmp_path / "proof").rglob("*") if path.name == "checkpoints"], "left before the end"
 
 
-def test_a_gradient_that_depends_on_the_processes_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gradient_that_depends_on_the_number_of_processes_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The loss is right, and so is the last layer's gradient: what comes behind the hook is not."""
     wrong = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 0.001 * (SEEN[0] > 1)))"}
     status, proof = proved(tmp_path, text_of(wrong), ["shard=2", "replicate=2"])
@@ -87,14 +89,14 @@ def test_a_gradient_that_depends_on_the_processes_is_named(tmp_path: Path, capsy
     assert [row.verdict for row in proof.rows] == ["differs", "differs"]
 
 
-def test_what_is_within_the_tolerance_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_within_the_tolerance_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nearly = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 1e-5 * SEEN[0]))"}
     status, proof = proved(tmp_path, text_of(nearly), ["replicate=2"], tolerance=1e-3)
     assert (status, proof.rows[0].equal) == (0, False), last_json(capsys.readouterr().out)
     assert 5e-6 < (proof.rows[0].gradient or 0) < 2e-5
 
 
-def test_an_exchange_that_is_not_exact_is_told_from_a_mistake(
+def test_an_inexact_exchange_is_distinguished_from_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, proof = proved(tmp_path, text_of({}), ["replicate=3"], "exchange=allreduce", tolerance=0.0)
@@ -102,7 +104,7 @@ def test_an_exchange_that_is_not_exact_is_told_from_a_mistake(
     assert "exchange=tree" in last_json(capsys.readouterr().out)["advice"]
 
 
-def test_low_precision_is_proved_beside_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_low_precision_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _ = proved(tmp_path, text_of({}), ["shard=2"], "parallel.param_dtype=bf16", tolerance=0.0)
     assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True)
     status, proof = proved(tmp_path, text_of({}), ["shard=2,param_dtype=bf16"])
@@ -131,7 +133,7 @@ unisono.main(main, unisono.Settings)
 """
 
 
-def test_a_stage_is_measured_by_what_its_layers_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_a_stage_is_compared_with_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """80 parameters in the first one, 42 in the second."""
     status, proof = proved(tmp_path, UNEVEN, ["pipeline=2"], steps=1)
     (row,) = proof.rows
@@ -153,7 +155,7 @@ def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture
     assert proof.rows[0].equal
 
 
-def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> None:
+def test_dropout_is_the_proposed_cause_if_activations_are_divided(tmp_path: Path) -> None:
     drops = {"make": "pass", "before": "model = run.place(lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), Net()))"}
     script = text_of(drops).replace("    model = run.place(Net)\n", "")
     _, proof = proved(tmp_path, script, ["replicate=2"], steps=1)
@@ -165,7 +167,7 @@ def test_dropout_is_thought_of_where_activations_are_divided(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_in_its_own_words(command: Command) -> None:
+def test_a_failing_placement_shows_its_traceback(command: Command) -> None:
     (command.folder / "fails.py").write_text(text_of({"before": "assert run.size == 1, 'I am alone'"}))
     ended = command.run("prove", "fails.py", "--parallel", "replicate=2", "--set", "steps=9")
     assert ended.status == 1, ended.err
@@ -174,7 +176,7 @@ def test_a_failure_is_told_in_its_own_words(command: Command) -> None:
     assert not (command.folder / "runs").exists()
 
 
-def test_a_loop_that_is_left_too_early_proves_nothing(tmp_path: Path) -> None:
+def test_too_few_steps_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="left its loop before the steps to compare"):
         proved(tmp_path, text_of({"after": "step.update(optimizer); break"}), ["replicate=2"])
 
@@ -211,7 +213,7 @@ def written(folder: Path, **parts: dict[str, torch.Tensor]) -> DumpFile:
     return DumpFile(folder)
 
 
-def test_a_rest_of_rounding_is_measured_against_its_size_in_the_whole(tmp_path: Path) -> None:
+def test_cancelled_gradients_are_compared_with_the_whole_gradient(tmp_path: Path) -> None:
     large, rest = torch.ones(100), torch.full((1,), 1e-8)
     truth = written(tmp_path / "a", step_0={"large": large, "rest": rest})
     other = written(tmp_path / "b", step_0={"large": large, "rest": -rest})
@@ -223,7 +225,7 @@ def test_a_rest_of_rounding_is_measured_against_its_size_in_the_whole(tmp_path: 
     assert str(compare(half, truth, Limits()).first) == "the gradient of rest in step 0", "a mistake is no rounding"
 
 
-def test_weights_are_measured_by_the_way_that_they_went(tmp_path: Path) -> None:
+def test_errors_of_weights_are_relative_to_their_change(tmp_path: Path) -> None:
     begin, end = torch.full((4,), 100.0), torch.full((4,), 101.0)
     parts = {"weights_before": {"w": begin}, "weights_after": {"w": end}}
     truth = written(tmp_path / "a", step_0={}, **parts)
@@ -255,7 +257,7 @@ def test_every_placement_that_fits() -> None:
     assert wanted <= set(map(str, found))
 
 
-def test_a_placement_in_short() -> None:
+def test_placements_are_parsed() -> None:
     found = placement_of('parallel.shard=2, layer_classes=["A","B"], replicate=3', LINE)
     assert str(found) == 'shard=2,layer_classes=["A","B"],replicate=3'
     assert found.processes == 6
@@ -265,7 +267,7 @@ def test_a_placement_in_short() -> None:
     assert (by_step.share("gradients"), by_step.share("optimizer"), by_step.is_exact) == (0.5, 0.25, False)
 
 
-def test_what_to_type_next_is_said_of_the_placement() -> None:
+def test_proposed_commands_change_the_placement() -> None:
     placement = placement_of("shard=16,reshard=step", LINE)
     line = LayoutLine(LINE.flag("--parallel", str(placement)).words, placement)
     assert str(line.in_processes(8)) == "unisono prove script.py --parallel shard=8,reshard=step"

@@ -38,7 +38,7 @@ UNSEEN = FaultScenario(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rehearsal_reports_skipped_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A full disk lasts until the writer beside the steps has come to it; of what did not happen nothing is claimed."""
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
     request = RunRequest(sets=("batch=8", *RUN_SETS))
@@ -63,7 +63,7 @@ def test_it_tells_how_long_and_what_never_went_wrong(tmp_path: Path, capsys: pyt
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rehearsal_reports_survived_and_lost_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
     killed, hangs = SCENARIOS[0], next(scene for scene in SCENARIOS if scene.name == "a process hangs")
     request = RunRequest(sets=("batch=8", *RUN_SETS), json=True)
@@ -88,7 +88,7 @@ def test_what_is_survived_and_what_is_not(tmp_path: Path, capsys: pytest.Capture
     assert status == (0 if told["survived"] else 1)
 
 
-def test_what_is_for_a_rehearsal_needs_one(command: Command) -> None:
+def test_wrong_requests_of_a_rehearsal(command: Command) -> None:
     ended = command.run("doctor", "--ranks", "3")
     assert ended.status == 2
     assert "These flags need --rehearse." in ended.err

@@ -109,7 +109,7 @@ def left(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for name in ("out", "kept") for path in (folder / name).rglob("*")}
 
 
-def test_any_step_of_any_job_has_the_same_bits_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replayed_step_has_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     losses = ran(tmp_path, 3, ELSEWHERE)
     files = left(tmp_path)
     whole = replayed(tmp_path, capsys, 6)
@@ -127,7 +127,7 @@ def test_any_step_of_any_job_has_the_same_bits_here(tmp_path: Path, capsys: pyte
     assert left(tmp_path) == files, "it is only read"
 
 
-def test_a_run_is_audited_from_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_audited_from_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran(tmp_path, 2, "steps=5", ELSEWHERE)
     files = left(tmp_path)
     again = replace(earlier(tmp_path / "out", None, LINE), start=start)
@@ -140,7 +140,7 @@ def test_a_run_is_audited_from_where_it_stands(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_says_what_to_type(command: Command) -> None:
+def test_a_nan_loss_proposes_a_replay(command: Command) -> None:
     (command.folder / "script.py").write_text(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "bad=3")
     assert ended.status == 1
@@ -161,7 +161,7 @@ def test_a_loss_that_is_no_number_says_what_to_type(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_debugger_stops_where_the_loop_gets_its_batch(command: Command) -> None:
+def test_the_debugger_stops_at_the_micro_batch(command: Command) -> None:
     (command.folder / "script.py").write_text(SCRIPT)
     assert command.run("run", "script.py", "--run-dir", "out").status == 0
     asked = ["replay", "out", "--step", "3", "--virtual-rank", "1", "--debug"]
@@ -182,7 +182,7 @@ def test_a_debugger_stops_where_the_loop_gets_its_batch(command: Command) -> Non
 
 
 @pytest.mark.slow
-def test_an_audit_names_the_rank_that_computes_wrongly(command: Command) -> None:
+def test_an_audit_names_the_faulty_rank(command: Command) -> None:
     (command.folder / "script.py").write_text(SCRIPT)
     ended = command.run("audit", "script.py", "--steps", "4", "--set", "wrong=1", "--json")
     assert ended.status == 1, ended.err

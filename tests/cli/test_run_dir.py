@@ -19,7 +19,7 @@ from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
 
-def test_a_folder_with_a_run_is_not_used_again(ask: Ask, tmp_path: Path) -> None:
+def test_a_run_directory_is_not_reused_without_resume(ask: Ask, tmp_path: Path) -> None:
     for step in (10, 20):
         (tmp_path / "out" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     do = "unisono run train.py --run-dir out --json --resume, or: unisono run train.py --run-dir out-2 --json"
@@ -27,7 +27,7 @@ def test_a_folder_with_a_run_is_not_used_again(ask: Ask, tmp_path: Path) -> None
     assert ask("run", "train.py", "--run-dir=out") == [Problem("out already contains a run.", facts, do)]
 
 
-def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_refused(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (problem,) = ask("run", "train.py", "--run-dir=file")
     do = "unisono run train.py --run-dir file-run --json"
@@ -38,21 +38,19 @@ def test_a_folder_that_cannot_be_used_is_named(ask: Ask, tmp_path: Path) -> None
     assert problem.asked == "Cannot write the run directory /proc/nothing."
 
 
-def test_what_lies_beside_a_run_may_be_called_as_it_likes(tmp_path: Path) -> None:
+def test_other_files_in_the_parent_folder_do_not_matter(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("somebody's")
     assert problems_of_run_dir("train", tmp_path / "out", resume=False, line=CommandLine(("unisono",))) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_named(ask: Ask, tmp_path: Path) -> None:
+def test_a_folder_without_permission_is_refused(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     (problem,) = ask("run", "train.py", "--run-dir=closed/out")
     assert problem.true == f"Permission denied in {tmp_path / 'closed'}."
 
 
-def test_a_file_system_that_nobody_may_write_to_is_called_so(
-    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_file_system_is_refused(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
     (problem,) = ask("run", "train.py", "--run-dir=out")
@@ -78,7 +76,7 @@ FULL = """
     """
 
 
-def test_a_full_disk_is_told_before_the_loop_and_nothing_is_left_by_half(command: Command) -> None:
+def test_a_full_disk_is_reported_before_the_loop_and_nothing_remains(command: Command) -> None:
     command.script(FULL)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=1")
     again = "unisono run script.py --ranks 2 --set steps=1 --run-dir DIR"
@@ -89,9 +87,7 @@ def test_a_full_disk_is_told_before_the_loop_and_nothing_is_left_by_half(command
     assert not (command.folder / "out").exists()
 
 
-def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_works_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -102,7 +98,7 @@ def test_a_lock_holds_where_there_is_no_room_for_the_name_of_its_holder(
             pass
 
 
-def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:
+def test_a_resume_without_a_run_is_refused(ask: Ask, tmp_path: Path) -> None:
     do = "unisono run train.py --json (from the start), or: unisono run train.py --resume --json --run-dir DIR"
     facts = f"There is no run train-* in {tmp_path / 'runs'}."
     assert ask("run", "train.py", "--resume") == [Problem("Nothing to resume.", facts, do)]
@@ -115,7 +111,7 @@ def test_nothing_to_resume_is_told(ask: Ask, tmp_path: Path) -> None:
     )
 
 
-def test_run_directories_are_named_by_time_and_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_directories_are_named_by_time_and_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "20261121-120000")
     made = [choose_run_dir("text", None, resume=False, line=CommandLine()) for _ in range(11)]
@@ -128,7 +124,7 @@ def test_run_directories_are_named_by_time_and_never_shared(tmp_path: Path, monk
     assert Path("a/b").is_dir()
 
 
-def test_the_newest_run_is_resumed_with_what_it_was_given(command: Command) -> None:
+def test_resume_finds_the_newest_run(command: Command) -> None:
     command.script("print(*sys.argv[1:])")
     first = command.run("run", "script.py", "--set", "batch=64", "--resume")
     assert first.status == 2
@@ -144,7 +140,7 @@ def test_the_newest_run_is_resumed_with_what_it_was_given(command: Command) -> N
 
 
 @pytest.mark.parametrize("name", ["log", "timeline", "checkpoints"])
-def test_a_file_where_a_run_keeps_a_folder_is_told(ask: Ask, tmp_path: Path, name: str) -> None:
+def test_a_file_in_place_of_a_folder_is_refused(ask: Ask, tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
     (tmp_path / "out" / "environment.json").mkdir()
@@ -185,7 +181,7 @@ STARTERS = ["python", "unisono", pytest.param("torchrun", marks=pytest.mark.slow
 
 
 @pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), *STARTERS[1:]])
-def test_a_run_directory_has_one_run_at_a_time_and_nobody_after_it_was_killed(command: Command, starter: str) -> None:
+def test_a_run_directory_is_locked_until_its_run_ends_or_is_killed(command: Command, starter: str) -> None:
     command.script(WAITS)
     asked = ["--run-dir", "out", "--set", "steps=1"]
     running = command.start_python(*BY[starter], *asked, "--", "waits")
@@ -234,7 +230,7 @@ MOVES = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", ["python", "unisono", "torchrun"])
-def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(command: Command, starter: str) -> None:
+def test_a_script_may_change_its_working_directory(command: Command, starter: str) -> None:
     command.script(MOVES)
     (command.folder / "some.toml").write_text("batch = 5\nloader.workers = 1\n")
     asked = [*BY[starter], "--run-dir", "out", "--settings", "some.toml"]
@@ -253,7 +249,7 @@ def test_a_script_that_goes_elsewhere_leaves_its_run_where_it_was_asked_to(comma
     assert sorted(path.name for path in command.folder.iterdir()) == ["alive", "out", "script.py", "some.toml"]
 
 
-def test_a_script_that_never_joins_is_told_where_to(command: Command) -> None:
+def test_a_script_without_unisono_main_is_reported(command: Command) -> None:
     command.script("print('trained alone')")
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 2

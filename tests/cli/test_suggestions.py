@@ -328,7 +328,7 @@ def test_a_command_that_cannot_be_parsed_is_answered_with_the_one_that_was_meant
 
 
 @pytest.mark.parametrize("name", ["port.py", "launch", "export.py"])
-def test_a_file_comes_before_the_nearest_verb(ask: Ask, tmp_path: Path, name: str) -> None:
+def test_a_script_takes_precedence_over_the_nearest_verb(ask: Ask, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
     do = f"unisono run {name} --ranks 2 --json"
     facts = f"{name} is a script, and unisono run trains it."
@@ -363,12 +363,12 @@ UNSET = "Perhaps a variable of the shell is not set."
         ),
     ],
 )
-def test_an_empty_path_is_not_the_folder_one_is_in(ask: Ask, words: str, asked: list[str], do: str) -> None:
+def test_an_empty_path_is_refused(ask: Ask, words: str, asked: list[str], do: str) -> None:
     """--run-dir "$OUT", and nobody has set OUT."""
     assert ask(*shlex.split(words)) == [Problem(each, UNSET, do) for each in asked]
 
 
-def test_a_scripts_own_line_has_no_empty_path_either() -> None:
+def test_an_empty_path_is_refused_by_a_script() -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(["--run-dir="], unisono.Settings, "train.py")
     assert caught.value.problems == (
@@ -380,7 +380,7 @@ def test_a_scripts_own_line_has_no_empty_path_either() -> None:
     )
 
 
-def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
@@ -409,7 +409,7 @@ def test_more_words_are_the_scripts_and_come_after_two_dashes(capsys: pytest.Cap
         ),
     ],
 )
-def test_so_is_a_scripts_own_line(words: str, do: str) -> None:
+def test_suggestions_for_a_script_that_is_started_by_python(words: str, do: str) -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(shlex.split(words), unisono.Settings, "my train.py")
     (problem,) = caught.value.problems

@@ -142,7 +142,7 @@ def test_a_wrong_request_is_answered_with_the_line_to_type(
     assert ask(*shlex.split(words)) == [Problem(asked, true, do)]
 
 
-def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "result.json").write_text("{}")
     problems = ask(
@@ -157,7 +157,7 @@ def test_everything_that_is_wrong_is_told_at_once(ask: Ask, tmp_path: Path) -> N
     ]
 
 
-def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_path: Path) -> None:
+def test_a_missing_script_does_not_hide_other_problems(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
     asked = [
@@ -171,7 +171,7 @@ def test_what_else_is_wrong_is_told_of_a_script_that_is_not_there(ask: Ask, tmp_
     assert len(ask("run", "trian.py", "--resume")) == 1
 
 
-def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask, tmp_path: Path) -> None:
+def test_without_unisono_main_only_the_settings_of_every_run_are_checked(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("raise SystemExit('it was started')")
     (tmp_path / "some.toml").write_text("threads = 0\nwidth = 3\n")
     problems = ask("run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml")
@@ -184,7 +184,7 @@ def test_a_script_that_is_not_understood_has_its_base_settings_checked(ask: Ask,
     assert problem.true == "There is no such file."
 
 
-def test_a_script_reads_the_flags_that_the_command_hands_on() -> None:
+def test_a_script_parses_the_flags_that_the_command_passes() -> None:
     request = RunRequest(
         sets=("batch=3", "data=--odd"),
         settings_file=Path("a b.toml"),
@@ -236,7 +236,7 @@ def test_the_help_of_run_shows_the_settings_of_its_target(
     assert "Settings with their defaults" not in capsys.readouterr().out
 
 
-def test_of_a_setting_like_no_other_the_scripts_own_are_told(ask: Ask, tmp_path: Path) -> None:
+def test_an_unknown_setting_without_a_near_name_lists_the_scripts_settings(ask: Ask, tmp_path: Path) -> None:
     (problem,) = ask("run", "train.py", "--set", "zzzzzz=1")
     assert problem.asked == "There is no setting zzzzzz."
     true = r"There are steps, lr, and \d\d of every run: unisono run train\.py --help"
@@ -266,7 +266,7 @@ def test_the_reference_pages_are_markdown(
     assert words in capsys.readouterr().out
 
 
-def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:
+def test_the_proposed_command_corrects_all_wrong_settings(ask: Ask) -> None:
     problems = ask("run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1")
     assert [problem.asked for problem in problems] == [
         "Invalid value: batch = big",
@@ -277,7 +277,7 @@ def test_what_is_typed_next_mends_all_wrong_settings(ask: Ask) -> None:
     assert [problem.do for problem in problems] == [line, line, f"{line} (without it)"]
 
 
-def test_a_recipe_is_copied_to_own(
+def test_copy_writes_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -291,7 +291,7 @@ def test_a_recipe_is_copied_to_own(
     assert {p.name for p in tmp_path.rglob("*.py")} == {"text.py", "mine.py"}
 
 
-def test_what_cannot_be_copied_is_told(
+def test_copy_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -329,7 +329,7 @@ def test_python_m_unisono_is_the_command(
     assert screen.err.startswith("There is no verb nothing.\n  The verbs are run," if status else "")
 
 
-def test_every_verbs_help_has_its_own_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_each_verb_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("run", "copy", "fingerprint", "doctor"):
         assert main([verb, "--help"]) == 0
         examples = capsys.readouterr().out.partition("Examples:")[2].split("\n")

@@ -332,12 +332,12 @@ class LayoutProof(TrialRunner):
 
     def _verdict(self, agree: Sequence[LayoutRow]) -> str:
         exact = sum(bool(row.equal) for row in agree)
-        asked = len(self.rows) - sum(row.verdict == "refused" for row in self.rows)
+        compared = len(self.rows) - sum(row.verdict == "refused" for row in self.rows)
         bits = ", to the bit" if exact == len(agree) > 0 else f", {exact} of them to the bit" if exact else ""
         steps = plural(self.steps, "step")
-        if len(agree) == asked:
-            return f"{plural(asked, 'placement')} agree{'s' * (asked == 1)} with one process in {steps}{bits}."
-        return f"{len(agree)} of {plural(asked, 'placement')} agree with one process in {steps}{bits}."
+        if len(agree) == compared:
+            return f"{plural(compared, 'placement')} agree{'s' * (compared == 1)} with one process in {steps}{bits}."
+        return f"{len(agree)} of {plural(compared, 'placement')} agree with one process in {steps}{bits}."
 
     def _advice(self, placement: LayoutSpec, first: Deviation, truth: DumpFile) -> str:
         """Return the likely cause, and what to type next."""
