@@ -29,7 +29,16 @@ from unisono.train.step_sync import LOSS, StepSync
 LossFunction = Callable[..., tuple[torch.Tensor, "float | torch.Tensor"]]
 
 SEVERAL_PASSES = "for several walks a step, with an update after each: for batch in step.over(optimizer)."
-FROM_SETTINGS: Any = type("FromSettings", (), {"__repr__": lambda _: "the setting"})()
+
+
+class FromSettings:
+    """The default of `clip` in `Step.update`: the setting of this name."""
+
+    def __repr__(self) -> str:
+        return "the setting"
+
+
+FROM_SETTINGS: Any = FromSettings()
 
 
 class StepParts(NamedTuple):

@@ -22,8 +22,15 @@ import torch
 
 from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor
 
-ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "absent"})()
-"""There is no such attribute, or no such value."""
+
+class Absent:
+    """The value of an attribute, or of an item, that does not exist."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Any = Absent()
 
 COPIED = 2**20
 """Elements of a tensor that is copied, so that what is written into it can be undone."""
