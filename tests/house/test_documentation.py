@@ -18,6 +18,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,11 @@ def test_scripts_of_peers_run(block: Block, ranks: int, tmp_path: Path) -> None:
     "block", [b for b in BLOCKS if not (b.is_ours or b.launches or b.is_torchs or b.peer)], ids=by_name
 )
 def test_other_blocks_are_python(block: Block) -> None:
-    ast.parse(block.code, block.name)
+    """They parse, and what they import from the library exists."""
+    for node in ast.walk(ast.parse(block.code, block.name)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "unisono":
+            module = import_module(node.module or "")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
 
 
 def test_blocks_are_found(tmp_path: Path) -> None:
