@@ -100,7 +100,7 @@ def test_a_replaced_writer_fails() -> None:
     first, second = storage_at(url), storage_at(url)
     save_at(first, 10)
     save_at(second, 10)
-    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save storage after this one"):
+    with pytest.raises(CheckpointError, match=rf"Process {os.getpid()} on .+ began to save there after this one"):
         save_at(first, 20)
     save_at(second, 20)
     assert second.checkpoints() == [20, 10]
