@@ -1,14 +1,14 @@
-"""The outer step: what sites make of the ways that they have gone since they last met.
+"""The outer step: the update that sites make of how far their weights have moved since the last synchronization.
 
-    anchor    where all sites were after the last meeting
-    gradient  anchor - mean of the sites' weights: the way, backwards, as a gradient is
+    anchor    the weights of all sites after the last synchronization
+    gradient  anchor - mean of the sites' weights
     average   anchor <- anchor - gradient, the mean itself          (local SGD: Stich, arXiv 1805.09767)
     nesterov  velocity <- momentum * velocity + gradient            (DiLoCo: Douillard et al., arXiv 2311.08105)
               anchor   <- anchor - lr * (gradient + momentum * velocity)
 
-Then every site goes on from the anchor. A model may meet in fragments, one after the other, and a meeting's numbers
-may travel while the sites go on: what then arrives is where a site would be, had it waited, and not where it is. From
-half way between the two it goes on (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
+Then every site continues from the anchor. A model may be synchronized in fragments, one after the other, and the
+numbers may travel while the sites train: what arrives then is where a site would be, had it waited. It continues from
+half way between that and its own weights (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.local_sgd.site_transport import PendingExchange, chunk_of, together
 
 MERGE_ALPHA = 0.5
-"""How much of a site's own weights stays when a meeting's numbers arrive late."""
+"""The share of a site's own weights that stays when the numbers of a synchronization arrive late."""
 
 
 class ModelFragment:
-    """Some parameters that meet in the same steps.
+    """Some parameters that are synchronized after the same steps.
 
     anchors, velocities  beside every parameter, in float32 at least; without momentum there are no velocities
-    left                 what quantising has lost on this process's chunk, by row
-    sent                 how many parameters, the first ones, were sent last: who joins later meets the next time
-    due                  the number of steps after which what is under way is used
+    left                 residuals of quantization on this process's chunk, by row
+    sent                 number of parameters, the first ones, that were sent last: later ones wait for the next time
+    due                  the number of steps after which what is under way is applied
     """
 
     def __init__(self, device: torch.device, lr: float, momentum: float) -> None:

@@ -1,19 +1,19 @@
-"""Between sites: what travels on the thin line when they meet. Every number goes through it once in each direction.
+"""The traffic between sites when they synchronize. Every number crosses the slow line once in each direction.
 
 Two sites of two processes; a row of numbers is as long as the model, and each process sends one chunk of it to its
-counterparts, who are at the same place in the other sites:
+counterparts, which have the same rank in the other sites:
 
     site 0      process 0   [ a0 |    ] ---a0--->  (a0 + b0) / 2 = m0  ---m0 within the site--->  [ m0 | m1 ]
                 process 1   [    | a1 ] ---a1--->  (a1 + b1) / 2 = m1  ---m1----------------->    [ m0 | m1 ]
     site 1      process 0   [ b0 |    ] ---b0--->  (a0 + b0) / 2 = m0  ...
                 process 1   [    | b1 ] ---b1--->  (a1 + b1) / 2 = m1  ...
 
-Sites are added in their order, as everybody has received them (block_quantizer.py), so all sites have the same bits.
-Chunks are whole blocks of the row, so how many processes a site has changes none of them. With more than two sites each
-sends its row to every other one.
+Sites are added in their order, as all have received them (block_quantizer.py), so all sites have the same bits. Chunks
+are whole blocks of the row, so the number of processes of a site changes no bit. With more than two sites each sends
+its row to every other one.
 
-With the rows go a few words, and everything that all sites do together begins with words: so it is noticed when one of
-them is elsewhere, and messages between two processes never get out of step.
+A few numbers travel with the rows, and everything that all sites do together begins with them. They show when a site is
+in another place, and keep the messages between two processes in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unisono.exchange.compression.block_quantizer import BLOCK, decode_row, enco
 
 
 class PendingExchange:
-    """Words and rows on their way from every site to every other. Nobody need wait before they are opened."""
+    """Numbers and rows under way from every site to every other. A process waits for them only when it reads them."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class PendingExchange:
             )
 
     def heard(self) -> list[list[float]]:
-        """The words of every site."""
+        """Return the numbers of every site."""
         wait_for(self._spoken)
         self._spoken = []
         return [words.tolist() for words in self.words]
 
     def means(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """The mean of every row over the sites, the same on all of them. All processes of the site call it together."""
+        """Return the mean of every row over the sites. All processes of a site call this together."""
         wait_for(self._written)
         self._written = []  # gloo's hold its connections: a forked loader worker would close them
         found = []

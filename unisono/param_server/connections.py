@@ -1,10 +1,10 @@
-"""The hub of an asynchronous run: the server's links to its workers, with a thread for each.
+"""The connections of an asynchronous server: a link to each worker, with a thread for each.
 
     worker --- "here is the gradient of step 7" --->  thread  --->  inbox  --->  the loop, when it has time
            <-- new parameters, "yours is step 9" ---  thread  <---  outbox <---
 
-A thread waits for its worker's message, then for the answer that the loop has for it, and so on in turn. So a worker
-that stands still keeps one thread waiting, and nobody else; and an answer is on its way while the loop goes on.
+A thread waits for its worker's message, then for the loop's answer, and so on in turn. So a worker that hangs blocks
+one thread only, and an answer travels while the loop continues.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from unisono.param_server.tcp_link import TcpLink
 
 LINGER_SECONDS = 2.0
-"""Before it closes its links, the server waits so long for workers that have not heard yet that it is over. They listen
-between two micro-batches."""
+"""Time that the server gives workers to learn that the run is over, before it closes its links. They check between two
+micro-batches."""
 
 
 class Message(NamedTuple):
-    """What came from a worker. `about` is empty: it is gone."""
+    """A message from a worker, or for it. An empty `about`: the worker is gone."""
 
     worker: int
     about: Mapping[str, Any]
@@ -34,8 +34,11 @@ class Message(NamedTuple):
 
 
 class WorkerConnections:
-    """links   to every worker, by rank
-    others  to other servers: what they say is no request, and goes to the inbox as it comes
+    """Receive messages of all workers, and answer each.
+
+    links    to every worker, by rank
+    others   to other servers: their messages are no requests, and need no answer
+    is_over  whether workers were told that the run is over
     """
 
     def __init__(self, links: Mapping[int, TcpLink], others: Mapping[int, TcpLink] = MappingProxyType({})) -> None:
@@ -55,7 +58,7 @@ class WorkerConnections:
             thread.start()
 
     def receive(self, seconds: float | None) -> Message | None:
-        """The next letter; None: somebody has called `wake`, or so many seconds went by without one."""
+        """Return the next message; None: `notify` was called, or none has come for so many seconds."""
         try:
             return self._inbox.get(timeout=seconds)
         except queue.Empty:
@@ -65,12 +68,12 @@ class WorkerConnections:
         """End a `receive` that waits. A signal's handler may call it."""
         self._inbox.put(None)
 
-    def answer(self, letter: Message) -> None:
-        """To a worker that waits for it. The tensors are not to be changed from now on."""
-        self._outboxes[letter.worker].put(letter)
+    def answer(self, message: Message) -> None:
+        """Send a message to a worker that waits for it. The tensors must not change from now on."""
+        self._outboxes[message.worker].put(message)
 
     def finish(self) -> None:
-        """Tell all workers that it is over. The links stay: whoever computes still may hear of it later."""
+        """Tell all workers that the run is over. The links stay: a worker may still be computing."""
         if not self.is_over:
             self.is_over = True
             for rank, link in self.links.items():
@@ -78,7 +81,7 @@ class WorkerConnections:
                 self._outboxes[rank].put(None)
 
     def close(self) -> None:
-        """Part, once all workers have, or after a moment."""
+        """Close all links, once all workers have left, or after LINGER_SECONDS."""
         self.finish()
         deadline = time.monotonic() + LINGER_SECONDS
         for thread in self._threads[: len(self.links)]:
@@ -94,13 +97,13 @@ class WorkerConnections:
     def _attend(self, rank: int, link: TcpLink) -> None:
         try:
             while True:
-                letter = Message(rank, *link.receive())
-                self._inbox.put(letter)
-                if "bye" in letter.about:
+                message = Message(rank, *link.receive())
+                self._inbox.put(message)
+                if "bye" in message.about:
                     return
                 answer = self._outboxes[rank].get() or Message(rank, {"over": True})
                 link.send(answer.about, answer.tensors)
-        except (OSError, ValueError):  # it is gone, or what it said was cut off
+        except (OSError, ValueError):  # it is gone, or its message was cut off
             self._inbox.put(Message(rank, {}))
 
     def _listen(self, rank: int, link: TcpLink) -> None:

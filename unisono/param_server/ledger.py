@@ -18,7 +18,7 @@ an older one could come too late:
     bound + 1 are under way), stays true when the oldest is used, and is looked at before a newer one is.
 
 A worker that holds up the others for much longer than a gradient takes is overtaken: its step is handed out again, and
-what it sends in the end is dropped. So one that stands still does not stop the run, neither under a bound nor when its
+what it sends in the end is dropped. So a worker that hangs does not stop the run, neither under a bound nor when its
 step is the last one missing.
 """
 
@@ -32,15 +32,15 @@ from statistics import median
 from typing import Any
 
 PATIENCE = 4.0
-"""So many times as long as a gradient usually takes a worker may hold up the others."""
+"""Multiple of the usual time of a gradient for which a worker may hold up the others."""
 
 LEAST_SECONDS = 0.5
-"""It has at least this long."""
+"""The least time for which a worker may hold up the others."""
 
 
 @dataclass
 class OutstandingWork:
-    """A step that a worker has."""
+    """A step that was handed out to a worker."""
 
     number: int
     version: int  # updates that were in its parameters
@@ -74,7 +74,7 @@ class Ledger:
     # -- what workers do
 
     def hand(self, worker: int, now: float) -> int | None:
-        """The next step for this worker; None: there is none for it now."""
+        """Return the next step for a worker; None: there is none for it now."""
         assert worker not in self.out
         if self._back:
             number = heapq.heappop(self._back)
@@ -88,7 +88,7 @@ class Ledger:
         return number
 
     def arrive(self, worker: int, number: int, now: float) -> bool:
-        """A worker's gradient of a step is here; is it wanted?"""
+        """Record that a worker's gradient has come. Returns whether it is used."""
         out = self.out.get(worker)
         if out is None or out.number != number:
             self.dropped += 1
@@ -99,7 +99,7 @@ class Ledger:
         return True
 
     def lose(self, worker: int) -> int | None:
-        """A worker is gone; returns the step that is handed out again, if it had not done it."""
+        """Record that a worker is gone. Returns its step if that is handed out again, else None."""
         out = self.out.get(worker)
         if out is None or out.here:
             return None
@@ -109,8 +109,12 @@ class Ledger:
         return out.number
 
     def overtake(self, now: float, *, idle: bool) -> list[int]:
-        """Workers that have held up the others for too long; their steps are handed out again. `idle`: does anybody
-        wait for a step?"""
+        """Return workers that have held up the others for too long; their steps are handed out again.
+
+        Args:
+            now: seconds, of the clock of `hand`.
+            idle: whether a worker waits for a step.
+        """
         if not (idle or self._arrived) or self.turn() is not None or not self._took:
             return []
         patience = max(LEAST_SECONDS, PATIENCE * median(self._took))
@@ -122,18 +126,18 @@ class Ledger:
     # -- what the server does
 
     def turn(self) -> int | None:
-        """The worker whose gradient is used next: of those that are here and may be used, the one that came first."""
+        """Return the worker whose gradient is used next: the first that came, among those that may be used; or None."""
         return next((worker for worker in self._arrived if self._may(self.out[worker])), None)
 
     def _may(self, out: OutstandingWork) -> bool:
-        """Could all older ones still come in time, if this one was used now?"""
+        """Return whether all older gradients could still come in time if this one was used now."""
         if self.bound is None:
             return True
         older = sorted(other.version for other in self.out.values() if other.version < out.version)
         return all(self.version + i - version <= self.bound for i, version in enumerate(older, 1))
 
     def use(self, worker: int) -> None:
-        """An update was made with this worker's gradient."""
+        """Record that an update was made with a worker's gradient."""
         out = self.out.pop(worker)
         self._arrived.remove(worker)
         late = self.version - out.version
@@ -147,11 +151,11 @@ class Ledger:
     # -- in a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Which steps are done: all below `begin`, and those that are named."""
+        """Return which steps are done: all below `begin`, and those in `done`."""
         return {"updates": self.version, "begin": self._begin, "done": sorted(self._done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a state that another exchange has carried through other steps since means nothing."""
+        """Continue from there. A state that another exchange has carried through other steps since is ignored."""
         if state["updates"] == self.version:
             self._begin = self._next = state["begin"]
             self._done = set(state["done"])

@@ -1,8 +1,8 @@
-"""What travels between servers and workers of an asynchronous run: gradients there; parameters and buffers back.
+"""The messages between servers and workers of an asynchronous run: gradients, and parameters and buffers in return.
 
-Parameters are known by their number in the run's models, buffers by their place in them, on all sides alike. Of
-parameters those travel that train, to and from the server that holds them. Buffers that a forward pass changes (batch
-norm's statistics) are the worker's that comes: the first server takes them with the gradient, as the newest, and hands
+Parameters are identified by their number in the run's models, buffers by their position, on all processes alike.
+Parameters that train travel to and from the server that holds them. Buffers that a forward pass changes (batch norm's
+statistics) are those of the worker that sends: the first server takes them with the gradient, as the newest, and sends
 them on. So with several workers they follow fewer steps than were made.
 """
 
@@ -21,13 +21,13 @@ from unisono.train.modules.models import Models
 
 
 class ParameterMessages:
-    """Of one process, for one list of models."""
+    """Pack and unpack the parameters, buffers and gradients of one process."""
 
     def __init__(self, models: Models, crew: RoleGroup) -> None:
         self.models, self.crew = models, crew
         crew.shares.assign(models.params)
         self._marks: dict[int, Mark] = {}  # what buffers were when they came
-        self._moved: set[int] = set()  # buffers that somebody's forward pass changes
+        self._moved: set[int] = set()  # buffers that a forward pass changes
 
     def _slots(self) -> list[BufferSlot]:
         found: dict[tuple[int, str], BufferSlot] = {}
@@ -39,8 +39,10 @@ class ParameterMessages:
     # -- parameters and buffers, from a server
 
     def packed(self, *, everything: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Copies of what trains and is held here, and of the buffers that change; `everything`: for a worker that has
-        nothing yet."""
+        """Return copies of the parameters that train and are held here, and of the buffers that change.
+
+        `everything`: of all parameters and buffers, for a worker that has nothing yet.
+        """
         params = [(i, p) for i, p in self._held_by(self.crew.rank) if p.requires_grad or everything]
         first = self.crew.rank == 0
         slots = [
@@ -51,7 +53,7 @@ class ParameterMessages:
         return about, [tensor.detach().to("cpu", copy=True) for _, tensor in [*params, *held]]
 
     def unpack(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Make them ours."""
+        """Copy what a server has sent into the models."""
         numbers, count = about["params"], len(self.models.params)
         if numbers and numbers[-1] >= count:
             raise self._grown(max(numbers) + 1, count)
@@ -61,7 +63,7 @@ class ParameterMessages:
         self._take_buffers(about["buffers"], tensors[len(numbers) :])
 
     def mark(self) -> None:
-        """Buffers are now what they are: what changes from here on, a forward pass has changed."""
+        """Remember the buffers: what changes from now on was changed by a forward pass."""
         self._marks = {i: slot.look() for i, slot in enumerate(self._slots())}
 
     def _held_by(self, server: int) -> list[tuple[int, torch.nn.Parameter]]:
@@ -81,8 +83,8 @@ class ParameterMessages:
     # -- gradients and buffers, from a worker
 
     def pushed(self, gradient: GradientPass, server: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """What this server holds of the gradient that this process has computed; for the first one also the buffers
-        that were changed by that."""
+        """Return the part of a gradient that a server holds; for the first server, also the buffers that have
+        changed."""
         ours = set(map(id, gradient.params))
         grads = [(i, p.grad) for i, p in self._held_by(server) if id(p) in ours and p.grad is not None]
         slots = self._slots() if server == 0 else []
@@ -93,7 +95,7 @@ class ParameterMessages:
         return about, [*dense, *(b for _, b in held)]
 
     def take(self, gradient: GradientPass, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Make p.grad what a worker has sent, and buffers as well."""
+        """Set p.grad, and buffers, to what a worker has sent."""
         numbers, params = about["grads"], self.models.params
         if numbers and max(numbers) >= len(params):
             raise self._grown(len(params), max(numbers) + 1)

@@ -1,15 +1,15 @@
 """Links: connections between two processes each, which break one by one.
 
-A group of torch's is for processes that are all there: when one dies, the others' collectives fail. Who must go on
-without the dead talks over links instead. A message is one line of JSON, and tensors:
+When a process of a torch group dies, the collectives of the others fail. Processes that continue without it use links
+instead. A message is one line of JSON, and tensors:
 
     | 8 bytes: length of the JSON | {"push": 17, ..., "tensors": [["float32", [128, 64]], ...]} | tensors |
 
 Tensors are laid out as tensors/flat.py draws it.
 
-Nothing that arrives is ever unpickled. A process that dies, however, closes its connections: the system does it. One
-that stands still keeps them, and nobody but its partner waits for it. A host that vanishes is noticed after half a
-minute (TCP keepalive).
+Nothing that arrives is unpickled. When a process dies, in whatever way, the operating system closes its connections. A
+process that hangs keeps them, and only its peer waits for it. A host that vanishes is noticed after half a minute (TCP
+keepalive).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
 from unisono.tensors.spec import TensorSpec
 
 MEET_SECONDS = 60.0
-"""Connecting may take this long, once everybody is there."""
+"""The time that connecting may take, once all processes are there."""
 
 TRY_SECONDS = 3.0
-"""And one address of a host of several this long."""
+"""The time that connecting to one of several addresses of a host may take."""
 
 _head = struct.Struct("!Q")
-_GREETING = struct.Struct("!64sI")  # the server's key, and who comes
+_GREETING = struct.Struct("!64sI")  # the server's key, and the rank of the process that connects
 
 
 class TcpLink:
-    """A connection with one other process. One thread may send while another receives."""
+    """A connection to one other process. One thread may send while another receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -64,7 +64,7 @@ class TcpLink:
             self._socket.sendall(_packed(about, tensors))
 
     def tell(self, about: Mapping[str, Any]) -> None:
-        """Send a word, if that takes no waiting: who stands still does not hear it, and who is gone neither."""
+        """Send a short message if that does not block. A process that hangs or is gone does not get it."""
         if self._sending.acquire(blocking=False):
             try:
                 with contextlib.suppress(OSError):
@@ -73,18 +73,18 @@ class TcpLink:
                 self._sending.release()
 
     def receive(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """The next message, with tensors in the CPU's memory. Raises ConnectionError if the other process is gone."""
+        """Return the next message, with tensors in CPU memory. Raises ConnectionError if the other process is gone."""
         (length,) = _head.unpack(self._read(_head.size).numpy().tobytes())
         about = json.loads(self._read(length).numpy().tobytes())
         specs = [TensorSpec.from_json(item) for item in about.pop("tensors")]
         return about, FlatTensors(specs, self._read(size_of(specs))).views()
 
     def has_word(self) -> bool:
-        """Is something here, or the other process gone?"""
+        """Return whether a message is here, or the other process is gone."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
-        """Part: whoever waits for something on either end hears of it. Closing twice changes nothing."""
+        """Close the connection, which ends every wait on either end. Closing twice changes nothing."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -101,7 +101,7 @@ class TcpLink:
 
 
 def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memoryview:
-    """A message as it travels."""
+    """Return a message as bytes."""
     specs = [TensorSpec.of(tensor) for tensor in tensors]
     header = json.dumps({**about, "tensors": specs}).encode()
     header += b" " * (-(_head.size + len(header)) % ALIGNMENT)  # the tensors begin where their dtypes may
@@ -113,14 +113,18 @@ def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memory
     return view
 
 
-# -- how they come to be
+# -- connecting
 
 
 def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
-    """{rank: link}: of the first server with everybody, of another with the first and every worker, of a worker with
-    every server. All of the group must call this.
+    """Connect servers and workers; all processes of the group call this.
 
-    Servers listen, on this host alone if everybody is here, and let in who knows a key that only the group was told.
+    Servers listen, on this host alone if all processes are here, and accept a connection with the key that was sent to
+    the group only.
+
+    Returns:
+        {rank: link}. The first server has links to all processes, another server to the first one and every worker, a
+        worker to every server.
     """
     hosts = group.all_gather_object(socket.gethostname())
     here = len(set(hosts)) == 1
@@ -136,7 +140,7 @@ def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
 
 
 def _addresses() -> list[str]:
-    """Where others may find this host: of the network that gloo was told, or of all."""
+    """Return the addresses of this host: in the network that gloo uses, or in all of them."""
     named = environment.variables(("GLOO_SOCKET_IFNAME",)).get("GLOO_SOCKET_IFNAME")
     networks = psutil.net_if_addrs()
     chosen = [networks[named]] if named in networks else networks.values()

@@ -1,7 +1,7 @@
 """Evaluation: every sample once, on any number of processes, with the bits of one.
 
 The data is cut into micro-batches whose shape depends on the settings alone (data/eval_loader.py). Each process
-computes some of them and writes their sums into its rows of a table; everybody adds the rows up in order.
+computes some of them and writes their sums into its rows of a table. All processes add up the rows in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Measure = Callable[..., Any]
 
 
 def evaluate(outputs: ModelOutputs, measure: Measure, context: ContextParallel) -> dict[str, float]:
-    """See Run.evaluate. Where sequences are divided, the sums of all slices count."""
+    """Return the means of a measure (see Run.evaluate). Where sequences are divided, all slices are added up."""
     outputs.part = context.part
     rows: dict[str, list[tuple[int, float, float]]] = {}
     for micro_batch, output in outputs:
@@ -49,8 +49,8 @@ def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:
 def _fold(
     rows: dict[str, list[tuple[int, float, float]]], count: int, group: ProcessGroup, slices: ProcessGroup
 ) -> dict[str, float]:
-    names = sorted({name for everybody in group.all_gather_object(sorted(rows)) for name in everybody})
-    names = sorted({name for everybody in slices.all_gather_object(names) for name in everybody})
+    names = sorted({name for on_rank in group.all_gather_object(sorted(rows)) for name in on_rank})
+    names = sorted({name for on_rank in slices.all_gather_object(names) for name in on_rank})
     table = torch.zeros(len(names), 2, count, dtype=torch.float64)
     for i, name in enumerate(names):
         for row, total, weight in rows.get(name, []):

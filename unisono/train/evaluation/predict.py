@@ -19,7 +19,7 @@ from unisono.train.evaluation.model_outputs import ModelOutputs
 
 
 def predict(outputs: ModelOutputs) -> Any:
-    """See Run.predict."""
+    """Return one row for each sample, in the data's order (see Run.predict)."""
     spec: TreeSpec | None = None
     numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
     pieces: list[list[Tensor]] = []
@@ -80,7 +80,7 @@ def _same_structure(before: Any, now: Any) -> Any:
 
 
 def _told(spec: TreeSpec) -> Any:
-    """The structure as others can read it."""
+    """Return the structure as JSON."""
     try:
         return json.loads(treespec_dumps(spec))
     except NotImplementedError as error:
@@ -92,7 +92,7 @@ def _told(spec: TreeSpec) -> Any:
 
 
 def _gather(mine: Tensor, places: Sequence[Sequence[tuple[int, int]]], group: ProcessGroup) -> Tensor:
-    """All rows, sorted by the numbers of their micro-batches; places[r] are the (number, rows) that process r has."""
+    """Return all rows, sorted by the numbers of their micro-batches; places[r]: the (number, rows) of process r."""
     counts = [sum(rows for _, rows in place) for place in places]
     shape, dtype = mine.shape[1:], mine.dtype
     row_bytes = shape.numel() * mine.element_size()
