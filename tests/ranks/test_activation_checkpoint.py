@@ -1,4 +1,4 @@
-"""Recompute: what is computed again in backward is what it was, to the bit; compiled layers agree among processes."""
+"""Activation checkpointing: recomputation has the bits of the first pass; compiled layers agree among processes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
         return x + self.dropout(h)
 
 
-class Odd(nn.Module):
+class Unusual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(3, 6)
@@ -81,7 +81,7 @@ class Odd(nn.Module):
 
 
 def odd(run: Run[Any]) -> Any:
-    return train(run, build=Odd, data=Numbers(48))
+    return train(run, build=Unusual, data=Numbers(48))
 
 
 CONFIG = settings(batch=16, virtual_ranks=4, steps=3)
@@ -90,20 +90,22 @@ CONFIG = settings(batch=16, virtual_ranks=4, steps=3)
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What comes out when everything is kept."""
-    (told,) = run_ranks(attempt, 1, tmp_path_factory.mktemp("kept"), odd, CONFIG)
-    assert isinstance(told, list), told
-    return told
+    (found,) = run_ranks(attempt, 1, tmp_path_factory.mktemp("kept"), odd, CONFIG)
+    assert isinstance(found, list), found
+    return found
 
 
 @pytest.mark.parametrize(("placement", "how"), every_pair(PLACEMENTS, WAYS))
-def test_the_second_time_is_the_first(tmp_path: Path, kept: list[Any], how: Any, placement: str) -> None:
+def test_recomputation_has_the_bits_of_the_first_pass(
+    tmp_path: Path, kept: list[Any], how: Any, placement: str
+) -> None:
     size, parallel = PLACEMENTS[placement]
     config = replace(CONFIG, parallel=replace(parallel, activation_checkpoint=how))
     assert run_ranks(attempt, size, tmp_path, odd, config) == [kept] * size
 
 
 class Checkpointed(nn.Module):
-    """A row of layers with batch norm, around which the model has torch's checkpoint of its own."""
+    """A row of layers with batch norm, and a torch checkpoint of the script around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,18 +123,18 @@ def checkpointed(run: Run[Any]) -> Any:
     return train(run, build=Checkpointed, data=Numbers(48))
 
 
-def test_a_checkpoint_in_the_script_counts_as_without_the_setting(tmp_path: Path) -> None:
-    def told(how: Any, size: int) -> Any:
+def test_a_checkpoint_in_the_script_counts_batches_once(tmp_path: Path) -> None:
+    def found(how: Any, size: int) -> Any:
         config = replace(CONFIG, parallel=ParallelSettings(activation_checkpoint=how))
         return run_ranks(attempt, size, tmp_path, checkpointed, config)[-1]
 
-    kept = told("none", 1)
+    kept = found("none", 1)
     assert isinstance(kept, list), kept
-    assert [told("full", 1), told("selective", 2)] == [kept] * 2
+    assert [found("full", 1), found("selective", 2)] == [kept] * 2
 
 
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"virtual_ranks": 1}, {"micro_batch": 1}])
-def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_precisions_and_micro_batches(tmp_path: Path, changes: dict[str, Any]) -> None:
     """A model without rows is one layer: the GPT of these tests has one block."""
     config = settings(**changes)
     short = partial(train_kind, length=53)
@@ -152,25 +154,25 @@ def test_whatever_the_mathematics(tmp_path: Path, changes: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_within_what_divides_a_model(tmp_path: Path, axes: dict[str, Any]) -> None:
-    """There the bits are those of the same layout, when everything is kept."""
+def test_divided_models(tmp_path: Path, axes: dict[str, Any]) -> None:
+    """The bits are those of the same layout without recomputation."""
 
-    def told(how: Any) -> tuple[list[float], set[str]]:
+    def found(how: Any) -> tuple[list[float], set[str]]:
         config = settings(
             batch=12, virtual_ranks=4, steps=2, parallel=ParallelSettings(activation_checkpoint=how, **axes)
         )
         came = run_ranks(come, prod(axes.values()), str(tmp_path / how), config)
         return came[0].losses, {one.fingerprint for one in came}
 
-    kept = told("none")
+    kept = found("none")
     assert len(kept[1]) == 1
-    assert [told(how) for how in WAYS] == [kept] * len(WAYS)
+    assert [found(how) for how in WAYS] == [kept] * len(WAYS)
 
 
-def test_a_graph_that_is_walked_twice(tmp_path: Path) -> None:
-    """A zero-bubble schedule goes backward to what came in first, and to the weights later."""
+def test_a_graph_that_is_walked_twice_recomputes_twice(tmp_path: Path) -> None:
+    """A zero-bubble schedule runs backward to the inputs first, and to the weights later."""
 
-    def told(how: Any) -> list[float]:
+    def found(how: Any) -> list[float]:
         parallel = ParallelSettings(
             activation_checkpoint=how, pipeline=2, schedule="InterleavedZeroBubble", stages_per_rank=1
         )
@@ -179,7 +181,7 @@ def test_a_graph_that_is_walked_twice(tmp_path: Path) -> None:
         assert first.fingerprint == second.fingerprint
         return [*first.losses, *first.norms]
 
-    assert told("full") == told("none")
+    assert found("full") == found("none")
 
 
 def gpt(how: str = "none") -> nn.Module:
@@ -217,12 +219,12 @@ def test_layers_keep_their_inputs_only() -> None:
     assert bytes_kept("full") < 0.3 * bytes_kept("none")
 
 
-def test_selective_computes_no_product_again() -> None:
+def test_selective_recomputes_no_product() -> None:
     assert flops("selective") == flops("none") < flops("full")
 
 
-def test_attention_that_drops_out_is_not_kept() -> None:
-    """It would not draw the second time, and what is drawn after it would be another number."""
+def test_attention_with_dropout_is_not_kept() -> None:
+    """If it were kept, the recomputation would draw fewer numbers."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     x = torch.zeros(1, 1, 2, 8)
     assert save_policy(None, attention, x, x, x) is CheckpointPolicy.MUST_SAVE
@@ -232,7 +234,7 @@ def test_attention_that_drops_out_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_names_stay_and_a_copy_is_another_model(how: str) -> None:
+def test_names_do_not_change_and_a_copy_is_independent(how: str) -> None:
     model, plain = gpt(how), gpt()
     assert list(model.state_dict()) == list(plain.state_dict())
     copied = copy.deepcopy(model)
@@ -255,8 +257,8 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_recurrent_layers_have_the_gradients_of_a_model_that_keeps_everything(kind: str) -> None:
-    """Their kernels write over products, GRU's without a new version: selective must not keep these."""
+def test_recurrent_layers_have_the_gradients_without_recomputation(kind: str) -> None:
+    """Their kernels overwrite products, GRU's without a new version, so selective must not keep these."""
 
     def gradients(how: str | None) -> list[Any]:
         torch.manual_seed(3)
@@ -298,10 +300,10 @@ class Codebook(nn.Linear):
         return super().forward(x).tanh()
 
 
-def test_a_large_buffer_that_changes_is_told(tmp_path: Path) -> None:
+def test_a_large_buffer_that_changes_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(activation_checkpoint="full"))
-    (told,) = run_ranks(attempt, 1, tmp_path, codebook, config)
-    assert f"Its buffer codes has {LARGE + 1} elements" in told, told
+    (found,) = run_ranks(attempt, 1, tmp_path, codebook, config)
+    assert f"Its buffer codes has {LARGE + 1} elements" in found, found
 
 
 def codebook(run: Run[Any]) -> Any:
@@ -318,13 +320,13 @@ def overwritten(run: Run[Any]) -> Any:
     return train(run, body, build=build)
 
 
-def test_a_product_that_is_written_over_is_told(tmp_path: Path) -> None:
+def test_an_overwritten_product_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(activation_checkpoint="selective"))
-    (told,) = run_ranks(attempt, 1, tmp_path, overwritten, config)
-    assert "has been mutated" in told, told
-    assert "--set parallel.activation_checkpoint=full" in told
-    (told,) = run_ranks(attempt, 1, tmp_path / "layer", overwritten, replace(config, parallel=LAYER))
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path, overwritten, config)
+    assert "has been mutated" in found, found
+    assert "--set parallel.activation_checkpoint=full" in found
+    (found,) = run_ranks(attempt, 1, tmp_path / "layer", overwritten, replace(config, parallel=LAYER))
+    assert isinstance(found, list), found
 
 
 LAYER = ParallelSettings(activation_checkpoint="full")
@@ -333,7 +335,7 @@ LAYER = ParallelSettings(activation_checkpoint="full")
 # -- compiled
 
 
-class Plain(nn.Module):
+class PlainNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GELU()) for _ in range(2))
@@ -348,8 +350,8 @@ class Plain(nn.Module):
 
 def compiled(run: Run[Any]) -> Any:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(run.dir.parent / "inductor")
-    told = train(run, build=Plain, data=Numbers(48))
-    return [*told, torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0]
+    found = train(run, build=PlainNet, data=Numbers(48))
+    return [*found, torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0]
 
 
 needs_compiler = pytest.mark.skipif(
@@ -361,24 +363,24 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.timeout(400)
 def test_compiled_layers_agree_among_processes(tmp_path: Path) -> None:
-    """And with one that is not compiled, but for the last bits; also when they are computed again."""
+    """They agree with an uncompiled one to rounding; also when they are recomputed."""
 
-    def told(size: int, **parallel: Any) -> list[Any]:
+    def found(size: int, **parallel: Any) -> list[Any]:
         config = replace(CONFIG, steps=2, parallel=ParallelSettings(**parallel))
         first, *others = run_ranks(attempt, size, tmp_path / f"{size}{parallel}", compiled, config, seconds=200)
         assert isinstance(first, list), first
         assert others == [first] * (size - 1)
         return list(first)
 
-    eager, alone = told(1), told(1, compile=True)
+    eager, alone = found(1), found(1, compile=True)
     assert (eager[-1], alone[-1]) == (False, True)
     assert alone[:2] == pytest.approx(eager[:2], rel=1e-5)
-    assert told(2, compile=True, shard=2) == alone
-    assert told(1, compile=True, activation_checkpoint="full")[:2] == pytest.approx(eager[:2], rel=1e-5)
+    assert found(2, compile=True, shard=2) == alone
+    assert found(1, compile=True, activation_checkpoint="full")[:2] == pytest.approx(eager[:2], rel=1e-5)
 
 
-def test_compiling_waits_for_the_first_forward_pass() -> None:
-    """The order of things: a layer can be taken over by shards after it is wrapped, and its names are the same."""
+def test_layers_are_compiled_in_the_first_forward_pass() -> None:
+    """So FSDP2 can take over a layer after it is wrapped, with the same names."""
     model, plain = gpt("full"), gpt()
     apply_compile(model, [])
     assert list(model.state_dict()) == list(plain.state_dict())

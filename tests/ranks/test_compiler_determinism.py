@@ -56,7 +56,7 @@ def test_torchscript_has_the_same_bits_from_the_first_call_on(tmp_path: Path, tr
     assert all(other == told[0] for other in told)
 
 
-def test_without_it_bits_differ(tmp_path: Path) -> None:
+def test_without_the_setting_bits_differ(tmp_path: Path) -> None:
     one, three = (run_ranks(scripted, n, str(tmp_path / str(n)), False, False)[0] for n in (1, 3))
     assert one != three
 
@@ -75,12 +75,12 @@ print(len(callback_handler.start_callbacks))
 
 
 @pytest.mark.slow
-def test_a_compiler_that_is_imported_later_is_set_too() -> None:
+def test_a_compiler_that_is_imported_later_is_configured() -> None:
     ended = subprocess.run([sys.executable, "-c", SETS], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["False", "True", "True", "1"]
 
 
-def test_what_waits_for_a_module_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_waits_for_a_module_is_called_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "imported_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     seen: list[Any] = []
@@ -93,13 +93,13 @@ def test_what_waits_for_a_module_is_called_once(tmp_path: Path, monkeypatch: pyt
     assert len(seen) == 2
 
 
-def test_too_many_variants_are_named() -> None:
+def test_too_many_variants_raise_a_helpful_error() -> None:
     error = type("FailOnRecompileLimitHit", (Exception,), {})
     with pytest.raises(LoopError, match="pad batches to a few lengths"), compiler_determinism.name_recompile_limit():
         raise error("recompile_limit reached")
 
 
-def test_while_a_process_compiles_its_limit_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_waits_longer_while_a_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases.Position, "steps", 5)
     watch = StatusThread(WatchdogSettings(timeout=10.0), World())
     assert watch._limit == 10.0

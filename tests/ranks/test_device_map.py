@@ -1,4 +1,4 @@
-"""Split: one model over several devices of a process. The CPU may stand for several; an accelerator is one more."""
+"""One model over several devices of a process. The CPU stands for several devices; an accelerator is one more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Stack(nn.Module):
-    """Rows, with something before, between and behind; a tied head; a parameter and a buffer of its own."""
+    """Rows with modules before, between and after them; a tied head; a parameter and a buffer of its own."""
 
     shift: torch.Tensor
 
@@ -82,8 +82,8 @@ def test_the_bits_are_those_of_one_device(tmp_path: Path, changes: dict[str, Any
         assert run_ranks(attempt, 2, tmp_path / "three, on two processes", stacked, config) == [told] * 2
 
 
-def test_a_checkpoint_goes_to_another_placement(tmp_path: Path) -> None:
-    """From split to shards and back. The GPT of these tests has no rows: its parts are dealt as they come."""
+def test_a_checkpoint_is_loaded_under_another_placement(tmp_path: Path) -> None:
+    """From a device map to shards and back. This GPT has no rows, so its parts are in the order of the model."""
     config, folder = settings(), str(tmp_path / "parts")
     (never_stopped,) = run_ranks(train_kind, 1, "gpt", config, str(tmp_path / "whole"))
     for size, parallel, stop in [(1, TWO, 2), (2, ParallelSettings(shard=2), 4), (1, TWO, None)]:
@@ -93,7 +93,7 @@ def test_a_checkpoint_goes_to_another_placement(tmp_path: Path) -> None:
     assert ended["result"]["promise"] == "exact"
 
 
-def test_every_part_and_all_that_is_tied_to_it_lie_together() -> None:
+def test_tied_parts_are_on_one_device() -> None:
     model = Stack()
     rows = list(model.rows)
     assert list(parts_of(model, rows)) == [model.first, *rows, model.last]
@@ -105,7 +105,7 @@ def test_every_part_and_all_that_is_tied_to_it_lie_together() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 4))
-def test_the_largest_share_is_as_small_as_it_can_be(sizes: list[int], count: int) -> None:
+def test_the_largest_share_is_as_small_as_possible(sizes: list[int], count: int) -> None:
     count = min(count, len(sizes))
     found = assign_layers(sizes, count)
     assert found == sorted(found)
@@ -126,18 +126,18 @@ def test_more_devices_than_parts_are_refused() -> None:
         apply_device_map(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), [CPU] * 3, CPU, [])
 
 
-class Scattered(Stack):
-    """What a model must not do."""
+class MixesDevices(Stack):
+    """Combine tensors of two devices."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
 
 
-def test_tensors_of_two_devices_are_told_with_what_to_do() -> None:
-    model = Scattered()
+def test_tensors_of_two_devices_raise_a_helpful_error() -> None:
+    model = MixesDevices()
     apply_device_map(model, [CPU, CPU], CPU, [])
     with pytest.raises(
-        LoopError, match=r"(?s)Scattered was to compute on 2 devices.*same device.*parallel\.layer_classes"
+        LoopError, match=r"(?s)MixesDevices, divided over 2 devices.*same device.*parallel\.layer_classes"
     ):
         model(torch.zeros(2, 3))
 
@@ -154,8 +154,8 @@ def test_a_copy_is_another_model() -> None:
     assert where is not model.forward.where  # type: ignore[attr-defined]
 
 
-def test_activations_go_to_where_a_part_lies() -> None:
-    """To and fro needs a second device with numbers in it; one way, torch's device without numbers will do."""
+def test_activations_are_moved_to_each_part() -> None:
+    """The way back needs a second device with data; for the other direction the meta device is enough."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     apply_device_map(model, [CPU, META], META, [])
     assert [p.device.type for p in model.parameters()] == ["cpu"] * 4 + ["meta"] * 4

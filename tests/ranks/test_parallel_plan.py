@@ -33,13 +33,13 @@ def divided_embeddings() -> ParallelPlan:
     return placement
 
 
-def test_it_is_short_and_keeps_the_protocol() -> None:
+def test_it_is_short_and_has_the_protocol() -> None:
     assert len(BLOCK.code.splitlines()) < 40
     assert isinstance(divided_embeddings(), ParallelPlan)
 
 
-class Words(torch.utils.data.Dataset):
-    """Four words, and which of two kinds their sum is."""
+class WordPairs(torch.utils.data.Dataset):
+    """Four words, and which of two classes their sum has."""
 
     def __len__(self) -> int:
         return 50
@@ -50,7 +50,7 @@ class Words(torch.utils.data.Dataset):
 
 
 class Net(nn.Module):
-    """A table of 11 rows, which do not come out even."""
+    """A table of 11 rows, which do not divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,12 +72,12 @@ def words(run: Run[Any], plan: Callable[[], Any] = divided_embeddings) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     norms, losses = [], []
-    for step in run.steps(Words()):
+    for step in run.steps(WordPairs()):
         step.run(model, score)
         norms.append(step.grad_norm)
         step.update(optimizer)
         losses.append(step.loss)
-    losses += run.evaluate(model, Words(), score).values()
+    losses += run.evaluate(model, WordPairs(), score).values()
     return losses, run.context.state.fingerprint(), norms, len(to_local(model.words.weight)), run_promise(run)
 
 
@@ -85,39 +85,39 @@ CONFIG = settings(batch=12, virtual_ranks=4, steps=5)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    (told,) = run_ranks(attempt, 1, tmp_path_factory.mktemp("alone"), words, CONFIG)
-    assert not isinstance(told, str), told
-    return told
+def single(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    (found,) = run_ranks(attempt, 1, tmp_path_factory.mktemp("alone"), words, CONFIG)
+    assert not isinstance(found, str), found
+    return found
 
 
 @pytest.mark.parametrize(("size", "tensor"), [(2, 2), (3, 3), (4, 2)])
-def test_it_is_the_model_of_one_process(tmp_path: Path, alone: Any, size: int, tensor: int) -> None:
-    """To the bit, since rows are only added to zeros. The norm is made in parts."""
+def test_it_has_the_bits_of_one_process(tmp_path: Path, single: Any, size: int, tensor: int) -> None:
+    """To the bit, because rows are only added to zeros; the norm is a sum of parts."""
     config = replace(CONFIG, parallel=ParallelSettings(tensor=tensor))
-    told = run_ranks(attempt, size, tmp_path, words, config)
-    for rank, here in enumerate(told):
+    found = run_ranks(attempt, size, tmp_path, words, config)
+    for rank, here in enumerate(found):
         assert not isinstance(here, str), here
-        assert here[:2] == alone[:2]
-        assert here[2] == pytest.approx(alone[2], rel=1e-6)
+        assert here[:2] == single[:2]
+        assert here[2] == pytest.approx(single[2], rel=1e-6)
         rows = -(-11 // tensor)
         assert here[3] == min(rows, 11 - rank % tensor * rows)
         assert here[4][0] == "exact"
         assert "looked up on the process that holds it" in here[4][1]
 
 
-def half(run: Run[Any]) -> Any:
-    return words(run, plan=Half)
+def place_without_promise(run: Run[Any]) -> Any:
+    return words(run, plan=WithoutPromise)
 
 
-class Half:
-    """A placement that does not say what it promises."""
+class WithoutPromise:
+    """A plan without a promise."""
 
     def apply(self, model: nn.Module, mesh: Any) -> None: ...
 
 
-def test_what_it_lacks_is_told(tmp_path: Path) -> None:
+def test_an_incomplete_plan_is_refused(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(tensor=2))
-    for told in run_ranks(attempt, 2, tmp_path, half, config):
-        assert "as its plan, a Half" in told, told
-        assert "lacks promise and reason" in told
+    for found in run_ranks(attempt, 2, tmp_path, place_without_promise, config):
+        assert "cannot use: a WithoutPromise" in found, found
+        assert "lacks promise and reason" in found

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16 while layers compute (parallel.param_dtype): any division has the bits of one process."""
+"""Layers that compute with bfloat16 parameters (parallel.param_dtype): any placement has the bits of one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES["gpt, under autocast"] = {"precision": "bf16"}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Every case on one process."""
     folder = tmp_path_factory.mktemp("alone")
     return {
@@ -59,16 +59,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
-def test_any_division_gives_the_bits_of_one_process(
-    tmp_path: Path, alone: dict[str, dict[str, Any]], case: str, placement: str
+def test_any_placement_gives_the_bits_of_one_process(
+    tmp_path: Path, single: dict[str, dict[str, Any]], case: str, placement: str
 ) -> None:
     size, parallel = PLACEMENTS[placement]
     config = settings(**CASES[case], parallel=parallel)
-    assert_same(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), alone[case])
+    assert_same(run_ranks(short, size, case.split(",")[0], config, str(tmp_path)), single[case])
 
 
 class Rows(nn.Module):
-    """A row of layers with one called within another, a weight that layers share, and dropout."""
+    """A row of layers with one inside another, a shared weight, and dropout."""
 
     def __init__(self, *, dropout: float = 0.1) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class Layer(nn.Module):
         return out
 
 
-class Plain(Rows):
-    """No weight is in two layers."""
+class Untied(Rows):
+    """No weight is shared."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -126,20 +126,20 @@ def rows(run: Run[Any], build: Any = Rows, **place: Any) -> Any:
     model = run.place(build, **place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
-    told: list[Any] = []
+    found: list[Any] = []
     for step in run.steps(training.Sentences(24), collate_fn=padded):
         step.run(model, next_token)
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
-        told.append(step.grad_norm)
+        found.append(step.grad_norm)
         step.update(optimizer, clip=1.0)
-        told.append(step.loss)
+        found.append(step.loss)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    told.append(run.evaluate(model, training.Sentences(7), next_token, collate_fn=padded))
-    told.append(run.predict(model, [torch.arange(i, i + 5) for i in range(5)]).sum().item())
-    return [*told, run.context.state.fingerprint()]
+    found.append(run.evaluate(model, training.Sentences(7), next_token, collate_fn=padded))
+    found.append(run.predict(model, [torch.arange(i, i + 5) for i in range(5)]).sum().item())
+    return [*found, run.context.state.fingerprint()]
 
 
-plain = partial(rows, build=Plain, sequence=unisono.SequenceDims())
+plain = partial(rows, build=Untied, sequence=unisono.SequenceDims())
 
 CONFIG = settings(steps=3, batch=12, virtual_ranks=6)
 TWO_DEVICES: dict[str, Any] = {"model_parallel_devices": 2, "devices": ["cpu", "cpu"]}
@@ -149,18 +149,18 @@ TWO_DEVICES: dict[str, Any] = {"model_parallel_devices": 2, "devices": ["cpu", "
     ("activation_checkpoint", "others"),
     every_pair(["none", "full", "selective"], [{"shard": 2}, {"shard": 2, "reshard": "step"}, {}]),
 )
-def test_layers_that_are_computed_again(tmp_path: Path, activation_checkpoint: Any, others: Any) -> None:
-    """The bits of keeping everything on one process."""
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", rows, replace(CONFIG, parallel=Low()))
-    assert isinstance(told, list), told
+def test_recomputed_layers(tmp_path: Path, activation_checkpoint: Any, others: Any) -> None:
+    """The bits are those of one process without recomputation."""
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", rows, replace(CONFIG, parallel=Low()))
+    assert isinstance(found, list), found
     config = replace(CONFIG, parallel=Low(activation_checkpoint=activation_checkpoint, **others))
-    assert run_ranks(attempt, others.get("shard", 1), tmp_path / "n", rows, config) == [told] * others.get("shard", 1)
+    assert run_ranks(attempt, others.get("shard", 1), tmp_path / "n", rows, config) == [found] * others.get("shard", 1)
 
 
 def test_layers_over_two_devices_of_one_process(tmp_path: Path) -> None:
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", plain, replace(CONFIG, parallel=Low()))
-    assert isinstance(told, list), told
-    assert run_ranks(attempt, 1, tmp_path / "2", plain, replace(CONFIG, parallel=Low(**TWO_DEVICES))) == [told]
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", plain, replace(CONFIG, parallel=Low()))
+    assert isinstance(found, list), found
+    assert run_ranks(attempt, 1, tmp_path / "2", plain, replace(CONFIG, parallel=Low(**TWO_DEVICES))) == [found]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ def test_layers_over_two_devices_of_one_process(tmp_path: Path) -> None:
         pytest.param({"context": 2, "activation_checkpoint": "full"}, marks=pytest.mark.slow),
     ],
 )
-def test_beside_an_axis_that_divides_what_is_computed(tmp_path: Path, other: Any) -> None:
-    """Along the axes of data no bit changes; another size of this axis agrees to bfloat16's rounding."""
+def test_with_tensor_and_context_parallelism(tmp_path: Path, other: Any) -> None:
+    """The axes of data change no bit; another size of this axis agrees to the rounding of bfloat16."""
     (one,) = run_ranks(attempt, 1, tmp_path / "1", plain, replace(CONFIG, parallel=Low()))
     two = run_ranks(attempt, 2, tmp_path / "2", plain, replace(CONFIG, parallel=Low(**other)))
     assert isinstance(two[0], list), two[0]
@@ -191,37 +191,37 @@ def compiled(run: Run[Any]) -> Any:
     model = run.place(partial(Rows, dropout=0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
-    told: list[Any] = []
+    found: list[Any] = []
     for step in run.steps([torch.arange(i % 5, i % 5 + 9) for i in range(24)], collate_fn=padded):
         step.run(model, next_token)
         step.update(optimizer, clip=1.0)
-        told += [step.loss, step.grad_norm]
-    return [*told, run.context.state.fingerprint()]
+        found += [step.loss, step.grad_norm]
+    return [*found, run.context.state.fingerprint()]
 
 
 @pytest.mark.slow  # a first compilation takes ten seconds and more
 @needs_compiler
 @pytest.mark.timeout(600)
 def test_compiled_layers(tmp_path: Path) -> None:
-    """Other bits than without, and the same on any number of processes."""
+    """The bits differ from those without compilation, and are the same on any number of processes."""
 
-    def told(size: int, **parallel: Any) -> list[Any]:
+    def found(size: int, **parallel: Any) -> list[Any]:
         config = settings(steps=2, batch=12, virtual_ranks=6, parallel=Low(**parallel))
         first, *others = run_ranks(attempt, size, tmp_path / f"{size}{parallel}", compiled, config, seconds=250.0)
         assert isinstance(first, list), first
         assert others == [first] * (size - 1)
         return list(first)
 
-    eager, alone = told(1), told(1, compile=True)
-    assert alone[:4] == pytest.approx(eager[:4], rel=1e-2)
-    assert told(2, compile=True, shard=2) == alone
-    assert told(2, compile=True, shard=2, reshard="step") == alone
-    again = told(1, compile=True, activation_checkpoint="full")
-    assert told(2, compile=True, shard=2, activation_checkpoint="full") == again
+    eager, single = found(1), found(1, compile=True)
+    assert single[:4] == pytest.approx(eager[:4], rel=1e-2)
+    assert found(2, compile=True, shard=2) == single
+    assert found(2, compile=True, shard=2, reshard="step") == single
+    again = found(1, compile=True, activation_checkpoint="full")
+    assert found(2, compile=True, shard=2, activation_checkpoint="full") == again
 
 
-def test_a_checkpoint_goes_from_any_placement_to_any_other(tmp_path: Path) -> None:
-    """What is saved is float32, so nothing is lost when the state is divided anew."""
+def test_a_checkpoint_is_loaded_under_any_placement(tmp_path: Path) -> None:
+    """Checkpoints hold float32, so a new placement loses nothing."""
     config, folder = settings(clip=0.5, parallel=Low()), tmp_path / "parts"
     never_stopped = run_ranks(short, 1, "gpt", config, str(tmp_path / "whole"))[0]
     stops = [(2, Low(shard=2), 2), (2, Low(), 4), (4, Low(shard=2, reshard="step"), 6)]
@@ -298,7 +298,7 @@ def beside_torch(run: Run[Any]) -> Any:
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_two_shards_have_the_gradient_of_stock_fsdp(tmp_path: Path, gather: Any) -> None:
-    """To the bit, where only two micro-batches are added up, in whatever order."""
+    """To the bit, because two micro-batches have one order of addition."""
     config = settings(steps=1, batch=8, virtual_ranks=2, parallel=Low(shard=2, reshard=gather))
     for found in run_ranks(attempt, 2, tmp_path, beside_torch, config):
         assert found == [True] * len(found)
@@ -312,24 +312,24 @@ def pictures(run: Run[Any]) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     average = torch.optim.swa_utils.AveragedModel(model) if run.size == 1 else None
     run.track(model=model, optimizer=optimizer)
-    told = []
+    found = []
     for step in run.steps(torch.utils.data.TensorDataset(torch.randn(32, 1, 8, 8, generator=torch.Generator()))):
         step.run(model, lambda out, x: ((out - x.mean()).pow(2).sum(), len(x)))
         step.update(optimizer, clip=10.0)
-        told += [step.loss, step.grad_norm]
+        found += [step.loss, step.grad_norm]
         if average is not None:
             average.update_parameters(model)
             assert average(torch.zeros(1, 1, 8, 8)).dtype == torch.float32
-    return [*told, run.context.state.fingerprint()]
+    return [*found, run.context.state.fingerprint()]
 
 
-def test_another_order_in_memory_and_a_copy(tmp_path: Path) -> None:
+def test_channels_last_and_a_copy(tmp_path: Path) -> None:
     config = settings(steps=4, batch=8, virtual_ranks=4, parallel=Low())
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", pictures, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", pictures, config)
+    assert isinstance(found, list), found
     for gather in ("layer", "step"):
         config = replace(config, parallel=Low(shard=2, reshard=gather))
-        assert run_ranks(attempt, 2, tmp_path / gather, pictures, config) == [told] * 2
+        assert run_ranks(attempt, 2, tmp_path / gather, pictures, config) == [found] * 2
 
 
 def twice(run: Run[Any]) -> Any:
@@ -339,7 +339,7 @@ def twice(run: Run[Any]) -> Any:
     model = run.place(nn.Sequential(rows, rows[2], nn.Linear(8, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     run.track(model=model, optimizer=optimizer)
-    told = []
+    found = []
     for step in run.steps(Numbers(32)):
         for x, i in step:
             x.requires_grad_()
@@ -347,21 +347,21 @@ def twice(run: Run[Any]) -> Any:
             (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
             step.backward(out.square().sum() + model(-x).square().sum() + slope.square().sum(), weight=len(i))
         step.update(optimizer, clip=10.0)
-        told += [step.loss, step.grad_norm]
-    return [*told, run.context.state.fingerprint()]
+        found += [step.loss, step.grad_norm]
+    return [*found, run.context.state.fingerprint()]
 
 
-def test_what_is_called_several_times(tmp_path: Path) -> None:
-    """What one call gives is added up in bfloat16, and several calls in float32, wherever the cast is made."""
+def test_models_and_layers_that_are_called_several_times(tmp_path: Path) -> None:
+    """Gradients within a call are added in bfloat16, those of several calls in float32, wherever the cast is made."""
     config = settings(steps=3, batch=12, virtual_ranks=4, parallel=Low())
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", twice, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", twice, config)
+    assert isinstance(found, list), found
     config = replace(config, parallel=Low(shard=2, reshard="step"))
-    assert run_ranks(attempt, 2, tmp_path / "2", twice, config) == [told] * 2
+    assert run_ranks(attempt, 2, tmp_path / "2", twice, config) == [found] * 2
 
 
-class Elsewhere(nn.Module):
-    """Uses a layer's weight outside of that layer; so does its loss."""
+class UsesWeightOutside(nn.Module):
+    """Use a layer's weight outside of that layer, and in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def elsewhere(run: Run[Any]) -> Any:
         penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
         step.backward((model(x) - 1).square().sum() + len(i) * penalty, weight=len(i))
 
-    return train(run, penalised, build=Elsewhere)
+    return train(run, penalised, build=UsesWeightOutside)
 
 
 def thaws(run: Run[Any]) -> Any:
@@ -399,15 +399,15 @@ def thaws(run: Run[Any]) -> Any:
 
 
 @pytest.mark.parametrize(("loop", "gather"), [(elsewhere, "step"), (thaws, "step"), (thaws, "layer")])
-def test_weights_used_elsewhere_and_layers_that_thaw(tmp_path: Path, loop: Any, gather: Any) -> None:
+def test_weights_used_outside_and_layers_that_thaw(tmp_path: Path, loop: Any, gather: Any) -> None:
     config = settings(steps=3, batch=8, virtual_ranks=4, parallel=Low())
-    (told,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
-    assert isinstance(told, list), told
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
+    assert isinstance(found, list), found
     config = replace(config, parallel=Low(shard=2, reshard=gather))
-    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [told] * 2
+    assert run_ranks(attempt, 2, tmp_path / "2", loop, config) == [found] * 2
 
 
-WRONG: dict[str, tuple[Any, str]] = {
+REFUSED: dict[str, tuple[Any, str]] = {
     "running statistics": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), "1 is a BatchNorm1d.*GroupNorm"),
     "a list of its own": (lambda: nn.LSTM(3, 2), "It is a LSTM, which keeps a list.*param_dtype=fp32"),
     "a spectral norm": (
@@ -422,11 +422,11 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-def wrong(run: Run[Any], what: str) -> Any:
-    return train(run, build=WRONG[what][0])
+def train_refused(run: Run[Any], what: str) -> Any:
+    return train(run, build=REFUSED[what][0])
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be(tmp_path: Path, what: str) -> None:
-    (told,) = run_ranks(attempt, 1, tmp_path, partial(wrong, what=what), settings(parallel=Low()))
-    assert re.search(WRONG[what][1], str(told), re.DOTALL), told
+@pytest.mark.parametrize("what", REFUSED)
+def test_unsupported_modules_are_refused(tmp_path: Path, what: str) -> None:
+    (found,) = run_ranks(attempt, 1, tmp_path, partial(train_refused, what=what), settings(parallel=Low()))
+    assert re.search(REFUSED[what][1], str(found), re.DOTALL), found

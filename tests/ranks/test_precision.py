@@ -1,4 +1,4 @@
-"""Mixed precision: the same bits anywhere, and those of the autocast loop that one writes by hand."""
+"""Mixed precision: the same bits under any placement, and those of an autocast loop by hand."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2))
 
 
-class Spiky(Numbers):
-    """One sample that fp16 cannot hold."""
+class WithSpike(Numbers):
+    """One sample exceeds the range of fp16."""
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         x, i = super().__getitem__(i)
@@ -70,8 +70,8 @@ def run_it(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, precision: str) -> None:
-    """With fp16 and a spike that only one process sees: the step is skipped by all, and the schedule waits."""
-    data = Spiky(23) if precision == "fp16" else Numbers(23)
+    """With fp16 and a spike on one process, all processes skip the step, and the schedule waits."""
+    data = WithSpike(23) if precision == "fp16" else Numbers(23)
     runs = [told for n in (1, 2, 3, 4) for told in run_ranks(run_it, n, str(tmp_path / str(n)), precision, data)]
     first = runs[0]
     assert isinstance(first, dict), first
@@ -87,10 +87,10 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, precision: 
 
 
 def test_the_scale_is_saved_with_the_run(tmp_path: Path) -> None:
-    (whole,) = run_ranks(run_it, 1, str(tmp_path / "whole"), "fp16", Spiky(23))
-    (half,) = run_ranks(run_it, 1, str(tmp_path / "half"), "fp16", Spiky(23), 5)
+    (whole,) = run_ranks(run_it, 1, str(tmp_path / "whole"), "fp16", WithSpike(23))
+    (half,) = run_ranks(run_it, 1, str(tmp_path / "half"), "fp16", WithSpike(23), 5)
     assert half["scale"] < 2.0**16
-    for told in run_ranks(run_it, 2, str(tmp_path / "half"), "fp16", Spiky(23), None, True):
+    for told in run_ranks(run_it, 2, str(tmp_path / "half"), "fp16", WithSpike(23), None, True):
         assert told["state"] == whole["state"]
         assert told["scale"] == whole["scale"]
 
@@ -108,7 +108,7 @@ def hopeless(run: Run[Any]) -> Any:
     return steps
 
 
-def test_a_loss_that_no_scale_mends_is_told(tmp_path: Path) -> None:
+def test_a_loss_that_no_scale_makes_finite_is_refused(tmp_path: Path) -> None:
     for told in run_ranks(attempt, 2, tmp_path, hopeless, replace(CONFIG, precision="fp16", steps=100)):
         assert "Step 16 has a loss of" in told  # 16 halvings from 2^16 to 1
         assert "virtual rank 0 of 4" in told
@@ -152,7 +152,7 @@ def beside(run: Run[Any], data: Any, precision: str) -> Any:
     return all(same.values()), run.context.scale.value == scale
 
 
-@pytest.mark.parametrize(("precision", "data"), [("bf16", Numbers(23)), ("fp16", Spiky(23))])
+@pytest.mark.parametrize(("precision", "data"), [("bf16", Numbers(23)), ("fp16", WithSpike(23))])
 def test_with_one_virtual_rank_it_is_the_loop_by_hand(tmp_path: Path, precision: Any, data: Any) -> None:
     config = replace(CONFIG, precision=precision, virtual_ranks=1)
     assert run_ranks(attempt, 1, tmp_path, partial(beside, data=data, precision=precision), config) == [(True, True)]
@@ -173,6 +173,6 @@ def placed(run: Run[Any]) -> Any:
     }
 
 
-def test_a_placed_model_stays_what_it_was(tmp_path: Path) -> None:
+def test_a_placed_model_keeps_its_class_and_names(tmp_path: Path) -> None:
     (told,) = run_ranks(attempt, 1, tmp_path, placed, replace(CONFIG, precision="bf16"))
     assert told == {"signature": ["input"], "the copy is its own": True, "out": "torch.float32", "state": True}

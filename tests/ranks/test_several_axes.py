@@ -1,4 +1,4 @@
-"""Matrices and layers divided at once, tensor=2 x pipeline=2: one layout, in which the number of replicas is free."""
+"""tensor=2 with pipeline=2: one layout for any number of replicas."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
         ),
     ],
 )
-def test_divided_sequences_and_logits_go_through_a_pipeline(tmp_path: Path, ways: dict[str, Any]) -> None:
-    """Sequences of 11 positions: 6 of them on the first process and 5 on the second."""
+def test_divided_sequences_and_logits_in_a_pipeline(tmp_path: Path, ways: dict[str, Any]) -> None:
+    """Sequences of 11 positions: 6 on the first process, 5 on the second."""
     (truth,) = run_ranks(come, 1, str(tmp_path / "alone"), CONFIG, GPT, None, False, 11)
     agree(beside(1, tmp_path, length=11, sequence_parallel=True, **ways), truth)
 
@@ -74,7 +74,7 @@ def forward(run: Run[Any]) -> Any:
     return run.predict(model, Sentences(5)).flatten().tolist() + alone.flatten().tolist()
 
 
-def test_what_comes_out_of_it_is_whole(tmp_path: Path) -> None:
+def test_outputs_are_whole(tmp_path: Path) -> None:
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", forward, CONFIG)
     assert isinstance(truth, list), truth
     config = replace(
@@ -88,6 +88,6 @@ def test_what_comes_out_of_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 def test_the_number_of_replicas_changes_no_bit(tmp_path: Path, schedule: Any) -> None:
-    """1, 2, 3 and 4 of them, on 4, 8, 12 and 16 processes."""
+    """1 to 4 replicas, on 4 to 16 processes."""
     (one, *others) = [bits(beside(replicas, tmp_path, schedule=schedule)) for replicas in (1, 2, 3, 4)]
     assert others == [one] * 3

@@ -1,4 +1,4 @@
-"""Optimizers step parts of parameters as they would the whole, or it is said that they do not."""
+"""Optimizers step shards as they step whole parameters, or promise less."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.testing import build_run, close_run, run_promise, run_ranks
 
 
 class Signs(torch.optim.Optimizer):
-    """Every element a step by its gradient's sign; nobody can see from outside that it goes by elements."""
+    """Step by the sign of each gradient; its code does not show that it is elementwise."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -30,16 +30,16 @@ class Signs(torch.optim.Optimizer):
                 p.add_(p.grad.sign(), alpha=-0.01)
 
 
-class SureSigns(Signs):
+class DeclaredSigns(Signs):
     by_element = True
 
 
-class Mine(torch.optim.AdamW):
-    """One of torch's, with a name of its own."""
+class RenamedAdamW(torch.optim.AdamW):
+    """An optimizer of torch under another name."""
 
 
 class OnDTensors(torch.optim.Rprop):
-    """One that is stepped on DTensors, with an operation that torch cannot make of them."""
+    """An optimizer that steps on DTensors, with an operator that torch does not support there."""
 
     by_element = True
 
@@ -50,8 +50,8 @@ def matrix() -> nn.Module:
 
 MAKE = {
     "Signs": Signs,
-    "SureSigns": SureSigns,
-    "Mine": Mine,
+    "SureSigns": DeclaredSigns,
+    "Mine": RenamedAdamW,
     "Muon": torch.optim.Muon,
     "Rprop": torch.optim.Rprop,
     "Adafactor": torch.optim.Adafactor,
@@ -69,7 +69,7 @@ def all_of_them(world: World, folder: Path) -> dict[str, Any]:
     return {name: attempt(world, folder / name, loop(make), config) for name, make in MAKE.items()}
 
 
-def test_what_does_not_go_by_element_promises_less_in_shards(tmp_path: Path) -> None:
+def test_optimizers_that_are_not_elementwise_promise_less_in_shards(tmp_path: Path) -> None:
     (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
     assert all(came[1][0] == "exact" for came in truth.values())
     for told in run_ranks(all_of_them, 2, tmp_path / "2"):
@@ -102,7 +102,7 @@ def begun_or_resumed(world: World, folder: str, config: Settings, resume: bool) 
 
 
 def test_a_resume_of_adafactor_in_shards_is_refused(tmp_path: Path) -> None:
-    """Found by tests/scripts, seed 921: its rows' variance is saved whole, and torch met it with an assertion."""
+    """Found by tests/scripts, seed 921: its row variance is saved whole, and torch failed an assertion."""
     config = Settings(steps=2, batch=8, virtual_ranks=2)
     assert run_ranks(begun_or_resumed, 1, str(tmp_path), config, False) == [""]
     config = replace(config, steps=4, parallel=ParallelSettings(shard=2))

@@ -91,7 +91,7 @@ def all_of_them(world: World, folder: Path) -> dict[str, Any]:
     return told
 
 
-def test_what_a_script_computes_from_shards_is_what_one_process_computes(tmp_path: Path) -> None:
+def test_reductions_of_shards_have_the_bits_of_one_process(tmp_path: Path) -> None:
     (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
     for came in run_ranks(all_of_them, 2, tmp_path / "2"):
         assert [name for name in truth if came[name] != truth[name]] == ["off"]

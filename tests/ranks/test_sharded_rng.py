@@ -47,7 +47,7 @@ def train(world: World, how: str, folder: str, config: Settings) -> tuple[str, s
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_noise_for_a_divided_tensor_is_that_of_a_whole_one(how: str, tmp_path: Path) -> None:
+def test_noise_for_a_sharded_tensor_is_that_of_a_whole_one(how: str, tmp_path: Path) -> None:
     config = Settings(steps=3, batch=8, virtual_ranks=2)
     (whole,) = run_ranks(train, 1, how, str(tmp_path / "whole"), config)
     divided = replace(config, parallel=ParallelSettings(shard=2))

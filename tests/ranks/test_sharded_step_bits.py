@@ -98,7 +98,7 @@ def all_of_them(world: World, folder: Path) -> dict[str, Any]:
     return told
 
 
-def test_shards_step_as_the_whole_does(tmp_path: Path) -> None:
+def test_shards_step_as_whole_parameters_do(tmp_path: Path) -> None:
     (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
     for came in run_ranks(all_of_them, 2, tmp_path / "2"):
         for name in ("adamw layer", "adamw step", "bf16 layer", "bf16 step", "adagrad"):

@@ -1,1 +1,1 @@
-"""How a model lies over devices, and what it computes with."""
+"""Parallel layouts: which device holds which part of a model, and how it computes."""

@@ -1,1 +1,1 @@
-"""Exchanges that are made of other exchanges: one after the other, one for each pipeline stage, a script's own."""
+"""Exchanges that are made of others: in sequence, for each pipeline stage, or from a script."""

@@ -125,7 +125,7 @@ class ContextParallel:
             buffers = [f"{name} {tuple(b.shape)}" for name, b in model.named_buffers()]
             raise LoopError(
                 error,
-                "run.place was not told which of its tensors have a row for each position (a table of angles, an "
+                "run.place needs to know which of its tensors have a row for each position (a table of angles, an "
                 f"embedding of positions). Its buffers are: {', '.join(buffers[:6]) or 'none'}.",
                 'run.place(..., sequence=unisono.SequenceDims(positions={"cos": 0})) with their names and dims, or '
                 "unisono.SequenceDims() if none has.",
