@@ -174,7 +174,7 @@ def predicted(run: Run[Any]) -> Any:
     return run.predict(model, Sentences(5)).flatten().tolist()
 
 
-@pytest.mark.parametrize("ways", [{}, {"loss_parallel": True, "sequence_parallel": True}])
+@pytest.mark.parametrize("settings_of_layout", [{}, {"loss_parallel": True, "sequence_parallel": True}])
 def test_predictions_are_whole(tmp_path: Path, settings_of_layout: dict[str, Any]) -> None:
     (truth,) = run_ranks(attempt, 1, tmp_path / "1", predicted, CONFIG)
     config = replace(CONFIG, parallel=ParallelSettings(tensor=2, **settings_of_layout))
