@@ -53,9 +53,7 @@ def commands() -> str:
 
 
 def _command(app: App, section: str) -> str:
-    section = section.replace(
-        " -m tools.reference_tables", "", 1
-    )  # cyclopts adds how Python was started
+    section = section.replace(" -m tools.reference_tables", "", 1)  # cyclopts adds how Python was started
     examples = f"\n```text\n{app.help_epilogue.strip()}\n```\n" if app.help_epilogue else ""
     return f"## unisono {section.strip()}\n{examples}"
 

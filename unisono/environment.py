@@ -35,8 +35,8 @@ class World:
         local_size: number of processes of the run on this host.
         host: the name of this host.
         store: where the processes find each other: unix:///path (launcher/rendezvous_server.py), file:///path, env://
-            (torchrun's variables), hosted://host:port/name (rendezvous/hosted_store.py), group:// (a torch group
-            exists: distributed/existing_group.py); None for a single process.
+            (torchrun's variables), hosted://host:port/name (distributed/rendezvous/hosted_store.py), group:// (a torch
+            group exists: distributed/existing_group.py); None for a single process.
         number: of this process, which never changes; None: its rank.
         restarts: how often torchrun or Slurm has restarted all processes.
         joins: whether it joins processes that are training already.

@@ -22,6 +22,7 @@ STEPS = {
     "plan": 1,
     "phases": 1,
     "tensors": 2,
+    "torch_compat": 2,
     "launcher": 3,
     "distributed": 3,
     "data": 4,

@@ -83,7 +83,12 @@ CASES = {
     ),
     "the host of the store": ("by hand", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
     "a task of Slurm's": ("srun", "loop", 1, f"Ranks 0 and 2 wait for rank 1: {STOPPED}"),
-    "a task of Slurm's, before it came": ("srun", "before", 1, f"Ranks 0 and 2 wait for rank 1: {SILENT} has not called unisono.main"),
+    "a task of Slurm's, before it came": (
+        "srun",
+        "before",
+        1,
+        f"Ranks 0 and 2 wait for rank 1: {SILENT} has not called unisono.main",
+    ),
     "a task of Slurm's that hosts the store": ("srun", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
 }
 

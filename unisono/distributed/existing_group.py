@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from unisono.distributed.process_group import TIMEOUT
-from unisono.distributed.torch_internals import backend_name, default_store, set_timeout
 from unisono.environment import World
 from unisono.errors import LoopError, WorldError
+from unisono.torch_compat.process_groups import backend_name, default_store, set_timeout
 
 EXISTING = "group://"
 """The store of a World whose processes have a group already."""

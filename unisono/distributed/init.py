@@ -34,9 +34,9 @@ from unisono.distributed.rendezvous.hosted_store import HOSTED, host_store
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.rendezvous.store_prefix import enter_round
 from unisono.distributed.shared_memory import find_neighbors
-from unisono.distributed.torch_internals import default_store, group_count, set_group_count, set_timeout
 from unisono.environment import World, host_of, variables
 from unisono.errors import WorldError
+from unisono.torch_compat.process_groups import default_store, group_count, set_group_count, set_timeout
 
 
 def choose_device(world: World, index: int | None) -> torch.device:

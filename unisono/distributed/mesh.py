@@ -13,7 +13,7 @@ from unisono.config.mesh_shape import MeshShape
 from unisono.distributed.init import new_line_group
 from unisono.distributed.membership.membership import membership_of
 from unisono.distributed.process_group import ProcessGroup
-from unisono.distributed.torch_internals import replace_groups
+from unisono.torch_compat.process_groups import replace_groups
 
 
 @dataclass(eq=False)

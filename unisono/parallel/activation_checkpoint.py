@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from unisono.errors import LoopError
 from unisono.parallel.layers import ForwardWrapper, outermost
-from unisono.parallel.torch_internals import arguments_of, buffer_slots, saved_tensor_hooks, version_of
+from unisono.torch_compat.modules import arguments_of, buffer_slots, saved_tensor_hooks, version_of
 
 LARGE = 2**20
 """The elements above which a buffer is not copied for every forward pass (a causal mask, say): it must not change."""

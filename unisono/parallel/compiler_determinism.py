@@ -22,7 +22,7 @@ from typing import Any
 
 from unisono import phases
 from unisono.errors import LoopError
-from unisono.parallel.torch_internals import disable_jit_profiling
+from unisono.torch_compat.modules import disable_jit_profiling
 
 VARIANTS = 64
 """The most variants (shapes; training, evaluation) of one frame that are compiled. After torch's default of 8 it would

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.torch_internals import Slot, parameter_slots
+from unisono.torch_compat.modules import Slot, parameter_slots
 
 
 class RowStrides:

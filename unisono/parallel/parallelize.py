@@ -15,7 +15,7 @@ from unisono.parallel.one_process.device_map import apply_device_map
 from unisono.parallel.one_process.devices import devices_of
 from unisono.parallel.parallel_plan import ParallelPlan
 from unisono.parallel.param_dtype import apply_param_dtype
-from unisono.parallel.torch_internals import has_gradient_hook
+from unisono.torch_compat.modules import has_gradient_hook
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings

@@ -29,7 +29,7 @@ from unisono.distributed.process_group import is_dtensor
 from unisono.errors import LoopError
 from unisono.parallel.layers import ForwardWrapper, layers_of, outermost, untied
 from unisono.parallel.precision import DTYPES, as_float32
-from unisono.parallel.torch_internals import Slot, forward_hooks_of, is_in_backward, parameter_slots
+from unisono.torch_compat.modules import Slot, forward_hooks_of, is_in_backward, parameter_slots
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings

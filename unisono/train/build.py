@@ -79,13 +79,7 @@ def build_loop(
     refuse_second_group(context.world.size)
     settings, progress, models = context.settings, context.progress, context.models
     if data is None:
-        data, shuffle = IndexDataset(settings.batch), False
-        if settings.steps is None:
-            raise SettingsError(
-                "run.steps was called without data.",
-                f"The settings say epochs={settings.epochs}, and there is nothing to walk through.",
-                "--set steps=100 --set epochs=none",
-            )
+        data, shuffle = _indices(settings), False
     custom = own_exchange(exchange, settings, context.mesh.axes)
     context.step_sync.require_same_call("run.steps")
     named = [(models.names[id(p)], p) for p in models.params]
@@ -126,6 +120,17 @@ def build_loop(
     failure_record.begin_loop(replaceable=recovery is not None, hands_off=hands_off(context))
     models.on_change()
     return loop.steps(context, steps)
+
+
+def _indices(settings: Settings) -> IndexDataset:
+    """Return the data set of `run.steps()` without data, which yields sample numbers."""
+    if settings.steps is None:
+        raise SettingsError(
+            "run.steps was called without data.",
+            f"The settings say epochs={settings.epochs}, and an epoch is a pass over data.",
+            "--set steps=100 --set epochs=none",
+        )
+    return IndexDataset(settings.batch)
 
 
 def _check_identity(context: RunContext, data: Any, length: int, custom: CustomExchange | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.distributed.torch_internals import default_store
+from unisono.torch_compat.process_groups import default_store
 
 
 class SharedCounter:

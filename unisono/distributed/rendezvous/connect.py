@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from unisono.distributed.process_group import TIMEOUT
-from unisono.distributed.torch_internals import abort_default_group, set_group_count, set_timeout
 from unisono.errors import WorldError
+from unisono.torch_compat.process_groups import abort_default_group, set_group_count, set_timeout
 
 CONNECT_TIMEOUT, CONNECT_TIMEOUT_PER_PROCESS = timedelta(seconds=4), timedelta(seconds=0.1)
 """gloo's timeout for connecting once all processes are there, and the addition for each process."""

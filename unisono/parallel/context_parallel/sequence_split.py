@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
-from unisono.parallel.torch_internals import buffer_slots, parameter_slots
 from unisono.plan.batch_order import cut_batch
+from unisono.torch_compat.modules import buffer_slots, parameter_slots
 
 
 class SequenceCut(NamedTuple):

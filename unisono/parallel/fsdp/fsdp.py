@@ -30,8 +30,8 @@ from unisono.parallel.fsdp.sharded_rng import draw_as_whole
 from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.memory_format import lay_out_rows
 from unisono.parallel.precision import DTYPES
-from unisono.parallel.torch_internals import parameter_slots, set_shard_group
 from unisono.tensors.spec import dtype_name
+from unisono.torch_compat.modules import parameter_slots, set_shard_group
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings

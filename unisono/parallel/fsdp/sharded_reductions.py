@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.parallel.torch_internals import dtensor_handlers, local_tensor
+from unisono.torch_compat.modules import dtensor_handlers, local_tensor
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import distribute_tensor
 
-from unisono.parallel.torch_internals import dtensor_handlers
+from unisono.torch_compat.modules import dtensor_handlers
 
 _aten = torch.ops.aten
 

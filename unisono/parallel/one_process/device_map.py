@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.errors import LoopError
 from unisono.parallel.layers import ForwardWrapper, outermost
-from unisono.parallel.torch_internals import buffer_slots
+from unisono.torch_compat.modules import buffer_slots
 
 
 def apply_device_map(

@@ -43,7 +43,7 @@ from unisono.parallel.pipeline_parallel.partition import (
     cost_of,
     unwrapped,
 )
-from unisono.parallel.torch_internals import module_slots, parameter_slots
+from unisono.torch_compat.modules import module_slots, parameter_slots
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
 """Functions of torch that make a tensor from numbers. fx does not notice by itself that a number is a proxy."""

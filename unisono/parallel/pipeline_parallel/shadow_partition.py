@@ -49,8 +49,8 @@ from unisono.parallel.pipeline_parallel.partition import (
     unwrapped,
 )
 from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor, shadow_like
-from unisono.parallel.torch_internals import buffer_slots, parameter_slots
 from unisono.tensors.spec import TensorSpec
+from unisono.torch_compat.modules import buffer_slots, parameter_slots
 
 
 class StageDone(BaseException):

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unisono.errors import LoopError
-from unisono.parallel.torch_internals import make_wrapper, no_torch_function, written_tensors
+from unisono.torch_compat.modules import make_wrapper, no_torch_function, written_tensors
 
 
 class ShadowStage(Protocol):

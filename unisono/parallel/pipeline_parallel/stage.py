@@ -40,7 +40,7 @@ from unisono.parallel.pipeline_parallel.transport import (
     spec_of,
     with_strides,
 )
-from unisono.parallel.torch_internals import is_view
+from unisono.torch_compat.modules import is_view
 
 REVERSED = ("LoopedBFS",)
 """Schedules whose backward passes go from the last micro-batch to the first."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from unisono.parallel.torch_internals import accumulation_hooks
+from unisono.torch_compat.modules import accumulation_hooks
 
 
 class ActivationSpec(NamedTuple):

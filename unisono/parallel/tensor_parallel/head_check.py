@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unisono.errors import LoopError
-from unisono.parallel.torch_internals import forward_hooks_of
+from unisono.torch_compat.modules import forward_hooks_of
 
 Sizes = list[tuple[int, ...]]
 """The sizes of every product within heads, in order, that do not depend on the number of heads."""

@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, with the reason. A new version of torch may change them.
+"""The private names of torch.nn, autograd and DTensor that layouts of models use.
 
 Public accessors such as `nn.Module.named_parameters` and `setattr` are not enough where a module's slots are exchanged
 for a forward pass: `setattr` refuses a plain tensor in the place of a parameter, and counts as a change by the script.

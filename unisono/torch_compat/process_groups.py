@@ -1,4 +1,4 @@
-"""The private functions of torch.distributed that Unisono uses, each with its reason. Nothing else uses private names.
+"""The private functions of torch.distributed that Unisono uses. No other module uses such names.
 
 Written for torch 2.13. After an update of torch, check this file first.
 """
