@@ -152,7 +152,7 @@ def test_plain_python_refuses_a_main_without_a_run_parameter(command: Command) -
         ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT are not set."),
         (
             {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-            "Rank 2 of 2, and 0 of 1 on this host, cannot be.",
+            "Rank 2 of 2 is impossible with local rank 0 of 1 on this host.",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_inconsistent_launcher_variables_are_reported(
     ended = command.end(command.start_python("script.py", "--set", "steps=1"))
     assert (ended.status, ended.out) == (1, "")
     asked, told, _ = ended.err.splitlines()
-    assert asked.startswith("Join the processes that torchrun's variables describe: ")
+    assert asked.startswith("Invalid torchrun variables: ")
     assert told == f"  {true}"
     assert ended.last.startswith("  Next: env -u RANK -u WORLD_SIZE python script.py --set steps=1 (one process), or ")
 

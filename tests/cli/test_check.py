@@ -43,7 +43,7 @@ def test_the_line_that_reads_the_size_is_named(tmp_path: Path, capsys: pytest.Ca
     script = text_of(WRONG["a loss divided by the number of processes"].changes)
     _, found = check(tmp_path, script, capsys)
     line = next(i for i, text in enumerate(script.splitlines(), 1) if "run.size" in text)
-    assert f"run.size at {tmp_path / 'script.py'}:{line}," in found["said"]
+    assert f"run.size at {tmp_path / 'script.py'}:{line}." in found["said"]
 
 
 def test_correct_scripts_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

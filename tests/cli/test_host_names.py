@@ -36,7 +36,7 @@ def test_a_meeting_host_that_does_not_resolve_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(UnreachableHostError) as caught:
         resolve_rendezvous_host(AWAY, timeout=0.0)
     (problem,) = caught.value.problems
-    assert problem.asked.endswith(f"on host {NOWHERE}, port 20000 (MASTER_ADDR).")
+    assert problem.asked.endswith(f"cannot connect to host {NOWHERE}, port 20000 (MASTER_ADDR).")
     assert problem.true.startswith(f"The name {NOWHERE} does not resolve on here: ")
     assert problem.do == "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
     with pytest.raises(UnreachableHostError, match="torchrun --local-addr"):

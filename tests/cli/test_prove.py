@@ -110,7 +110,7 @@ def test_low_precision_is_compared_with_itself(tmp_path: Path, capsys: pytest.Ca
     status, proof = proved(tmp_path, text_of({}), ["shard=2,param_dtype=bf16"])
     assert (status, proof.rows[0].verdict) == (1, "differs")
     advice = last_json(capsys.readouterr().out)["advice"]
-    assert "another computation" in advice
+    assert "changes the computation" in advice
     assert "--parallel shard=2 --set parallel.param_dtype=bf16" in advice
 
 

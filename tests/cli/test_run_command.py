@@ -246,7 +246,7 @@ def test_a_process_that_was_not_listening_yet_counts_as_stopped(command: Command
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
-    told = "Stopped before its first step: nothing to save.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
+    told = "Stopped before the first step: nothing to save.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
     assert ended.err.endswith(told)
 
 

@@ -299,7 +299,7 @@ def test_a_stop_after_the_loop_does_not_say_that_nothing_was_done(command: Comma
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
-    told = "Stopped outside its loop; step-00000024 is saved.\n  Next: unisono run script.py --run-dir out --resume\n"
+    told = "Stopped outside the loop; step-00000024 is saved.\n  Next: unisono run script.py --run-dir out --resume\n"
     assert ended.err.endswith(told)
 
 

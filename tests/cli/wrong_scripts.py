@@ -152,7 +152,7 @@ WRONG = {
     "noise on the gradient, by rank": Wrong(
         {"after": "[p.grad.add_(1e-3 * run.rank) for p in model.parameters()]"},
         "asks-rank",
-        "what the update was given as the gradient of",
+        "the gradient of first.weight that the update got",
         virtual_rank=-1,
     ),
     "a generator of its own, in the loop": Wrong(

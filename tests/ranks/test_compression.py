@@ -246,8 +246,8 @@ def test_other_dtypes_are_refused(tmp_path: Path) -> None:
     """Integers too, except for those that the pass's optimizer does not hold."""
     found = [errors_of_dtypes(World(), tmp_path / "alone"), *run_ranks(errors_of_dtypes, 2, tmp_path)]
     for wide, whole, named in found:
-        assert "kind=int8 does not support float64 parameters.\n3 of 3" in wide
-        assert "kind=int8 does not support int64 parameters.\n1 of 3" in whole
+        assert "kind=int8 does not support float64 parameters.\n  3 of 3" in wide
+        assert "kind=int8 does not support int64 parameters.\n  1 of 3" in whole
         assert named == found[0][2]
         assert "int64" not in named
 

@@ -150,8 +150,8 @@ def test_a_copy_is_another_model() -> None:
     hooks = [hook for part in copied.modules() for hook in part._forward_pre_hooks.values()]
     (where,) = {hook.args[0] for hook in hooks}  # type: ignore[attr-defined]  # a partial
     assert isinstance(where, CurrentDevice)
-    assert where is copied.forward.where  # type: ignore[attr-defined]
-    assert where is not model.forward.where  # type: ignore[attr-defined]
+    assert where is copied.forward.current  # type: ignore[attr-defined]
+    assert where is not model.forward.current  # type: ignore[attr-defined]
 
 
 def test_activations_are_moved_to_each_part() -> None:

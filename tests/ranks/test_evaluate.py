@@ -114,7 +114,7 @@ WORDS = {
     "empty": "ended before its first sample",
     "empty list": "The length of the list is 0",
     "another length": "9 on rank 0, 10 on rank 1",
-    "a loader": "loader.dataset, and collate_fn",
+    "a loader": "loader.dataset and collate_fn",
     "a number": "lacks __len__ or __getitem__",
     "no rows": "one row for each sample",
     "other shapes": r"float32 (1,) and float32 (4,)",

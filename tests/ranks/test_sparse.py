@@ -42,7 +42,7 @@ def loop(*, clip: float | None = None, merge: bool = True) -> Loop:
         grads: list[bytes] = []
         with pytest.MonkeyPatch.context() as patch:
             if not merge:
-                patch.setattr(buckets, "unique", lambda grad: grad)
+                patch.setattr(buckets, "coalesced", lambda grad: grad)
             for step in run.steps(torch.utils.data.TensorDataset(words, words[:, 0])):
                 for x, y in step:
                     step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))

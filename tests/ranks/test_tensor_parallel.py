@@ -278,7 +278,7 @@ def multi_head_with_sequence(run: Run[Any]) -> Any:
 
 
 REFUSED = {
-    odd_width: (4, r"parallel.tensor=4 .*blocks.0.query_key_value has 54 outputs.*parallel.tensor=3"),
+    odd_width: (4, r"parallel.tensor=4: .*blocks.0.query_key_value has 54 outputs.*parallel.tensor=3"),
     unusual_names: (2, r"name of rows.1.1 does not show whether it comes first or second.*plan="),
     no_blocks: (2, r"no blocks in a row.*plan="),
     no_such_module: (2, r"no module called block.\*.up.*names of its own"),

@@ -115,7 +115,7 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
     asked, where = StartRequest(Path("train.py"), RunRequest(), World.current()), str(tmp_path / "kept")
     with ExitStack() as kept:
         assert asked.save_in(where, tmp_path / "one", kept) == where
-        words = rf"(?s)checkpoint\.dir = {where}\n  Process {os.getpid()} on .*checkpoint\.dir={where}-2"
+        words = rf"(?s){where} is in use\.\n  Process {os.getpid()} on .*checkpoint\.dir={where}-2"
         with pytest.raises(SettingsError, match=words):
             asked.save_in(where, tmp_path / "two", kept)
     with ExitStack() as kept:

@@ -59,9 +59,14 @@ class Trace:
         self.file.write(json.dumps([kind, self.step, self.place, name, value]) + "\n")
         self.file.flush()
 
-    def note_caller(self, what: str) -> None:
-        """Note that the script read or called something, with its line; not if Unisono or torch did."""
-        frame = sys._getframe(2)
+    def note_caller(self, what: str, depth: int = 2) -> None:
+        """Note that the script read or called something, with its line; not if Unisono or torch did.
+
+        Args:
+            what: the name of what was read or called.
+            depth: frames from here to the caller.
+        """
+        frame = sys._getframe(depth)
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame = frame.f_back
         file = frame.f_code.co_filename
@@ -189,4 +194,4 @@ def trace_run(request: str, rank: int) -> Inspection:
     watch_collectives(trace)
     if operators:
         warn_of_operators(trace)
-    return Inspection(partial(Tracing, trace), trace.note_caller)
+    return Inspection(partial(Tracing, trace), partial(trace.note_caller, depth=3))  # a property of Run, and its helper
