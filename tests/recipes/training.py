@@ -1,4 +1,4 @@
-"""A recipe as a user types it: real processes, the command, a run directory."""
+"""Run recipes with the command, with real processes and run directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unisono.recipes.datasets import espeak
 def run_recipe(
     recipe: str, folder: Path, ranks: int, *words: str, sets: Mapping[str, Any]
 ) -> subprocess.CompletedProcess[str]:
-    """The command, when it is over."""
+    """Run the command to its end."""
     command = [sys.executable, "-m", "unisono.cli.main", "run", recipe]
     command += ["--ranks", str(ranks), "--run-dir", str(folder)]
     command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
@@ -32,14 +32,14 @@ def run_recipe(
 def train_recipe(
     recipe: str, folder: Path, ranks: int, *words: str, sets: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """What result.json says, and what is on the screen."""
-    done = run_recipe(recipe, folder, ranks, *words, sets=sets)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return json.loads((folder / "result.json").read_text(encoding="utf-8")), done.stdout
+    """Return the contents of result.json and the output."""
+    process = run_recipe(recipe, folder, ranks, *words, sets=sets)
+    assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
+    return json.loads((folder / "result.json").read_text(encoding="utf-8")), process.stdout
 
 
-def train_alone(recipe: str, folder: Path, *, sets: Mapping[str, Any]) -> dict[str, Any]:
-    """What result.json says of one process, which is forked: for what another run is held against."""
+def train_on_one_process(recipe: str, folder: Path, *, sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Train in one forked process, and return the contents of result.json."""
     folder.mkdir()
     words = [f"--run-dir={folder}", *(f"--set={name}={value}" for name, value in sets.items())]
     start(recipes()[recipe], words, ranks=1, logs=folder)
@@ -47,34 +47,34 @@ def train_alone(recipe: str, folder: Path, *, sets: Mapping[str, Any]) -> dict[s
     return result
 
 
-def stopped_and_resumed(recipe: str, folder: Path, sets: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved after step 4 on two processes; the state at the end, step 6, is removed, and three processes go on."""
+def resume_on_three_processes(recipe: str, folder: Path, sets: Mapping[str, Any]) -> dict[str, Any]:
+    """Train 6 steps on two processes, then resume from the checkpoint of step 4 on three, and return result.json."""
     sets = {**sets, "checkpoint.every": 4}
     train_recipe(recipe, folder, 2, sets=sets)
     shutil.rmtree(folder / "checkpoints" / "step-00000006")
     return train_recipe(recipe, folder, 3, "--resume", sets=sets)[0]
 
 
-def lacking(recipe: str) -> str | None:
-    """What a recipe's data needs and this machine has not."""
+def missing_data(recipe: str) -> str | None:
+    """Return what a recipe's data needs and this machine lacks."""
     if recipe == "image" and find_spec("sklearn") is None:
         return "scikit-learn"
     if recipe == "speech":
         try:
             espeak.variants()
-        except espeak.NoSpeech as why:
-            return f"a synthesizer: {why}"
+        except espeak.SynthesizerError as error:
+            return f"a synthesizer: {error}"
     return None
 
 
-def needs_data(recipe: str) -> None:
-    """Skip the test where it is not there."""
-    if (lacks := lacking(recipe)) is not None:
-        pytest.skip(f"needs {lacks} (pip install 'unisono[recipes]')")
+def skip_without_data(recipe: str) -> None:
+    """Skip the test if the recipe's data is not installed."""
+    if (missing := missing_data(recipe)) is not None:
+        pytest.skip(f"needs {missing} (pip install 'unisono[recipes]')")
 
 
-def same_run(result: Mapping[str, Any], other: Mapping[str, Any], *measured: str) -> None:
-    """Both promise exactness and keep it, in what was trained and in what was measured of it."""
+def assert_same_run(result: Mapping[str, Any], other: Mapping[str, Any], *measured: str) -> None:
+    """Check that both runs promise exact results and have the same ones."""
     assert result["promise"] == other["promise"] == "exact"
     for name in ("steps", "loss", "samples", "virtual_ranks", "weights_sha256", *measured):
         assert result[name] == other[name], name

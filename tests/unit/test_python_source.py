@@ -1,4 +1,4 @@
-"""The corpus of the text recipe: the same on every machine with the same Python, every byte once."""
+"""Load Python's source code: the same on all machines with one version of Python, each byte once."""
 
 from __future__ import annotations
 
@@ -10,84 +10,85 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono import DataError
-from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, python_source
+from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, load_python_source
 
 
 def library(folder: Path, files: int = 200) -> Path:
+    """Write a library of Python files."""
     for i in range(files):
-        path = folder / f"room{i % 7}" / f"file{i}.py"
+        path = folder / f"package{i % 7}" / f"file{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# file {i}\n" * (i + 1))
     return folder
 
 
-def test_the_standard_library_is_there() -> None:
-    corpus = python_source()
+def test_standard_library_is_loaded() -> None:
+    corpus = load_python_source()
     assert len(corpus.train) > 5_000_000
     assert 0.01 < len(corpus.valid) / len(corpus.train) < 0.15
-    assert "PSF" in corpus.line()
-    assert "\n" not in corpus.line()
-    assert b"class TestCase(object):" in corpus.train + corpus.valid  # unittest is library
+    assert "PSF" in corpus.summary()
+    assert "\n" not in corpus.summary()
+    assert b"class TestCase(object):" in corpus.train + corpus.valid  # unittest is part of the library
     assert b"class LongReprTest(unittest.TestCase)" not in corpus.train + corpus.valid  # its tests are not
 
 
-def test_it_depends_on_contents_and_not_on_where_they_lie(tmp_path: Path) -> None:
+def test_corpus_depends_on_contents_and_not_on_the_folder(tmp_path: Path) -> None:
     here = library(tmp_path / "here")
     there = tmp_path / "quite" / "elsewhere"
     shutil.copytree(here, there)
-    assert python_source(here) == python_source(there)
-    (there / "room0" / "file0.py").write_text("# another file 0\n")
-    assert python_source(here).digest != python_source(there).digest
+    assert load_python_source(here) == load_python_source(there)
+    (there / "package0" / "file0.py").write_text("# another file 0\n")
+    assert load_python_source(here).digest != load_python_source(there).digest
 
 
-def test_a_file_is_wholly_in_one_part_and_new_files_move_no_other(tmp_path: Path) -> None:
+def test_each_file_is_in_one_part_and_new_files_move_no_others(tmp_path: Path) -> None:
     folder = library(tmp_path)
-    before = python_source(folder)
+    before = load_python_source(folder)
     texts = [path.read_bytes() for path in folder.rglob("*.py")]
     assert all((text in before.train) != (text in before.valid) or len(text) < 40 for text in texts)
     assert len(before.train) + len(before.valid) == sum(map(len, texts))
     (folder / "new.py").write_text("# new\n")
-    after = python_source(folder)
+    after = load_python_source(folder)
     assert after.files == before.files + 1
     assert after.valid.replace(b"# new\n", b"") == before.valid
     assert after.train.replace(b"# new\n", b"") == before.train
 
 
-def test_what_belongs_to_the_machine_stays_out(tmp_path: Path) -> None:
+def test_files_of_the_machine_are_skipped(tmp_path: Path) -> None:
     folder = library(tmp_path)
-    before = python_source(folder)
+    before = load_python_source(folder)
     for name in ("test/test_os.py", "site-packages/torch.py", "config-3.11-x86_64/made.py", "_sysconfigdata__linux.py"):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x = 1\n")
-    assert python_source(folder) == before
+    assert load_python_source(folder) == before
 
 
-def test_a_python_without_its_source_is_told(tmp_path: Path) -> None:
+def test_missing_source_code_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has 0 \.py files"):
-        python_source(tmp_path)
+        load_python_source(tmp_path)
 
 
 @given(text=st.binary(max_size=200), length=st.integers(1, 70))
-def test_every_byte_is_a_target_exactly_once(text: bytes, length: int) -> None:
+def test_each_byte_is_a_target_exactly_once(text: bytes, length: int) -> None:
     windows = ByteWindows(text, length)
     targets: list[int] = []
-    before: list[int] = []
+    previous: list[int] = []
     for i in range(len(windows)):
-        tokens, wanted = windows[i]
-        assert tokens.shape == wanted.shape == (length,)
-        counts = wanted != IGNORED
-        targets += wanted[counts].tolist()
-        before += tokens[counts].tolist()
+        tokens, window_targets = windows[i]
+        assert tokens.shape == window_targets.shape == (length,)
+        mask = window_targets != IGNORED
+        targets += window_targets[mask].tolist()
+        previous += tokens[mask].tolist()
     assert bytes(targets) == text
-    assert bytes(before) == (b"\n" + text)[: len(text)]
+    assert bytes(previous) == (b"\n" + text)[: len(text)]
 
 
-def test_windows_end_where_the_text_ends() -> None:
+def test_last_window_is_padded() -> None:
     windows = ByteWindows(b"abcdefg", 3)
     assert len(windows) == 3
     assert windows[2][1].tolist() == [ord("g"), IGNORED, IGNORED]
     with pytest.raises(IndexError):
         windows[3]
-    with pytest.raises(DataError, match="length is 0"):
+    with pytest.raises(DataError, match="windows of 0 bytes"):
         ByteWindows(b"abc", 0)

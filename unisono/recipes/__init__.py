@@ -1,1 +1,1 @@
-"""Whole training scripts to run, to read and to copy. A recipe uses the public names of `unisono` and nothing else."""
+"""Complete training scripts to run, read and copy. Recipes use only the public names of `unisono`."""

@@ -1,12 +1,12 @@
-"""Train a small language model, byte by byte, on the source code of Python's own standard library.
+"""Train a small byte-level language model on the source code of Python's standard library.
 
     unisono run text --ranks 2                                    100 steps, under a minute on two cores
     unisono run text --ranks 2 --set model.depth=8 --set steps=1000
-    unisono copy text mine.py                                     own it, change it: unisono run mine.py
+    unisono copy text mine.py                                     then edit it and: unisono run mine.py
 
-Data     the Python that runs brings it: about 11 MB, no download (the first line on the screen says which)
-Model    a GPT of 0.8 million parameters: rotary positions, squared ReLU, token weights tied to the output
-Result   about 2.4 bits a byte on files the model has not seen (8 is no idea at all, `gzip -9` needs 1.9)
+Data     the source code that comes with Python: about 11 MB, no download
+Model    a GPT of 0.8 million parameters: rotary positions, squared ReLU, input and output embeddings tied
+Result   about 2.4 bits per byte on held-out files (a uniform guess: 8 bits; `gzip -9`: 1.9 bits)
 """
 
 from __future__ import annotations
@@ -19,102 +19,101 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unisono
-from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, python_source
+from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, load_python_source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    width: int = 128  # a multiple of 2 * heads
-    depth: int = 4
-    heads: int = 4
-    context: int = 128  # bytes the model can look back on
-    dropout: float = 0.0  # 100 steps see no byte twice: there is nothing to memorise yet
+    width: int = 128  # number of channels; a multiple of 2 * heads
+    depth: int = 4  # number of blocks
+    heads: int = 4  # number of attention heads in each block
+    context: int = 128  # largest number of bytes that the model attends to
+    dropout: float = 0.0  # 100 steps use no byte twice, so there is nothing to regularize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(unisono.Settings):
-    batch: int = 64  # windows of model.context bytes
+    batch: int = 64  # global batch size, in windows of model.context bytes
     steps: int | None = 100
-    lr: float = 7e-3  # the highest; it warms up to there and goes back to nearly nothing
-    momentum: float = 0.95  # Adam's; 0.1 less while the learning rate is highest. Gradients that are late want none
-    weight_decay: float = 0.1
+    lr: float = 7e-3  # peak learning rate of the one-cycle schedule
+    momentum: float = 0.95  # Adam's beta1; 0.1 less at the peak of the schedule. Use 0 with stale gradients
+    weight_decay: float = 0.1  # weight decay of AdamW
     clip: float | None = 1.0
-    validate_bytes: int = 2**17  # of about 600,000; all of them with --set validate_bytes=1000000
-    sample_bytes: int = 300  # text to write at the end
+    validate_bytes: int = 2**17  # number of validation bytes to use, of about 600,000
+    sample_bytes: int = 300  # length of the text to generate after training; 0: none
     model: Model = Model()
 
     def __post_init__(self) -> None:
-        """What would be wrong once the model is made is said before anything starts."""
+        """Refuse values that the model cannot be built with."""
         width, heads, depth, parallel = self.model.width, self.model.heads, self.model.depth, self.parallel
         if heads < 1 or width < 1 or width % (2 * heads):
             raise unisono.SettingsError(
-                f"The text recipe was asked for model.width={width} and model.heads={heads}.",
-                f"Rotary positions need an even width per head; here it is {width / max(1, heads):g}.",
+                f"The text recipe cannot have model.width={width} with model.heads={heads}.",
+                f"Rotary embeddings need an even width per head; here it is {width / max(1, heads):g}.",
                 f"--set model.width={2 * max(1, heads) * max(1, round(width / (2 * max(1, heads))))}",
             )
         for axis, size in (("tensor", parallel.tensor), ("context", parallel.context)):
             if size > 1 and heads % size:
                 more = size * -(-heads // size)
                 raise unisono.SettingsError(
-                    f"The text recipe was asked for parallel.{axis}={size} and model.heads={heads}.",
-                    f"Each process computes whole heads, and {heads} is no multiple of {size}.",
-                    f"--set parallel.{axis}={max(n for n in range(1, size) if heads % n == 0)}, or, another model: "
+                    f"The text recipe cannot have parallel.{axis}={size} with model.heads={heads}.",
+                    f"Each process computes whole heads, and {heads} is not a multiple of {size}.",
+                    f"--set parallel.{axis}={max(n for n in range(1, size) if heads % n == 0)}, or change the model: "
                     f"--set model.heads={more} --set model.width={2 * more * -(-width // (2 * more))}",
                 )
         if parallel.pipeline > depth + 3:
             raise unisono.SettingsError(
-                f"The text recipe was asked for parallel.pipeline={parallel.pipeline} and model.depth={depth}.",
-                f"Its model is a row of {depth + 3} layers with weights: embedding, blocks, norm and head.",
+                f"The text recipe cannot have parallel.pipeline={parallel.pipeline} with model.depth={depth}.",
+                f"The model has only {depth + 3} layers to divide: embedding, {depth} blocks, norm and head.",
                 f"--set parallel.pipeline={depth + 3}, or: --set model.depth={parallel.pipeline - 3}",
             )
 
 
 def main(run: unisono.Run[Settings]) -> None:
     settings = run.settings
-    corpus = python_source()
-    run.print(corpus.line())
+    corpus = load_python_source()
+    run.print(corpus.summary())
     train_set = ByteWindows(corpus.train, settings.model.context)
     valid_set = ByteWindows(corpus.valid[: settings.validate_bytes], settings.model.context)
 
-    angles = unisono.SequenceDims(positions={"cos": 0, "sin": 0})  # where sequences are divided, so are these
+    angles = unisono.SequenceDims(positions={"cos": 0, "sin": 0})  # context parallelism divides these, too
     model = run.place(lambda: GPT(settings.model), sequence=angles)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
     )
-    total = run.count_steps(train_set)  # run.total_steps, known also with --set epochs=1
-    least = max(round(settings.momentum - 0.1, 9), 0.0)
+    total_steps = run.count_steps(train_set)
+    base_momentum = max(round(settings.momentum - 0.1, 9), 0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, settings.lr, total_steps=total, base_momentum=least, max_momentum=settings.momentum
+        optimizer, settings.lr, total_steps=total_steps, base_momentum=base_momentum, max_momentum=settings.momentum
     )
     run.track(model=model, optimizer=optimizer, schedule=schedule)
 
     for step in run.steps(train_set):
-        step.run(model, loss_sum)  # every micro-batch of this process, forward and backward
+        step.run(model, loss_sum)  # forward and backward of this process's micro-batches
         step.update(optimizer, schedule, clip=settings.clip)
         run.log(loss=step.loss)
 
     result = run.evaluate(model, valid_set, bits_per_byte)
     run.log(result)
-    run.print(
-        f"validation: {result['bits_per_byte']:.3f} bits per byte, on {valid_set.bytes:,} bytes it has never seen"
-    )
-    if settings.sample_bytes:  # every process writes the same, since each may hold a part of the model only
-        run.print(f"\nIt writes:\n\n{write(model, settings.sample_bytes, settings.model.context, settings.seed)}\n")
+    run.print(f"validation: {result['bits_per_byte']:.3f} bits per byte on {valid_set.bytes:,} held-out bytes")
+    if settings.sample_bytes:  # on every process, because each may hold only a part of the model
+        text = generate(model, settings.sample_bytes, settings.model.context, settings.seed)
+        run.print(f"\nGenerated text:\n\n{text}\n")
 
 
 def loss_sum(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """How much these targets surprise the model, in nats, and how many there are."""
+    """Return the sum of the cross entropy, in nats, and the number of targets."""
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != IGNORED).sum()
 
 
 def bits_per_byte(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in bits."""
+    """Return the sum of the cross entropy, in bits, and the number of targets."""
     nats, count = loss_sum(output, tokens, targets)
     return nats / math.log(2), count
 
 
 class GPT(nn.Module):
-    """A byte-level decoder. At the start every block adds little, which keeps the first steps calm."""
+    """A byte-level decoder. Residual branches start small, which stabilizes the first steps."""
 
     cos: Tensor
     sin: Tensor
@@ -126,7 +125,7 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(model.width)
         self.head = nn.Linear(model.width, 256, bias=False)
         self.head.weight = self.tokens.weight
-        # 0.15 gives first guesses that are nearly even, yet lets 100 steps of Adam move an embedding a long way.
+        # With 0.15 the first predictions are nearly uniform, and 100 steps of Adam can still move an embedding far.
         nn.init.normal_(self.tokens.weight, std=0.15)
         self.scale = 1 / (0.15 * math.sqrt(model.width))
         angles = torch.outer(
@@ -136,7 +135,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [batch, length], with length <= context, to logits [batch, length, 256]."""
+        """Map tokens [batch, length], with length <= context, to logits [batch, length, 256]."""
         x = self.tokens(tokens)
         length = tokens.shape[1]
         for block in self.blocks:
@@ -145,12 +144,12 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Look back, then think: attention and a feed-forward part, each added to what was there."""
+    """Causal attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         width = model.width
-        self.head_width = width // model.heads  # a process that holds some of the heads finds out how many
+        self.head_width = width // model.heads  # the number of heads is inferred: tensor parallelism divides them
         self.norm_look = nn.RMSNorm(width)
         self.query_key_value = linear(width, 3 * width)
         self.look = linear(width, width, gain=0.3)
@@ -162,37 +161,38 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.query_key_value(self.norm_look(x)).unflatten(-1, (-1, 3, self.head_width))
         query, key, value = qkv.permute(3, 0, 2, 1, 4)  # each [batch, heads, length, width per head]
-        seen = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True)
-        x = x + self.dropout(self.look(seen.transpose(1, 2).flatten(2)))
+        attended = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True)
+        x = x + self.dropout(self.look(attended.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.down(F.relu(self.up(self.norm_think(x))).square()))
 
 
 def linear(inputs: int, outputs: int, gain: float = 1.0) -> nn.Linear:
+    """Make a linear layer whose outputs have about `gain` times the scale of its inputs."""
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=gain / math.sqrt(inputs))
     return layer
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of channels by an angle that grows with the position (rotary embedding, arXiv 2104.09864)."""
+    """Rotate pairs of channels by angles that grow with the position (rotary embedding, arXiv 2104.09864)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 @torch.no_grad()
-def write(model: nn.Module, length: int, context: int, seed: int) -> str:
-    """Let the model go on from "def ", one byte after another; it may only see `context` bytes at a time."""
+def generate(model: nn.Module, length: int, context: int, seed: int) -> str:
+    """Sample `length` bytes after the prompt "def ". The model is given the last `context` bytes each time."""
+    temperature = 0.9  # a model trained for 100 steps generates only spaces at much lower ones
     model.eval()
     device = next(model.parameters()).device
-    dice = torch.Generator(device).manual_seed(seed)
-    text = torch.tensor([list(b"\n    def ")], device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.tensor([list(b"\n    def ")], device=device)
     for _ in range(length):
-        odds = F.softmax(model(text[:, -context:])[:, -1] / 0.9, dim=-1)  # much cooler, a young model writes but spaces
-        text = torch.cat((text, torch.multinomial(odds, 1, generator=dice)), dim=1)
-    written = bytes(text[0].tolist()).decode(errors="replace").strip("\n")
-    return "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in written
-    )  # no escape codes
+        probabilities = F.softmax(model(tokens[:, -context:])[:, -1] / temperature, dim=-1)
+        tokens = torch.cat((tokens, torch.multinomial(probabilities, 1, generator=generator)), dim=1)
+    text = bytes(tokens[0].tolist()).decode(errors="replace").strip("\n")
+    # The terminal must not receive escape codes.
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 if __name__ == "__main__":

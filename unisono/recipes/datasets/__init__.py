@@ -1,1 +1,1 @@
-"""Where the recipes' data is from, a file for each. It says in one line what was taken, its size and its licence."""
+"""Loaders of the recipes' data sets. Each has a one-line summary with its source, size, license and digest."""

@@ -1,6 +1,6 @@
-"""Short texts with a topic each, and no download: docstrings of Python's standard library.
+"""Docstrings of Python's standard library, labeled with topics. They come with Python: no download.
 
-It lies beside every Python. What a text is about is where it stands: a docstring of `smtplib` is about mail.
+The module or package determines the topic: a docstring of `smtplib` is about mail.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono import DataError
+from unisono.recipes.datasets.held_out import keyed_hash
 
 TOPICS = {
     "asynchrony": ("asyncio",),
@@ -27,94 +28,98 @@ TOPICS = {
     "web": ("ftplib", "http", "socketserver", "urllib", "webbrowser", "wsgiref", "xmlrpc"),
     "windows": ("tkinter", "turtle"),
 }
-"""Topics, and the modules and packages that are about them. Some systems ship Python without its windows."""
+"""Topics and their modules and packages. Some systems install Python without tkinter."""
 
 VALID_SHARE = 0.25
-"""The most that is kept of a topic's texts for validation, in whole files."""
+"""The largest fraction of a topic's texts for validation, in whole files."""
+
+_HASH_KEY = "unisono: docstrings"
 
 SHORTEST = 20
-"""Characters: "Return self." is about nothing."""
+"""The least number of characters: a text like "Return self." has no topic."""
 
-Text = tuple[str, int]
-"""A text, and the number of its topic."""
+LabeledText = tuple[str, int]
+"""A text and the index of its topic."""
 
 
 @dataclass(frozen=True)
 class Docstrings:
-    """Texts in two parts. A file is wholly in one of them."""
+    """Texts for training and validation. All texts of a file are in one of the two."""
 
     topics: tuple[str, ...]
-    train: list[Text]
-    valid: list[Text]
+    train: list[LabeledText]
+    valid: list[LabeledText]
     digest: str
     """The first 12 digits of the sha256 over all texts: equal digests, equal data."""
 
     @property
     def majority(self) -> float:
-        """The share of the validation that one gets right who always says the commonest topic of the training."""
+        """The validation accuracy of always predicting the most common topic of the training set."""
         labels = [label for _, label in self.train]
-        commonest = max(range(len(self.topics)), key=labels.count)
-        return sum(label == commonest for _, label in self.valid) / len(self.valid)
+        majority = max(range(len(self.topics)), key=labels.count)
+        return sum(label == majority for _, label in self.valid) / len(self.valid)
 
-    def line(self) -> str:
-        """What the data is, how much, under which licence: one line."""
+    def summary(self) -> str:
+        """Return name, size, license and digest, in one line."""
         return (
             f"docstrings of Python {platform.python_version()}'s standard library: {len(self.topics)} topics, "
-            f"{len(self.train):,} texts to train on, {len(self.valid):,} from other files to validate on, "
-            f"licence PSF, digest {self.digest}"
+            f"{len(self.train):,} texts for training, {len(self.valid):,} of other files for validation, "
+            f"license PSF, digest {self.digest}"
         )
 
 
-def docstrings(folder: Path | None = None) -> Docstrings:
-    """The docstrings of the standard library (or of `folder`) that belong to one of TOPICS; a text is there once.
+def load_docstrings(folder: Path | None = None) -> Docstrings:
+    """Load the docstrings of the standard library (or of `folder`) on one of TOPICS, without repeated texts.
 
-    Of each topic, a keyed hash of their paths chooses the files to validate on. A topic of fewer than two files is left
-    out. Raises DataError when that leaves fewer than two topics, or nothing to validate on.
+    A hash of their paths chooses each topic's files for validation. A topic of fewer than two files is left out.
+
+    Raises:
+        DataError: There are fewer than two topics, or no texts for training or validation.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     files = {topic: [path for name in names for path in _files(folder, name)] for topic, names in TOPICS.items()}
     topics = tuple(topic for topic, paths in files.items() if len(paths) >= 2)
     if len(topics) < 2:
         raise DataError(
-            "The topics recipe was asked to train on the docstrings of Python's standard library.",
+            "Cannot load docstrings: the source code of Python's standard library is missing.",
             f"{folder} has the source code of {len(topics)} of {len(TOPICS)} topics.",
-            "Run it with a Python that has its source, from python.org, pyenv, conda or your system's packages.",
+            "Use a Python with its source code, from python.org, pyenv, conda or your system's packages.",
         )
-    train: list[Text] = []
-    valid: list[Text] = []
+    train: list[LabeledText] = []
+    valid: list[LabeledText] = []
     digest, seen = hashlib.sha256(), set[str]()
     for label, topic in enumerate(topics):
-        texts = {}
+        texts: dict[Path, list[str]] = {}
         for path in files[topic]:
             texts[path] = [text for text in dict.fromkeys(_texts(path)) if text not in seen]
             seen.update(texts[path])
-        held = _held(texts, folder)
+        held = _held_out_files(texts, folder)
         for path in files[topic]:
             (valid if path in held else train).extend((text, label) for text in texts[path])
             if texts[path]:
                 digest.update(f"{label} {path in held} {texts[path]}".encode(errors="backslashreplace"))
     if not train or not valid:
         raise DataError(
-            f"The topics recipe was asked to train on the docstrings below {folder}.",
-            f"There are {len(train)} to train on and {len(valid)} to validate on.",
-            "Run it with a Python that has its source with docstrings, not compiled with -OO.",
+            f"Cannot train on the docstrings in {folder}: there are too few.",
+            f"It has {len(train)} for training and {len(valid)} for validation.",
+            "Use a Python whose source code has docstrings.",
         )
     return Docstrings(topics, train, valid, digest.hexdigest()[:12])
 
 
-def _held(texts: dict[Path, list[str]], folder: Path) -> set[Path]:
-    """The files of a topic to validate on: one after another by their hash, passing over those that are too large."""
-    room = VALID_SHARE * sum(map(len, texts.values()))
+def _held_out_files(texts: dict[Path, list[str]], folder: Path) -> set[Path]:
+    """Choose a topic's files for validation in the order of their hashes, skipping those that exceed VALID_SHARE."""
+    remaining = VALID_SHARE * sum(map(len, texts.values()))
     held = set()
-    for path in sorted(texts, key=lambda path: _key(path.relative_to(folder).as_posix())):
-        if len(texts[path]) <= room:
-            room -= len(texts[path])
+    for path in sorted(texts, key=lambda path: keyed_hash(path.relative_to(folder).as_posix(), _HASH_KEY)):
+        if len(texts[path]) <= remaining:
+            remaining -= len(texts[path])
             held.add(path)
     return held
 
 
 def _files(folder: Path, name: str) -> Iterator[Path]:
-    """The module's file, or the package's files without its tests, sorted."""
+    """Yield the module's file, or the package's files without its tests, sorted."""
     if (folder / f"{name}.py").is_file():
         yield folder / f"{name}.py"
     for path in sorted((folder / name).rglob("*.py")):
@@ -123,7 +128,7 @@ def _files(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The docstrings of a file that are long enough, in the order of `ast.walk`; none if it is no Python of today."""
+    """Yield the docstrings of a file that are long enough; none if this Python cannot parse it."""
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:
@@ -133,8 +138,3 @@ def _texts(path: Path) -> Iterator[str]:
             text = ast.get_docstring(node) or ""
             if len(text) >= SHORTEST:
                 yield text
-
-
-def _key(path: str) -> bytes:
-    """A number that depends on `path` alone; the key makes the split this recipe's own."""
-    return hashlib.blake2b(path.encode(), digest_size=8, key=b"unisono: docstrings").digest()

@@ -1,8 +1,8 @@
-"""Labelled pictures to train on: one's own, Fashion-MNIST where it is or can be had, or scikit-learn's digits.
+"""Labeled images for the image recipe: a user's folder, Fashion-MNIST, or the digits of scikit-learn.
 
-Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv 1708.07747) is 70,000 grey pictures of clothes, 28x28, in ten classes: as
-large as MNIST and much harder. Its four files are checked against their sha256, so wherever they come from, the run is
-the same. The digits are 1,797 pictures of 8x8 that scikit-learn brings along: no download, for a first look.
+Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv 1708.07747) has 70,000 grayscale images of clothes, 28x28, in ten classes:
+as many as MNIST, and harder to classify. The sha256 of its four files is checked, so each source gives the same run.
+The digits of scikit-learn are 1,797 images of 8x8 and need no download.
 """
 
 from __future__ import annotations
@@ -27,40 +27,43 @@ import torch
 from torch import Tensor
 
 from unisono import DataError
+from unisono.recipes.datasets.class_folders import files_by_class
+from unisono.recipes.datasets.held_out import held_out
 
 Source = Literal["auto", "fashion", "digits"]
 
 VALID_SHARE = 0.2
-"""The share of every class that is kept for validation, where the data does not say it itself."""
+"""The fraction of each class for validation, if the data set has no validation set of its own."""
 
 DOWNLOAD_SECONDS = 5.0
-"""How long a site may be silent before we go on without it."""
+"""Timeout of a download while the site sends nothing."""
 
-_ENDINGS = {".png", ".jpg", ".jpeg"}
+_SUFFIXES = {".png", ".jpg", ".jpeg"}
 _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collection:
-    """A published set of four idx files: where it is, and what must be in it."""
+class IdxDataset:
+    """A published data set of four idx files: where to get it, and the hashes of its files."""
 
     name: str
-    licence: str
+    license: str
     classes: tuple[str, ...]
     mirror: bool
+    """A horizontal flip does not change an image's class."""
     site: str
-    """The address below which the files lie, as file.gz."""
+    """The URL of the folder that has the files, as NAME.gz."""
     folder: Path
-    """Where a package of the system puts them."""
+    """Where a system package installs the files."""
     cache: str
-    """The folder's name below ~/.cache/unisono, for what was downloaded."""
+    """The name of the folder in ~/.cache/unisono for downloaded files."""
     sha256: Mapping[str, str]
-    """By file, of what is in it when unpacked: the same files are packed in more than one way."""
+    """The hash of each file after decompression: mirrors compress the same files in different ways."""
 
 
-FASHION = Collection(
+FASHION = IdxDataset(
     name="Fashion-MNIST",
-    licence="MIT",
+    license="MIT",
     classes=("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
     mirror=True,
     site="http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
@@ -76,33 +79,33 @@ FASHION = Collection(
 
 
 class ImageSplit(NamedTuple):
-    """Pictures and what is on them."""
+    """Images with their labels."""
 
     images: Tensor
-    """uint8 [pictures, channels, height, width]"""
+    """uint8 [images, channels, height, width]"""
     labels: Tensor
-    """int64 [pictures], numbers of classes"""
+    """int64 [images], indices of classes"""
 
-    def first(self, pictures: int | None) -> ImageSplit:
-        """The first so many of them; None: all."""
-        return ImageSplit(self.images[:pictures], self.labels[:pictures])
+    def first(self, count: int | None) -> ImageSplit:
+        """Return the first `count` images; None: all."""
+        return ImageSplit(self.images[:count], self.labels[:count])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """Labelled pictures in two parts; all have one shape."""
+    """Labeled images of one shape, for training and validation."""
 
     name: str
-    licence: str
+    license: str
     classes: tuple[str, ...]
     train: ImageSplit
     valid: ImageSplit
     mirror: bool = False
-    """Does a picture stay in its class when left and right change places? A shoe does, a digit does not."""
-    instead: str = ""
-    """Why it is not what one would rather have."""
+    """A horizontal flip does not change an image's class: true for a shoe, false for a digit."""
+    fallback_reason: str = ""
+    """Why the preferred data set is not used."""
     digest: str = field(init=False)
-    """The first 12 digits of the sha256 over all pictures and labels: equal digests, equal data."""
+    """The first 12 digits of the sha256 over all images and labels: equal digests, equal data."""
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256()
@@ -111,278 +114,254 @@ class ImageData:
             digest.update(tensor.contiguous().numpy().data)
         object.__setattr__(self, "digest", digest.hexdigest()[:12])
 
-    def line(self) -> str:
-        """What the data is, how much, under which licence: one line."""
+    def summary(self) -> str:
+        """Return name, size, license and digest, in one line."""
         channels, height, width = self.train.images.shape[1:]
         return (
-            f"{self.name}: {len(self.train.labels):,} pictures to train on, {len(self.valid.labels):,} to validate on, "
-            f"{height}x{width}x{channels}, {len(self.classes)} classes, licence {self.licence}, digest {self.digest}"
-            + (f" ({self.instead})" if self.instead else "")
+            f"{self.name}: {len(self.train.labels):,} images for training, {len(self.valid.labels):,} for validation, "
+            f"{height}x{width}x{channels}, {len(self.classes)} classes, license {self.license}, digest {self.digest}"
+            + (f" ({self.fallback_reason})" if self.fallback_reason else "")
         )
 
 
-def pictures(source: Source = "auto", data: Path | None = None, *, collection: Collection = FASHION) -> ImageData:
-    """The pictures that were asked for, read in less than two seconds once they are on the disk.
+def load_images(source: Source = "auto", data: Path | None = None, *, published: IdxDataset = FASHION) -> ImageData:
+    """Load labeled images. It takes less than two seconds if they are on the disk.
 
-    data        a folder with four idx files, or with a folder of PNG or JPEG files for every class (needs Pillow)
-    source      fashion: the collection, from the system's package, from the cache, or from its site into the cache;
-                digits: scikit-learn's; auto: the collection, and the digits where it cannot be had
+    Args:
+        source: "fashion" (`published`, from the system package, the cache, or the site), "digits" (of scikit-learn), or
+            "auto": the first of these that is available.
+        data: A folder with four idx files, or with one folder of PNG or JPEG files per class (needs Pillow).
+        published: The data set of the source "fashion".
 
-    Raises DataError for data that is missing, damaged, or of fewer than two classes. What is there but damaged is never
-    passed over for something else.
+    Raises:
+        DataError: The data is missing, damaged, or has fewer than two classes. Damaged data is never replaced by
+            another source.
     """
     if data is not None:
         if source != "auto":
             raise DataError(
-                f"The pictures were to come from source={source}, and from data={data}.",
-                "They can come from one of the two.",
-                f"--set source=auto to take {data}, or --set data=none",
+                f"Cannot load images from both source={source} and data={data}.",
+                "Only one of the two can be used.",
+                f"--set source=auto to use {data}, or --set data=none",
             )
-        return _from_folder(data)
+        return _load_folder(data.expanduser())
     if source == "digits":
-        return digits()
-    if collection.folder.is_dir():
-        return published(collection, collection.folder)
-    cache = Path.home() / ".cache" / "unisono" / collection.cache
+        return load_digits()
+    if published.folder.is_dir():
+        return load_published(published, published.folder)
+    cache = Path.home() / ".cache" / "unisono" / published.cache
     try:
-        fetch(collection, cache)
+        download(published, cache)
     except (OSError, http.client.HTTPException) as error:
-        why = str(error) or type(error).__name__
+        reason = str(error) or type(error).__name__
         if source == "fashion":
             raise DataError(
-                f"The pictures of {collection.name} were asked for.",
-                f"They are not in {collection.folder}, and {collection.site} did not give them: {why}.",
+                f"Cannot download {published.name} from {published.site}.",
+                f"The download failed ({reason}), and it is not installed in {published.folder}.",
                 f"apt install dataset-fashion-mnist, or copy its files to {cache}, or --set source=digits",
             ) from None
-        return replace(digits(), instead=f"{collection.name} is not installed and could not be fetched: {why}")
-    return published(collection, cache)
+        fallback_reason = f"{published.name} is not installed and could not be downloaded: {reason}"
+        return replace(load_digits(), fallback_reason=fallback_reason)
+    return load_published(published, cache)
 
 
-def published(collection: Collection, folder: Path) -> ImageData:
-    """The collection as it lies in a folder, every file checked against its sha256."""
-    parts = _read_parts(folder, collection.sha256)
+def load_published(published: IdxDataset, folder: Path) -> ImageData:
+    """Load a published data set from a folder, and check the sha256 of each file."""
+    train, valid = _read_idx_files(folder, published.sha256)
     return ImageData(
-        name=collection.name,
-        licence=collection.licence,
-        classes=collection.classes,
-        train=parts[0],
-        valid=parts[1],
-        mirror=collection.mirror,
+        name=published.name,
+        license=published.license,
+        classes=published.classes,
+        train=train,
+        valid=valid,
+        mirror=published.mirror,
     )
 
 
-def fetch(collection: Collection, folder: Path) -> None:
-    """Download into `folder` what is not there yet. A file is whole and has the right sha256, or it is not there.
+def download(published: IdxDataset, folder: Path) -> None:
+    """Download missing files into `folder`. A file is stored only if it is complete and its sha256 is right.
 
-    Raises OSError or http.client.HTTPException where there is no network, no such file, or no place to write to.
+    Raises:
+        OSError: The network, the file or the folder is unavailable, or the file is damaged.
+        http.client.HTTPException: The response is invalid.
     """
-    for name, sha256 in collection.sha256.items():
+    for name, sha256 in published.sha256.items():
         path = folder / f"{name}.gz"
         if path.exists() or (folder / name).exists():
             continue
-        with urllib.request.urlopen(f"{collection.site}/{name}.gz", timeout=DOWNLOAD_SECONDS) as answer:
-            packed = answer.read()
+        with urllib.request.urlopen(f"{published.site}/{name}.gz", timeout=DOWNLOAD_SECONDS) as response:
+            compressed = response.read()
         try:
-            found = hashlib.sha256(gzip.decompress(packed)).hexdigest()
+            found = hashlib.sha256(gzip.decompress(compressed)).hexdigest()
         except (OSError, EOFError, zlib.error) as error:
-            raise OSError(f"{name}.gz came damaged ({error})") from None
+            raise OSError(f"the downloaded {name}.gz is damaged ({error})") from None
         if found != sha256:
-            raise OSError(f"{name}.gz came with sha256 {found[:12]}..., not {sha256[:12]}...")
+            raise OSError(f"the downloaded {name}.gz has sha256 {found[:12]}..., not {sha256[:12]}...")
         folder.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(packed)
-            os.replace(temporary, path)
-        except BaseException:  # also Ctrl-C: no half file may stay
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        _write_atomically(path, compressed)
 
 
-def digits() -> ImageData:
-    """scikit-learn's digits: 1,797 grey pictures of 8x8, as people in the year 1998 wrote them."""
-    asked = "The pictures were to be scikit-learn's digits."
-    loaded = _optional("sklearn.datasets", asked, "pip install 'unisono[recipes]'").load_digits()
-    images = torch.from_numpy((loaded.images * 15).astype(np.uint8)).unsqueeze(1)  # they are 0 to 16
-    labels = torch.from_numpy(loaded.target.astype(np.int64))
-    train, valid = _split([str(i) for i in range(len(labels))], labels.tolist())
+def _write_atomically(path: Path, content: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C, too, must not leave a partial file
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def load_digits() -> ImageData:
+    """Load the digits of scikit-learn: 1,797 grayscale images of 8x8, handwritten in 1998."""
+    sklearn = _import_optional("sklearn.datasets", "Cannot load the digits of scikit-learn", "'unisono[recipes]'")
+    dataset = sklearn.load_digits()
+    images = torch.from_numpy((dataset.images * 15).astype(np.uint8)).unsqueeze(1)  # pixels are from 0 to 16
+    labels = torch.from_numpy(dataset.target.astype(np.int64))
+    train, valid = _split(images, labels, [str(i) for i in range(len(labels))])
     return ImageData(
         name="scikit-learn's digits",
-        licence="CC BY 4.0",
+        license="CC BY 4.0",
         classes=tuple(map(str, range(10))),
-        train=ImageSplit(images[train], labels[train]),
-        valid=ImageSplit(images[valid], labels[valid]),
+        train=train,
+        valid=valid,
     )
 
 
-# -- idx files: MNIST's format, big-endian; http://yann.lecun.com/exdb/mnist says what is in them
+# -- idx files: MNIST's format, big-endian, described at http://yann.lecun.com/exdb/mnist
 
 
 def read_idx(path: Path, sha256: str | None = None) -> Tensor:
-    """What is in an idx file of bytes, gzipped or not, as uint8 of its own shape. Raises DataError naming the file."""
-    content = _unpacked(path)
+    """Read an idx file of bytes, compressed or not, as uint8 of the shape in its header.
+
+    Raises:
+        DataError: The file is missing, damaged, or has another format or sha256.
+    """
+    content = _decompress(path)
     if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
         found = hashlib.sha256(content).hexdigest()
-        raise _damaged(path, f"Unpacked it has sha256 {found[:12]}..., not {sha256[:12]}....")
+        raise _damaged(path, f"After decompression its sha256 is {found[:12]}..., not {sha256[:12]}....")
     if len(content) < 4 or content[:2] != b"\0\0":
-        raise _damaged(path, f"It begins with {content[:4].hex() or 'nothing'}, an idx file with 0000.")
-    kind, dims = content[2], content[3]
-    if kind != 0x08 or not dims:
-        raise _damaged(path, f"It holds numbers of kind {kind:#04x} in {dims} dimensions, not bytes (0x08) in 1 or 3.")
-    begin = 4 + 4 * dims
-    if len(content) < begin:
-        raise _damaged(path, f"It ends after {len(content)} bytes, within its header of {begin}.")
-    shape = struct.unpack(f">{dims}I", content[4:begin])
-    size = int(np.prod(shape, dtype=object))  # of Python's integers: a damaged shape may be beyond 64 bits
-    if len(content) - begin != size:
-        told = "x".join(map(str, shape))
-        raise _damaged(path, f"It has {len(content) - begin:,} bytes behind its header, which says {told} = {size:,}.")
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=begin).reshape(shape).copy())
+        raise _damaged(path, f"It begins with {content[:4].hex() or 'nothing'}; an idx file begins with 0000.")
+    dtype, dims = content[2], content[3]
+    if dtype != 0x08 or not dims:
+        raise _damaged(path, f"It has numbers of type {dtype:#04x} in {dims} dimensions, not bytes (0x08) in 1 or 3.")
+    start = 4 + 4 * dims
+    if len(content) < start:
+        raise _damaged(path, f"It ends after {len(content)} bytes, in its header of {start} bytes.")
+    shape = struct.unpack(f">{dims}I", content[4:start])
+    size = int(np.prod(shape, dtype=object))  # Python integers: the size in a damaged header may exceed 64 bits
+    if len(content) - start != size:
+        found = f"{len(content) - start:,} bytes after its header"
+        raise _damaged(path, f"It has {found}, which gives {_format_shape(shape)} = {size:,}.")
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())
 
 
-def _unpacked(path: Path) -> bytes:
+def _decompress(path: Path) -> bytes:
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _damaged(path, f"It cannot be unpacked: {error}.") from None
+        raise _damaged(path, f"It cannot be decompressed: {error}.") from None
     except OSError as error:
         raise DataError(
-            f"The idx file {path} was to be read.",
-            f"It cannot be: {error.strerror or error}.",
-            "Check the folder: it needs the four files of an MNIST-like set, readable.",
+            f"Cannot read the idx file {path}.",
+            f"The system reports: {error.strerror or error}.",
+            "Check the folder: it needs the four files of an MNIST-like data set, with permission to read them.",
         ) from None
 
 
-def _damaged(path: Path, true: str) -> DataError:
-    do = "Get the file anew: it is damaged, or of another format."
-    return DataError(f"The idx file {path} was to be read.", true, do)
+def _damaged(path: Path, fact: str) -> DataError:
+    return DataError(f"Cannot read the idx file {path}.", fact, "Copy the file again: it is damaged.")
 
 
-def _read_parts(folder: Path, sha256: Mapping[str, str]) -> tuple[ImageSplit, ImageSplit]:
-    """Train and valid from the four idx files of a folder; `sha256` may say what must be in them."""
+def _format_shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _read_idx_files(folder: Path, sha256: Mapping[str, str]) -> tuple[ImageSplit, ImageSplit]:
+    """Read the training and the validation set from four idx files, and check those hashes that are given."""
     paths = [folder / name if (folder / name).exists() else folder / f"{name}.gz" for name in _FILES]
     tensors = [read_idx(path, sha256.get(name)) for name, path in zip(_FILES, paths, strict=True)]
     for path, tensor, dims in zip(paths, tensors, (3, 1, 3, 1), strict=True):
         if tensor.dim() != dims or not tensor.numel():
-            told = "x".join(map(str, tensor.shape))
-            raise _damaged(path, f"Its shape is {told}; it should have {dims} dimensions, and none of length 0.")
+            shape = _format_shape(tensor.shape)
+            raise _damaged(path, f"Its shape is {shape}; it must have {dims} dimensions, and none of length 0.")
     for i in (0, 2):
         if len(tensors[i]) != len(tensors[i + 1]):
-            raise _damaged(paths[i + 1], f"It has {len(tensors[i + 1]):,} labels for {len(tensors[i]):,} pictures.")
+            raise _damaged(paths[i + 1], f"It has {len(tensors[i + 1]):,} labels for {len(tensors[i]):,} images.")
     if tensors[0].shape[1:] != tensors[2].shape[1:]:
-        sizes = ["x".join(map(str, tensors[i].shape[1:])) for i in (2, 0)]
-        raise _damaged(paths[2], f"Its pictures are {sizes[0]}, those to train on {sizes[1]}.")
+        valid_size, train_size = (_format_shape(tensors[i].shape[1:]) for i in (2, 0))
+        raise _damaged(paths[2], f"Its images are {valid_size}, and the training images {train_size}.")
     if len(tensors[1].unique()) < 2:
-        raise _one_class(folder, f"{paths[1].name} has labels of one class only")
+        raise DataError(
+            f"Cannot train on {folder}: it has fewer than two classes.",
+            f"All labels in {paths[1].name} are equal.",
+            "Use a data set of two or more classes.",
+        )
     train, valid = (ImageSplit(tensors[i].unsqueeze(1), tensors[i + 1].long()) for i in (0, 2))
     return train, valid
 
 
-# -- one's own
+# -- a user's folder
 
 
-def _from_folder(folder: Path) -> ImageData:
-    """A user's folder: four idx files, or a folder of pictures for every class."""
-    folder = folder.expanduser()
-    asked = f"The pictures were to come from data={folder}."
-    if not folder.is_dir():
-        true = "It is a file." if folder.exists() else f"There is no such folder (from {Path.cwd()})."
-        raise DataError(asked, true, "--set data=FOLDER, with four idx files or a folder of pictures for every class")
+def _load_folder(folder: Path) -> ImageData:
+    """Load four idx files, or one folder of images per class."""
     if any((folder / name).exists() or (folder / f"{name}.gz").exists() for name in _FILES):
-        train, valid = _read_parts(folder, {})
+        train, valid = _read_idx_files(folder, {})
         count = int(max(train.labels.max(), valid.labels.max())) + 1
         classes = tuple(map(str, range(count)))
     else:
-        classes, train, valid = _read_classes(folder)
-    return ImageData(name=str(folder), licence="your own", classes=classes, train=train, valid=valid)
-
-
-def _read_classes(folder: Path) -> tuple[tuple[str, ...], ImageSplit, ImageSplit]:
-    """label/*.png and *.jpg. Which of them are kept for validation depends on their names alone."""
-    paths: list[Path] = []
-    labels: list[int] = []
-    rooms = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(rooms) < 2:
-        raise _one_class(folder, f"It holds {len(rooms)} folder(s) and no idx files")
-    for label, room in enumerate(rooms):
-        found = sorted(path for path in room.iterdir() if path.suffix.lower() in _ENDINGS and path.is_file())
-        if len(found) < 2:
-            raise DataError(
-                f"The folder {room} was to hold the pictures of the class {room.name!r}.",
-                f"It has {len(found)} files *.png, *.jpg or *.jpeg; a class needs 2, to learn from and to validate on.",
-                f"Add pictures, or remove it: rmdir {room}",
-            )
-        paths += found
-        labels += [label] * len(found)
-    images = _read_images(paths)
-    train, valid = _split([path.relative_to(folder).as_posix() for path in paths], labels)
-    numbers = torch.tensor(labels)
-    return (
-        tuple(room.name for room in rooms),
-        ImageSplit(images[train], numbers[train]),
-        ImageSplit(images[valid], numbers[valid]),
-    )
+        files = files_by_class(folder, "images", _SUFFIXES, hint="It has no idx files either.")
+        classes = tuple(files)
+        paths = [path for paths in files.values() for path in paths]
+        labels = torch.tensor([label for label, name in enumerate(classes) for _ in files[name]])
+        train, valid = _split(_read_images(paths), labels, [path.relative_to(folder).as_posix() for path in paths])
+    return ImageData(name=str(folder), license="your own", classes=classes, train=train, valid=valid)
 
 
 def _read_images(paths: Sequence[Path]) -> Tensor:
-    """uint8 [pictures, channels, height, width]; one channel if all are grey, three otherwise."""
-    asked = f"The picture {paths[0]} was to be read."
-    opened = _optional("PIL.Image", asked, "pip install pillow").open
+    """Read images of one size as uint8 [images, channels, height, width]; 1 channel if all are grayscale, else 3."""
+    pillow = _import_optional("PIL.Image", f"Cannot read the image {paths[0]}", "pillow")
     arrays: list[np.ndarray] = []
     for path in paths:
-        asked = f"The picture {path} was to be read."
         try:
-            with opened(path) as image:
+            with pillow.open(path) as image:
                 array = np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB"))
-        except Exception as error:  # what Pillow raises for a damaged file depends on the format
-            raise DataError(asked, f"It cannot be: {error}.", "Remove it, or get it anew: it is damaged.") from None
+        except Exception as error:  # the type of Pillow's error depends on the file format
+            raise DataError(
+                f"Cannot read the image {path}.", f"Pillow reports: {error}.", "Remove it, or copy it again."
+            ) from None
         array = array if array.ndim == 3 else array[:, :, None]
         if arrays and array.shape[:2] != arrays[0].shape[:2]:
-            (height, width), (other_height, other_width) = array.shape[:2], arrays[0].shape[:2]
+            (height, width), (first_height, first_width) = array.shape[:2], arrays[0].shape[:2]
             raise DataError(
-                asked,
-                f"It is {width}x{height}, and {paths[0]} is {other_width}x{other_height}.",
-                f"Make all pictures one size, for instance: mogrify -resize {other_width}x{other_height}! FILES",
+                f"Cannot use the image {path}: it has another size.",
+                f"It is {width}x{height}, and {paths[0]} is {first_width}x{first_height}.",
+                f"Resize all images to one size, for instance: mogrify -resize {first_width}x{first_height}! FILES",
             )
         arrays.append(array)
     channels = max(array.shape[2] for array in arrays)
-    whole = np.stack([np.repeat(a, channels // a.shape[2], axis=2) for a in arrays])
-    return torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
+    stacked = np.stack([np.repeat(a, channels // a.shape[2], axis=2) for a in arrays])
+    return torch.from_numpy(stacked).permute(0, 3, 1, 2).contiguous()
 
 
-def _split(names: Sequence[str], labels: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(train, valid): indices, ascending. Every class gives VALID_SHARE to valid, at least one and not all: those whose
-    names have the smallest keyed hashes, which is no order that anybody put them in."""
-    valid: list[int] = []
-    members: dict[int, list[int]] = {}
-    for i, label in enumerate(labels):
-        members.setdefault(label, []).append(i)
-    for found in members.values():
-        share = max(1, round(VALID_SHARE * len(found)))
-        valid += sorted(found, key=lambda i: _draw(names[i]))[:share]
-    kept = torch.ones(len(names), dtype=torch.bool)
-    kept[valid] = False
-    return kept.nonzero().flatten(), (~kept).nonzero().flatten()
+def _split(images: Tensor, labels: Tensor, names: Sequence[str]) -> tuple[ImageSplit, ImageSplit]:
+    """Split into training and validation. VALID_SHARE of each class, chosen by a hash of the names, is held out."""
+    by_class: dict[int, list[str]] = {}
+    for name, label in zip(names, labels.tolist(), strict=True):
+        by_class.setdefault(label, []).append(name)
+    held = set[str]().union(*(held_out(members, VALID_SHARE, "unisono: validation") for members in by_class.values()))
+    valid = torch.tensor([name in held for name in names])
+    return ImageSplit(images[~valid], labels[~valid]), ImageSplit(images[valid], labels[valid])
 
 
-def _draw(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8, key=b"unisono: validation").digest()
-
-
-def _one_class(folder: Path, true: str) -> DataError:
-    return DataError(
-        f"The pictures in {folder} were to be told apart.",
-        f"{true}: that is fewer than two classes.",
-        "Give it at least two, for instance the folders cats/ and dogs/ with their pictures.",
-    )
-
-
-def _optional(module: str, asked: str, install: str) -> Any:
-    """A module of a package that Unisono does without."""
+def _import_optional(module: str, error: str, package: str) -> Any:
+    """Import a module of an optional package."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a package that is there but broken may raise anything
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(asked, f"That needs {module}, which cannot be loaded: {told}.", install) from None
+    except Exception as exception:  # a broken package may raise any exception
+        reason = str(exception).splitlines()[0] if str(exception) else type(exception).__name__
+        raise DataError(f"{error}: {module} cannot be imported.", reason, f"pip install {package}") from None

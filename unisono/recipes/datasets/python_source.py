@@ -1,7 +1,7 @@
-"""Data that needs no download: the Python standard library's own source code, as bytes.
+"""The source code of Python's standard library, as bytes. It comes with Python: no download.
 
-It lies beside every Python, on every system, and is free to use (PSF licence). Its text belongs to the Python that
-runs: another version of Python is another corpus, and so another run. The digest in `Corpus.line()` tells them apart.
+It is free to use (PSF license). Another version of Python has another source code, so the results of a run differ. The
+digest in `Corpus.summary()` identifies the data.
 """
 
 from __future__ import annotations
@@ -18,68 +18,74 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unisono import DataError
+from unisono.recipes.datasets.held_out import HASH_RANGE, keyed_hash
 
 IGNORED = -100
-"""The target that counts for nothing: what `torch.nn.functional.cross_entropy` ignores by default."""
+"""The default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 VALID_SHARE = 0.05
-"""The share of files (not of bytes) that are kept for validation."""
+"""The fraction of files (not of bytes) for validation."""
+
+_HASH_KEY = "unisono: validation"
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-# Written when Python was built or installed, so different on two machines that have the same Python.
+# Generated when Python was built or installed, so machines with the same Python differ.
 _MACHINE_FOLDERS = ("config-", "lib-")
 _MACHINE_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text in two parts. A file is wholly in one of them."""
+    """Text for training and validation. Each file is in one of the two."""
 
     name: str
-    licence: str
+    license: str
     files: int
     train: bytes
     valid: bytes
     digest: str
     """The first 12 digits of the sha256 over all paths and contents: equal digests, equal data."""
 
-    def line(self) -> str:
-        """What the data is, how much, under which licence: one line."""
+    def summary(self) -> str:
+        """Return name, size, license and digest, in one line."""
         return (
-            f"{self.name}: {self.files} files, {len(self.train) / 1e6:.1f} MB to train on, "
-            f"{len(self.valid) / 1e6:.2f} MB to validate on, licence {self.licence}, digest {self.digest}"
+            f"{self.name}: {self.files} files, {len(self.train) / 1e6:.1f} MB for training, "
+            f"{len(self.valid) / 1e6:.2f} MB for validation, license {self.license}, digest {self.digest}"
         )
 
 
-def python_source(folder: Path | None = None) -> Corpus:
-    """The source code of the standard library (about 11 MB, without its tests), read in about 0.2 seconds.
+def load_python_source(folder: Path | None = None) -> Corpus:
+    """Load the source code of the standard library (about 11 MB without its tests) in about 0.2 seconds.
 
-    A file goes to validation by a keyed hash of its path below `folder`, so a file that another version of Python adds
-    moves no other. Training files are sorted by path, validation files by their hash: any beginning of the validation
-    text is then a fair sample of the whole library. DataError when Python was installed without its source.
+    A hash of a file's path decides whether it is for validation, so files that another version of Python adds do not
+    change the part of other files. Training files are sorted by path. Validation files are sorted by hash, so that each
+    prefix of the validation text is a random sample of the library.
+
+    Raises:
+        DataError: Python is installed without its source code.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     paths = _source_paths(folder)
     if len(paths) < 2:
         raise DataError(
-            "The text recipe was asked to train on the source code of Python's standard library.",
+            "Cannot load the source code of Python's standard library: it is not installed.",
             f"{folder} has {len(paths)} .py files.",
-            "Run it with a Python that has its source, from python.org, pyenv, conda or your system's packages.",
+            "Use a Python with its source code, from python.org, pyenv, conda or your system's packages.",
         )
     digest = hashlib.sha256()
     train: list[bytes] = []
-    valid: list[tuple[float, bytes]] = []
+    valid: list[tuple[int, bytes]] = []
     for path in paths:
         text = (folder / path).read_bytes()
         digest.update(f"{path}\0{len(text)}\0".encode() + text)
-        draw = _draw(path)
-        if draw < VALID_SHARE:
-            valid.append((draw, text))
+        hashed = keyed_hash(path, _HASH_KEY)
+        if hashed < VALID_SHARE * HASH_RANGE:
+            valid.append((hashed, text))
         else:
             train.append(text)
     return Corpus(
         name=f"source code of Python {platform.python_version()}'s standard library",
-        licence="PSF",
+        license="PSF",
         files=len(paths),
         train=b"".join(train),
         valid=b"".join(text for _, text in sorted(valid)),
@@ -88,7 +94,7 @@ def python_source(folder: Path | None = None) -> Corpus:
 
 
 def _source_paths(folder: Path) -> list[str]:
-    """The .py files below `folder`, as sorted posix paths: no tests, nothing added later or by this machine."""
+    """List the .py files in `folder` as sorted POSIX paths, without tests, installed packages and generated files."""
     found = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [f for f in folders if f not in _SKIPPED_FOLDERS and not f.startswith(_MACHINE_FOLDERS)]
@@ -97,29 +103,24 @@ def _source_paths(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def _draw(path: str) -> float:
-    """A number in [0, 1) that depends on `path` alone; the key makes the split this recipe's own."""
-    digest = hashlib.blake2b(path.encode(), digest_size=8, key=b"unisono: validation").digest()
-    return int.from_bytes(digest) / 2**64
-
-
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Text as (tokens, targets) windows of `length` bytes each, for a model that predicts the next byte.
+    """Windows (tokens, targets) of `length` bytes of a text, for a model that predicts the next byte.
 
-    The windows do not overlap and their targets are the text, every byte exactly once: token j of a window is the byte
-    before its target j, and before the first byte of all there is a line feed. All windows have one shape, so batches
-    need no collating: where the text ends inside the last window, its targets go on as IGNORED. Count the others with
-    `(targets != IGNORED).sum()`.
+    Each byte of the text is a target exactly once. Token j of a window is the byte before target j; the byte before the
+    text is a line feed. The last window is padded with targets IGNORED to the same length, so that windows can be
+    stacked.
     """
 
     def __init__(self, text: bytes, length: int) -> None:
         if length < 1:
             raise DataError(
-                "ByteWindows was asked to cut a text.", f"The windows' length is {length}.", "Ask for >= 1."
+                f"Cannot divide a text into windows of {length} bytes.",
+                "The length must be at least 1.",
+                "Pass length=1.",
             )
         self.length = length
         self.bytes = len(text)
-        self._text = torch.frombuffer(bytearray(b"\n" + text), dtype=torch.uint8)  # torch wants memory it may write to
+        self._text = torch.frombuffer(bytearray(b"\n" + text), dtype=torch.uint8)  # torch warns of read-only memory
 
     def __len__(self) -> int:
         return -(-self.bytes // self.length)

@@ -1,10 +1,10 @@
-"""Spoken words with their labels: recordings of one's own, or digits that a synthesizer says in about 100 voices.
+"""Spoken words with labels, for the speech recipe.
 
-    voices(data=Path("words"))    words/yes/a.wav, words/no/b.wav, ...: any words, any languages
-    voices("spoken")              the digits, said by eSpeak NG: the validation is in voices that nobody has trained on
-    voices("recorded")            the digits, said once each by a person, and draws of these: see `recorded_digits`
+    load_spoken_words(data=Path("words"))   words/yes/a.wav, words/no/b.wav, ...: any words, in any language
+    load_spoken_words("spoken")             digits in about 100 synthetic voices; validation uses held-out voices
+    load_spoken_words("recorded")           digits recorded once each by a person, and random variations of them
 
-A part of it is for validation, and `SpokenWords.line()` says what that part can tell and what not.
+`SpokenWords.summary()` says what the validation set consists of, and so what its accuracy means.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unisono import DataError
-from unisono.recipes.datasets.espeak import NoSpeech, Utterance, say, variants
-from unisono.recipes.datasets.wav import check_waves, labelled_waves, read_wave
+from unisono.recipes.datasets.class_folders import files_by_class
+from unisono.recipes.datasets.espeak import SynthesizerError, Utterance, say, variants
+from unisono.recipes.datasets.held_out import held_out, keyed_hash
+from unisono.recipes.datasets.wav import check_waves, read_wave
 
 Source = Literal["auto", "spoken", "recorded"]
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 VALID_SHARE = 0.2
-"""The share of voices (of files, where voices are not known) that are kept for validation."""
+"""The fraction of voices (of files, where voices are not known) for validation."""
 
 RATE = 8_000
-"""Samples a second of the digits: a telephone's, as the recorded ones have."""
+"""Sampling rate of the digits, in Hz: that of telephones and of the recordings."""
 
 _SPOKEN_TO_RATE = (441, 160)  # 22,050 Hz to 8,000 Hz
 
 RECORDED = Path("/usr/share/asterisk/sounds/en_US_f_Allison/digits")
-"""Where the Debian package asterisk-core-sounds-en-wav puts 0.wav to 9.wav: a speaker's voice, CC-BY-SA 3.0."""
+"""Where Debian's package asterisk-core-sounds-en-wav has 0.wav to 9.wav: one speaker's voice, CC-BY-SA 3.0."""
 
-# The names that eSpeak NG gives English as it is spoken here and there.
-_ACCENTS = (
+_HASH_KEY = "unisono: voices"
+
+_ACCENTS = (  # eSpeak NG's names of varieties of English
     "en",
     "en-us",
     "en-gb-x-rp",
@@ -53,9 +56,11 @@ _ACCENTS = (
 
 
 class Clips(Dataset[tuple[Tensor, int]]):
-    """Clips of sound, each as (samples, label): float32 [samples] from -1 to 1, and the number of its word.
+    """Waveforms as (samples, label): float32 [samples] from -1 to 1, and the index of the word.
 
-    A clip is given as 16-bit samples, which stay in memory, or as the path of a mono wave file, read when it is asked.
+    Args:
+        clips: 16-bit samples, which stay in memory, or paths of mono wave files, which are read when indexed.
+        labels: The index of each clip's word.
     """
 
     def __init__(self, clips: Sequence[Tensor | Path], labels: Sequence[int]) -> None:
@@ -72,225 +77,239 @@ class Clips(Dataset[tuple[Tensor, int]]):
 
 @dataclass(frozen=True)
 class SpokenWords:
-    """Spoken words in two parts."""
+    """Spoken words for training and validation."""
 
     name: str
-    licence: str
+    license: str
     words: tuple[str, ...]
-    """What the labels mean: label i is words[i]."""
+    """Label i is the word words[i]."""
     rate: int
-    """Samples a second."""
+    """Sampling rate, in Hz."""
     train: Clips
     valid: Clips
     validation: str
-    """What the validation is on, in words."""
-    spoken: bool
-    """Are these the synthesizer's digits?"""
+    """How the validation clips differ from the training clips."""
+    synthetic: bool
+    """The digits are spoken by the synthesizer."""
     digest: str
     """The first 12 digits of a sha256 over all clips, or over the names and lengths of files."""
 
-    def line(self) -> str:
-        """What the data is, how much, under which licence, and what the validation means: one line."""
+    def summary(self) -> str:
+        """Return name, size, meaning of the validation, license and digest, in one line."""
         return (
-            f"{self.name}: {len(self.words)} words at {self.rate:,} Hz, {len(self.train):,} clips to train on, "
-            f"{len(self.valid):,} to validate on ({self.validation}), licence {self.licence}, digest {self.digest}"
+            f"{self.name}: {len(self.words)} words at {self.rate:,} Hz, {len(self.train):,} clips for training, "
+            f"{len(self.valid):,} for validation {self.validation}, license {self.license}, digest {self.digest}"
         )
 
 
-def voices(
+def load_spoken_words(
     source: Source = "auto", *, data: Path | None = None, count: int = 1000, draws: int = 4, seed: int = 0
 ) -> SpokenWords:
-    """The words to learn; equal arguments give equal data, in every process.
+    """Load spoken words. Equal arguments give equal data, on every process.
 
-    source  recorded: digits of the Debian package; spoken: digits of the synthesizer; auto: the first of them that is
-            there, in this order. Only many voices can show what a model makes of a new one, so try both
-    data    a folder of folders of wave files, one for each word: it is taken, whatever the source
-    count   of synthetic voices, at most: fewer are sooner said
-    draws   how often a voice says a word; of a recording 32 times as many are drawn
-    seed    of speed, pitch and accent
+    Args:
+        source: "recorded" (digits of the Debian package), "spoken" (digits of the synthesizer), or "auto": the first of
+            these that is installed. Only "spoken" has enough voices to validate on new ones.
+        data: A folder with one folder of wave files per word. It takes precedence over the source.
+        count: Largest number of synthetic voices.
+        draws: Number of clips per voice and word. Of recordings, 32 times as many are made.
+        seed: Seed of speed, pitch and accent.
 
-    Raises DataError where the data lacks, or is not what it should be.
+    Raises:
+        DataError: The data is missing or invalid.
     """
     if data is not None:
-        return _own(data)
+        return _load_folder(data)
     if min(count, draws) < 1:
         raise DataError(
-            f"Digits were asked for, with voices={count} and draws={draws}.",
-            "Both are counts, and with less than 1 of them nothing is said.",
+            f"Cannot generate digits with voices={count} and draws={draws}.",
+            "Both must be at least 1.",
             f"--set {'voices' if count < 1 else 'draws'}=8",
         )
     if source == "recorded" or (source == "auto" and RECORDED.is_dir()):
-        return _recorded(draws, seed)
-    return _spoken(count, draws, seed)
+        return _vary_recordings(draws, seed)
+    return _synthesize(count, draws, seed)
 
 
-def recorded_digits() -> Clips | None:
-    """A person's ten digits, one clip each, from the Debian package; None where it is not installed."""
-    paths = [RECORDED / f"{digit}.wav" for digit in range(len(DIGITS))]
+def load_recorded_digits() -> Clips | None:
+    """Load a person's ten digits, one clip each, from the Debian package; None if it is not installed."""
+    paths = _recorded_paths()
     return Clips(paths, range(len(DIGITS))) if all(path.is_file() for path in paths) else None
 
 
-# -- a folder of one's own
+def _recorded_paths() -> list[Path]:
+    return [RECORDED / f"{digit}.wav" for digit in range(len(DIGITS))]
 
 
-def _own(folder: Path) -> SpokenWords:
-    files = labelled_waves(folder)
-    rate, lengths = check_waves(files)
+# -- a user's folder
+
+
+def _load_folder(folder: Path) -> SpokenWords:
+    files = files_by_class(folder, "wave files", {".wav"}, ignored="._")
+    samples = {path.relative_to(folder).as_posix(): path for paths in files.values() for path in paths}
+    rate, lengths = check_waves(list(samples.values()))
     digest = hashlib.sha256()
-    for path, length in zip((path for paths in files.values() for path in paths), lengths, strict=True):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{length}\0".encode())
-    held = _held_voices(files)
+    for name, length in zip(samples, lengths, strict=True):
+        digest.update(f"{name}\0{length}\0".encode())
+    held_voices = _held_out_voices(files)
     train: list[tuple[Path, int]] = []
     valid: list[tuple[Path, int]] = []
     for label, paths in enumerate(files.values()):
-        ranked = sorted(paths, key=lambda path: _draw(path.relative_to(folder).as_posix()))
-        chosen = set(ranked[: max(1, round(VALID_SHARE * len(paths)))])
+        held_names = held_out((path.relative_to(folder).as_posix() for path in paths), VALID_SHARE, _HASH_KEY)
         for path in paths:
-            (valid if (_voice_of(path) in held if held else path in chosen) else train).append((path, label))
+            if held_voices:
+                held = _voice_of(path) in held_voices
+            else:
+                held = path.relative_to(folder).as_posix() in held_names
+            (valid if held else train).append((path, label))
     return SpokenWords(
         name=f"wave files in {folder}",
-        licence="your own",
+        license="your own",
         words=tuple(files),
         rate=rate,
         train=Clips(*zip(*train, strict=True)),
         valid=Clips(*zip(*valid, strict=True)),
-        validation=f"in {_voices(len(held))} kept apart, by file names up to the first _"
-        if held
-        else "other files; whether of other voices, their names do not say",
-        spoken=False,
+        validation=f"in {_count_voices(len(held_voices))}, by the part of file names before the first _"
+        if held_voices
+        else "in other files, maybe of the same voices (file names do not tell them)",
+        synthetic=False,
         digest=digest.hexdigest()[:12],
     )
 
 
 def _voice_of(path: Path) -> str:
-    """Whose voice it is, where files are named as in 3fa1_0.wav."""
+    """Return the voice in names like 3fa1_0.wav."""
     return path.stem.partition("_")[0]
 
 
-def _held_voices(files: dict[str, list[Path]]) -> set[str]:
-    """The voices to validate on; none if names do not tell voices: then some word would be left without a clip."""
-    everyone = sorted({_voice_of(path) for paths in files.values() for path in paths}, key=_draw)
-    held = set(everyone[: max(1, round(VALID_SHARE * len(everyone)))])
-    parts = [{_voice_of(path) in held for path in paths} for paths in files.values()]
-    repeated = len(everyone) < sum(len(paths) for paths in files.values())
-    return held if repeated and all(len(part) == 2 for part in parts) else set()
+def _held_out_voices(files: dict[str, list[Path]]) -> set[str]:
+    """Choose the voices for validation; none if file names do not tell voices, or a word would lack one of the sets."""
+    voices = {_voice_of(path) for paths in files.values() for path in paths}
+    held = held_out(sorted(voices), VALID_SHARE, _HASH_KEY)
+    sides = [{_voice_of(path) in held for path in paths} for paths in files.values()]
+    repeated = len(voices) < sum(len(paths) for paths in files.values())
+    return held if repeated and all(len(side) == 2 for side in sides) else set()
 
 
-# -- digits of many synthetic voices
+# -- digits in synthetic voices
 
 
-def _spoken(count: int, draws: int, seed: int) -> SpokenWords:
-    """Each voice says each digit `draws` times, every time with another speed, pitch and accent."""
+def _synthesize(count: int, draws: int, seed: int) -> SpokenWords:
+    """Let each voice speak each digit `draws` times, each time with random speed, pitch and accent."""
     try:
         train_voices, valid_voices = split_voices(variants(), count)
-        dice = np.random.Generator(np.random.PCG64(seed))
+        rng = np.random.Generator(np.random.PCG64(seed))
         spoken = [(voice, digit) for voice in train_voices + valid_voices for digit in DIGITS * draws]
         utterances = [
             Utterance(
                 text=digit,
-                voice=f"{_ACCENTS[dice.integers(len(_ACCENTS))]}+{voice}",
-                speed=int(dice.integers(120, 220)),
-                pitch=int(dice.integers(25, 76)),
+                voice=f"{_ACCENTS[rng.integers(len(_ACCENTS))]}+{voice}",
+                speed=int(rng.integers(120, 220)),
+                pitch=int(rng.integers(25, 76)),
             )
             for voice, digit in spoken
         ]
-        sounds = [np.frombuffer(sound, np.int16) for sound in say(utterances, seed)]
-    except NoSpeech as why:
+        waveforms = [np.frombuffer(clip, np.int16) for clip in say(utterances, seed)]
+    except SynthesizerError as error:
         raise DataError(
-            "The speech recipe was asked for spoken digits, and no folder of wave files was named.",
-            f"The synthesizer eSpeak NG does not speak: {why}.",
-            "pip install 'unisono[recipes]', or bring your own: --set data=FOLDER, with one folder a word.",
-        ) from why
-    clips = [_resampled(sound, *_SPOKEN_TO_RATE) for sound in sounds]
+            "Cannot synthesize digits, and --set data=FOLDER is not given.",
+            f"The synthesizer eSpeak NG failed: {error}.",
+            "pip install 'unisono[recipes]', or --set data=FOLDER with one folder of wave files per word.",
+        ) from error
+    clips = [_resample(waveform, *_SPOKEN_TO_RATE) for waveform in waveforms]
     labels = [DIGITS.index(digit) for _, digit in spoken]
-    cut = len(train_voices) * len(DIGITS) * draws
+    train_size = len(train_voices) * len(DIGITS) * draws
     return SpokenWords(
         name=f"digits spoken by eSpeak NG in {len(train_voices) + len(valid_voices)} voices",
-        licence="that of the synthesizer is GPL-3+, what it says is free",
+        license="GPL-3+ for the synthesizer, none for its speech",
         words=DIGITS,
         rate=RATE,
-        train=Clips(clips[:cut], labels[:cut]),
-        valid=Clips(clips[cut:], labels[cut:]),
-        validation=f"in {_voices(len(valid_voices))} kept apart, all synthetic",
-        spoken=True,
+        train=Clips(clips[:train_size], labels[:train_size]),
+        valid=Clips(clips[train_size:], labels[train_size:]),
+        validation=f"in {_count_voices(len(valid_voices))}, all synthetic",
+        synthetic=True,
         digest=_digest(clips),
     )
 
 
 def split_voices(names: Sequence[str], count: int) -> tuple[list[str], list[str]]:
-    """`count` of these voices, or all, as (to train on, to validate on): a fifth of them, at least one.
+    """Split up to `count` of these voices into training and validation: a fifth for validation, at least one.
 
-    Mike and mike2, f1 and f2 are one family, and a family is wholly on one side. DataError for fewer than two families.
+    Variants of one voice (Mike and mike2, f1 and f2) are in the same part.
+
+    Raises:
+        DataError: All chosen voices are variants of one voice.
     """
-    ranked = sorted(names, key=lambda name: (_draw(_family(name)), name))[:count]
-    cut = max(1, round(VALID_SHARE * len(ranked)))
-    while cut < len(ranked) and _family(ranked[cut]) == _family(ranked[cut - 1]):
-        cut += 1
-    if cut >= len(ranked):
+    ranked = sorted(names, key=lambda name: (keyed_hash(_family(name), _HASH_KEY), name))[:count]
+    valid_size = max(1, round(VALID_SHARE * len(ranked)))
+    while valid_size < len(ranked) and _family(ranked[valid_size]) == _family(ranked[valid_size - 1]):
+        valid_size += 1
+    if valid_size >= len(ranked):
         raise DataError(
-            f"{count} voices were asked for.",
-            f"Of {len(names)} voices {len(ranked)} were taken, all of one family: none is left to validate on.",
+            f"Cannot split {len(ranked)} voices into training and validation.",
+            f"Of {len(names)} voices, voices={count} takes {len(ranked)}, and they are variants of one voice.",
             f"--set voices={max(8, count + 8)}",
         )
-    return ranked[cut:], ranked[:cut]
+    return ranked[valid_size:], ranked[:valid_size]
 
 
 def _family(name: str) -> str:
     return name.rstrip("0123456789").lower().removesuffix("robot")
 
 
-# -- ten recordings of one person
+# -- variations of ten recordings
 
 
-def _recorded(draws: int, seed: int) -> SpokenWords:
-    """Draws of the ten recordings: faster or slower (and so higher or lower), louder or softer, a little later."""
-    digits = recorded_digits()
+def _vary_recordings(draws: int, seed: int) -> SpokenWords:
+    """Change speed (and with it pitch), loudness and start of ten recordings at random."""
+    digits = load_recorded_digits()
     if digits is None:
         raise DataError(
-            "The speech recipe was asked for source=recorded.",
+            "Cannot load recorded digits (source=recorded): they are not installed.",
             f"{RECORDED} does not have 0.wav to 9.wav.",
             "apt-get install asterisk-core-sounds-en-wav, or --set source=spoken.",
         )
-    check_waves({"digits": [RECORDED / f"{digit}.wav" for digit in range(len(DIGITS))]})
-    dice = np.random.Generator(np.random.PCG64(seed))
+    check_waves(_recorded_paths())
+    rng = np.random.Generator(np.random.PCG64(seed))
     clips = []
     labels = []
-    for _ in range(32 * draws):  # there is one voice, so more of it
-        for sound, label in (digits[i] for i in range(len(digits))):
-            stretched = _resampled(sound.numpy() * 2**15 * dice.uniform(0.3, 1.0), int(dice.integers(80, 126)), 100)
-            late = torch.zeros(int(dice.integers(RATE // 10)), dtype=torch.int16)
-            clips.append(torch.cat((late, stretched)))
+    for _ in range(32 * draws):  # as many clips as from 32 synthetic voices
+        for waveform, label in (digits[i] for i in range(len(digits))):
+            scaled = waveform.numpy() * 2**15 * rng.uniform(0.3, 1.0)
+            stretched = _resample(scaled, int(rng.integers(80, 126)), 100)
+            silence = torch.zeros(int(rng.integers(RATE // 10)), dtype=torch.int16)
+            clips.append(torch.cat((silence, stretched)))
             labels.append(label)
-    cut = round(len(clips) * (1 - VALID_SHARE))
+    train_size = round(len(clips) * (1 - VALID_SHARE))
     return SpokenWords(
         name="digits recorded by one speaker (Allison Smith, asterisk-core-sounds-en-wav)",
-        licence="CC-BY-SA 3.0",
+        license="CC-BY-SA 3.0",
         words=DIGITS,
         rate=RATE,
-        train=Clips(clips[:cut], labels[:cut]),
-        valid=Clips(clips[cut:], labels[cut:]),
-        validation="other draws of speed and loudness of the SAME ten recordings: it says nothing about other voices",
-        spoken=False,
+        train=Clips(clips[:train_size], labels[:train_size]),
+        valid=Clips(clips[train_size:], labels[train_size:]),
+        validation="on variations of the SAME ten recordings (which say nothing about other voices)",
+        synthetic=False,
         digest=_digest(clips),
     )
 
 
-# -- what they share
+# -- shared by all sources
 
 
-def _resampled(sound: np.ndarray, down: int, up: int) -> Tensor:
-    """`up` 16-bit samples for each `down` of `sound`, through its spectrum: what the new rate cannot hold is cut off.
+def _resample(waveform: np.ndarray, down: int, up: int) -> Tensor:
+    """Resample to `up` 16-bit samples for each `down`, by truncating or padding the spectrum.
 
-    Silence makes the sound a multiple of `down` long, so that both lengths are products of small numbers: quick ones.
+    Padding with silence to a multiple of `down` gives both FFTs lengths with small factors, which are quick.
     """
-    blocks = max(1, -(-len(sound) // down))
-    spectrum = np.fft.rfft(sound.astype(np.float64), blocks * down)
+    blocks = max(1, -(-len(waveform) // down))
+    spectrum = np.fft.rfft(waveform.astype(np.float64), blocks * down)
     resampled = np.fft.irfft(spectrum[: blocks * up // 2 + 1], blocks * up) * (up / down)
     return torch.from_numpy(np.clip(np.rint(resampled), -(2**15), 2**15 - 1).astype(np.int16))
 
 
-def _voices(count: int) -> str:
-    return f"{count} voice{'s' * (count > 1)}"
+def _count_voices(count: int) -> str:
+    return f"{count} held-out voice{'s' * (count > 1)}"
 
 
 def _digest(clips: Sequence[Tensor]) -> str:
@@ -298,9 +317,3 @@ def _digest(clips: Sequence[Tensor]) -> str:
     for clip in clips:
         digest.update(len(clip).to_bytes(8) + clip.numpy().tobytes())
     return digest.hexdigest()[:12]
-
-
-def _draw(name: str) -> float:
-    """A number in [0, 1) that depends on `name` alone; the key makes the split this recipe's own."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8, key=b"unisono: voices").digest()
-    return int.from_bytes(digest) / 2**64

@@ -1,14 +1,11 @@
-"""Wave files: what their headers promise, looked at before a training begins, and what they hold.
-
-Python's own `wave` reads them: whole-number samples (PCM) of 8, 16, 24 or 32 bits.
-"""
+"""Read and check wave files with Python's module `wave`: integer samples (PCM) of 8, 16, 24 or 32 bits."""
 
 from __future__ import annotations
 
 import shlex
 import wave
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,134 +15,131 @@ from torch import Tensor
 
 from unisono import DataError
 
-TOLD = 5
-"""At most so many of the files that do not fit are told at once."""
+MAX_ERRORS = 5
+"""With more invalid files than this, the error reports only the first."""
 
 
 class WavHeader(NamedTuple):
-    """What a wave file says of itself."""
+    """The format and length in a wave file's header."""
 
     channels: int
-    bits: int  # a sample
-    rate: int  # samples a second
-    length: int  # samples in each channel
+    rate: int  # Hz
+    length: int  # samples per channel
 
 
-class UnreadableWav(Exception):
-    """A file that is not a whole wave file; the text is why, a sentence."""
+class UnreadableWavError(Exception):
+    """A file is not a complete wave file. The message is the reason, as a sentence."""
 
 
 def read_header(path: Path) -> WavHeader:
-    """The header of a wave file whose last sample is there. Raises Unreadable."""
+    """Read the header of a wave file, and check that the file has all samples.
+
+    Raises:
+        UnreadableWavError: It is not a wave file, or not a complete one.
+    """
     try:
         with wave.open(str(path), "rb") as file:
-            header = WavHeader(file.getnchannels(), 8 * file.getsampwidth(), file.getframerate(), file.getnframes())
+            header = WavHeader(file.getnchannels(), file.getframerate(), file.getnframes())
             if not header.length:
-                raise UnreadableWav("It has no samples.")
+                raise UnreadableWavError("It has no samples.")
             file.setpos(header.length - 1)
             if len(file.readframes(1)) < file.getsampwidth() * header.channels:
                 size = path.stat().st_size
-                raise UnreadableWav(f"Its header tells of {header.length:,} samples, but it ends after {size:,} bytes.")
+                raise UnreadableWavError(f"Its header gives {header.length:,} samples, but it ends at {size:,} bytes.")
             return header
     except EOFError:
-        raise UnreadableWav(f"It ends inside its header, after {path.stat().st_size:,} bytes.") from None
-    except (wave.Error, OSError) as error:  # another format, not a wave file at all, or not to be read
-        raise UnreadableWav(f"It cannot be read: {error}.") from None
+        raise UnreadableWavError(f"It ends in its header, at {path.stat().st_size:,} bytes.") from None
+    except (wave.Error, OSError) as error:
+        raise UnreadableWavError(f"It cannot be read: {error}.") from None
 
 
 def read_wave(path: Path) -> Tensor:
-    """The samples of a mono wave file: float32 [samples], from -1 to 1. Raises DataError if it is not whole."""
+    """Return the samples of a mono wave file: float32 [samples], from -1 to 1.
+
+    Raises:
+        DataError: It is not a complete wave file.
+    """
     try:
         length = read_header(path).length
         with wave.open(str(path), "rb") as file:
-            width, sound = file.getsampwidth(), file.readframes(length)
-    except UnreadableWav as why:
-        raise DataError(f"Read {path}.", str(why), f"Get it anew, or: rm {shlex.quote(str(path))}") from None
-    return torch.from_numpy(_floats(sound, width))
+            width, pcm = file.getsampwidth(), file.readframes(length)
+    except UnreadableWavError as error:
+        raise _damaged(path, str(error)) from None
+    return torch.from_numpy(_to_float(pcm, width))
 
 
-def _floats(sound: bytes, width: int) -> np.ndarray:
-    """PCM of `width` bytes a sample, little-endian, as float32 from -1 to 1."""
-    if width == 1:  # the one width that has no sign
-        return (np.frombuffer(sound, np.uint8).astype(np.float32) - 128) / 128
-    if width == 3:  # numpy has no such numbers: they become the upper three bytes of four
-        wide = np.zeros((len(sound) // 3, 4), np.uint8)
-        wide[:, 1:] = np.frombuffer(sound, np.uint8).reshape(-1, 3)
-        sound, width = wide.tobytes(), 4
-    return np.frombuffer(sound, f"<i{width}").astype(np.float32) / np.float32(2 ** (8 * width - 1))
+def _damaged(path: Path, fact: str) -> DataError:
+    return DataError(f"Cannot read {path}.", fact, f"Copy it again, or: rm {shlex.quote(str(path))}")
 
 
-def labelled_waves(folder: Path) -> dict[str, list[Path]]:
-    """The wave files of every folder in `folder`, by its name, sorted; a name that begins with . or _ is passed over.
+def _to_float(pcm: bytes, width: int) -> np.ndarray:
+    """Convert little-endian PCM of `width` bytes per sample to float32 from -1 to 1."""
+    if width == 1:  # 8-bit samples are unsigned
+        return (np.frombuffer(pcm, np.uint8).astype(np.float32) - 128) / 128
+    if width == 3:  # numpy has no 24-bit integers: use the upper three bytes of 32-bit ones
+        wide = np.zeros((len(pcm) // 3, 4), np.uint8)
+        wide[:, 1:] = np.frombuffer(pcm, np.uint8).reshape(-1, 3)
+        pcm, width = wide.tobytes(), 4
+    return np.frombuffer(pcm, f"<i{width}").astype(np.float32) / np.float32(2 ** (8 * width - 1))
 
-    Raises DataError if the folder lacks, has fewer than two classes, or one with fewer than two files: one to train on
-    and one to validate on.
+
+def check_waves(paths: Sequence[Path]) -> tuple[int, list[int]]:
+    """Check that all files are mono and have one sampling rate. Reads only the headers.
+
+    Returns:
+        The sampling rate in Hz, and the length of each file in samples.
+
+    Raises:
+        DataError: A file is damaged, is not mono, or has another rate than most files.
     """
-    asked = f"Train on the wave files in {folder}: one folder a word, as in {folder / 'yes' / 'first.wav'}."
-    if not folder.is_dir():
-        raise DataError(asked, "There is no such folder.", "--set data=FOLDER, or --set data=none for other data.")
-    classes = [path for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] not in "._"]
-    found = {
-        path.name: [file for file in sorted(path.iterdir()) if file.suffix.lower() == ".wav" and file.name[0] != "."]
-        for path in classes
-    }
-    if len(found) < 2:
-        told = f"the only one is {classes[0].name}" if classes else "it has none"
-        true = f"Two folders or more are needed to tell words apart; {told}."
-        raise DataError(asked, true, f"mkdir {shlex.quote(str(folder / 'OTHER_WORD'))}, with its wave files in it.")
-    few = [name for name, files in found.items() if len(files) < 2]
-    if few:
-        where = folder / few[0]
-        more = f" (and so {len(few) - 1} more)" if len(few) > 1 else ""
-        true = f"{where} has {len(found[few[0]])} wave files{more}: two are needed, to train and to validate."
-        empty = not any(where.iterdir())
-        raise DataError(asked, true, f"{'rmdir' if empty else 'rm -r'} {shlex.quote(str(where))}, or record more.")
-    return found
-
-
-def check_waves(files: Mapping[str, Sequence[Path]]) -> tuple[int, list[int]]:
-    """The sampling rate of all these files, and the length of each in samples, in order. Reads every header.
-
-    Raises DataError that names each file that is damaged, not mono, or has another rate than most; of more than TOLD
-    it names the first.
-    """
-    paths = [path for some in files.values() for path in some]
     headers: dict[Path, WavHeader] = {}
-    wrong: dict[Path, tuple[str, bool]] = {}  # what is wrong, and whether a conversion repairs it
+    invalid: dict[Path, _Invalid] = {}
     for path in paths:
         try:
             headers[path] = read_header(path)
-        except UnreadableWav as why:
-            wrong[path] = (str(why), "unknown format" in str(why))
+        except UnreadableWavError as error:
+            invalid[path] = _Invalid(str(error), convertible="unknown format" in str(error))
     rates = Counter(header.rate for header in headers.values())
     rate = max(rates, key=lambda r: (rates[r], -r)) if rates else 16_000
-    fits = sum(header.channels == 1 and header.rate == rate for header in headers.values())
-    most = ", as most files have" if 2 * fits > len(headers) else ""
+    valid = sum(header.channels == 1 and header.rate == rate for header in headers.values())
+    most = ", as in most files" if 2 * valid > len(headers) else ""
     for path, header in headers.items():
         if header.channels != 1 or header.rate != rate:
-            has = f"It has {header.channels} channel{'s' * (header.channels > 1)} at {header.rate:,} samples a second"
-            wrong[path] = (f"{has}; one channel at {rate:,} is needed{most}.", True)
-    if wrong:
-        raise _wrong_files(wrong, rate, len(paths))
+            found = f"It has {header.channels} channel{'s' * (header.channels > 1)} at {header.rate:,} Hz"
+            invalid[path] = _Invalid(f"{found}, and must have 1 channel at {rate:,} Hz{most}.", convertible=True)
+    if invalid:
+        raise _invalid_files(invalid, rate, len(paths))
     return rate, [headers[path].length for path in paths]
 
 
-def _wrong_files(wrong: Mapping[Path, tuple[str, bool]], rate: int, count: int) -> Exception:
-    """One error: each file of a few, or the first of many, and how to convert all that can be."""
-    if len(wrong) > TOLD:
-        if all(convertible for _, convertible in wrong.values()):
-            folders = sorted({shlex.quote(str(path.parent)) for path in wrong})
+class _Invalid(NamedTuple):
+    """Why a file cannot be used, and whether sox can repair it."""
+
+    fact: str
+    convertible: bool
+
+
+def _invalid_files(invalid: dict[Path, _Invalid], rate: int, count: int) -> Exception:
+    """Report each of a few files, or the first of many, with the command that converts them."""
+    if len(invalid) > MAX_ERRORS:
+        if all(file.convertible for file in invalid.values()):
+            folders = sorted({shlex.quote(str(path.parent)) for path in invalid})
             files = " ".join(f"{folder}/*.wav" for folder in folders)
-            do = f'for f in {files}; do sox "$f" -r {rate} -c 1 -b 16 fixed.wav && mv fixed.wav "$f"; done'
+            convert = _convert_command('"$f"', rate)
+            command = f"for f in {files}; do {convert}; done"
         else:
-            broken = next(path for path, (_, yes) in wrong.items() if not yes)
-            do = f"rm {shlex.quote(str(broken))}, and look at the others."
-        path, (true, _) = next(iter(wrong.items()))
-        return DataError(f"Train on {path}.", f"{true} {len(wrong)} of {count} files do not fit.", do)
-    problems = []
-    for path, (true, can_be) in wrong.items():
-        name = shlex.quote(str(path))
-        convert = f"sox {name} -r {rate} -c 1 -b 16 fixed.wav && mv fixed.wav {name}"
-        asked = f"Train on {path}."
-        problems.append(DataError(asked, true, convert if can_be else f"Get it anew, or: rm {name}").problems[0])
-    return DataError.of(problems)
+            damaged = next(path for path, file in invalid.items() if not file.convertible)
+            command = f"rm {shlex.quote(str(damaged))}, and check the others."
+        path, file = next(iter(invalid.items()))
+        return DataError(f"Cannot use {path}.", f"{file.fact} {len(invalid)} of {count} files are invalid.", command)
+    errors = [
+        DataError(f"Cannot use {path}.", file.fact, _convert_command(shlex.quote(str(path)), rate))
+        if file.convertible
+        else _damaged(path, file.fact)
+        for path, file in invalid.items()
+    ]
+    return DataError.of([problem for error in errors for problem in error.problems])
+
+
+def _convert_command(name: str, rate: int) -> str:
+    return f"sox {name} -r {rate} -c 1 -b 16 fixed.wav && mv fixed.wav {name}"
