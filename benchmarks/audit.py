@@ -1,10 +1,11 @@
-"""What an audit costs: one virtual rank of a step is computed again on another process, and compared.
+"""Measure the cost of an audit, which computes one virtual rank of a step again on another process.
 
     python -m benchmarks.audit            about a minute
     python -m benchmarks.audit --quick    a smoke test
 
 Two processes train a GPT of 10.7 million parameters, four virtual ranks each. Audits are every second step, so steps
-with one, in which a fifth virtual rank is computed, and steps without take turns: the ratio of two neighbours.
+with an audit, in which a process computes a fifth virtual rank, alternate with steps without. The figure is the ratio
+of two consecutive steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EVERY = 2
 
 
 def train(world: World, settings: Settings, folder: str) -> list[float]:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     task = TASKS["GPT"]
     torch.manual_seed(1)
     seconds: list[float] = []
@@ -37,41 +38,41 @@ def train(world: World, settings: Settings, folder: str) -> list[float]:
         model = run.place(task.build)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         run.track(model=model, optimizer=optimizer)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for step in run.steps(task.data(settings.batch * 8)):
             for x, y in step:
                 step.backward(loss_of(model(x), y), weight=y.numel())
             step.update(optimizer)
             group.barrier()
-            seconds.append(time.perf_counter() - began)
-            began = time.perf_counter()
+            seconds.append(time.perf_counter() - start)
+            start = time.perf_counter()
         close_run(run)
     return seconds[WARM_UP:]
 
 
 def measure(pairs: int) -> dict[str, Any]:
-    never = DivergenceSettings(every=0)
+    no_divergence_check = DivergenceSettings(every=0)
     steps = EVERY * pairs + WARM_UP
-    settings = Settings(steps=steps, batch=16, virtual_ranks=8, audit_every=EVERY, divergence=never)
+    settings = Settings(steps=steps, batch=16, virtual_ranks=8, audit_every=EVERY, divergence=no_divergence_check)
     with tempfile.TemporaryDirectory() as folder:
-        found = run_ranks(train, 2, settings, folder, seconds=550)
-    slower = [max(pair) for pair in zip(*found, strict=True)]  # every process waits for it
+        seconds = run_ranks(train, 2, settings, folder, seconds=550)
+    slower = [max(pair) for pair in zip(*seconds, strict=True)]  # both processes wait for the slower one
     return {"pairs": pairs, "audited": ratio(slower[1::2], slower[::2])}
 
 
 def table(found: dict[str, Any]) -> str:
     return (
-        f"a step with an audit (a virtual rank more than the four of each process) over one without: "
-        f"{found['audited']:.3f}, {found['pairs']} times"
+        f"a step with an audit (five virtual ranks on a process instead of four) over a step without: "
+        f"{found['audited']:.3f}, {found['pairs']} pairs"
     )
 
 
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=20, help="steps of each kind (20)")
-    asked = flags.parse_args()
-    found = measure(2 if asked.quick else asked.pairs)
-    show("audit", found, lambda: table(found), as_json=asked.json)
+    args = flags.parse_args()
+    found = measure(2 if args.quick else args.pairs)
+    show("audit", found, lambda: table(found), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Two processes that share one model: what it costs to copy every shard to a buddy after every step.
+"""Measure the cost of copying each shard to another process after each step (parallel.replicate_shards).
 
     python -m benchmarks.buddy            about five minutes
     python -m benchmarks.buddy --quick    a smoke test
 
-Ours without a buddy and with one take turns (turns.py says how), gathered by layer and once a step. A copy is packed at
-the beginning of a turn and has arrived at its end, so all that it costs is in the turn that it belongs to.
+Two processes share one model. Steps with and without copies alternate (see turns.py), with parallel.reshard=layer and
+step. A copy is packed at the start of a step and received at its end, so its whole cost is in the time of that step.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.turns import Course, Race, Turn, main, ours
+from benchmarks.turns import Comparison, LoopContext, LoopStep, main, ours
 from unisono.config import ParallelSettings
 
-BESIDE = {"layer, buddy": "layer", "step, buddy": "step"}
+BASELINES = {"layer, replicated": "layer", "step, replicated": "step"}
 
 
-def build(course: Course, loop: str) -> Iterator[Turn]:
+def build(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     gather: Any = loop.split(",")[0]
-    parallel = ParallelSettings(shard=course.group.size, reshard=gather, replicate_shards=loop.endswith("buddy"))
-    return ours(course, replace(course.settings, parallel=parallel), course.group, loop)
+    parallel = ParallelSettings(shard=context.group.size, reshard=gather, replicate_shards=loop.endswith("replicated"))
+    return ours(context, replace(context.settings, parallel=parallel), context.group, loop)
 
 
 if __name__ == "__main__":
-    main(Race("buddy", BESIDE, build), __doc__)
+    main(Comparison("buddy", BASELINES, build), __doc__)

@@ -1,11 +1,11 @@
-"""What parallel.param_dtype=bf16 saves: bytes of parameters that travel, and that are held meanwhile.
+"""Count what parallel.param_dtype=bf16 saves: bytes of parameters that are received, and that are held at once.
 
     python -m benchmarks.casts            half a minute
     python -m benchmarks.casts --quick    a smoke test
 
-The text recipe's GPT on two processes that share it, batch 16, 8 virtual ranks: beside float32 and autocast, both of
-which gather float32. Counted is what a process receives of parameters in a step, and the largest piece that is gathered
-at once. Gradients travel in float32 in any case. Bytes are counted, not timed: they are the same on any machine.
+Two processes share the text recipe's GPT, with batch 16 and 8 virtual ranks. The baselines are float32 and autocast,
+which both gather float32. The figures are the bytes of parameters that a process receives in a step, and the largest
+tensor that is gathered at once. Gradients are sent in float32 in all cases. Counts do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from unisono.recipes.text import GPT, Model, loss_sum
 from unisono.testing import build_run, close_run, run_ranks
 
 KINDS = {"float32": ("fp32", "fp32"), "autocast": ("bf16", "fp32"), "param_dtype": ("fp32", "bf16")}
-"""By name: the settings precision and parallel.param_dtype."""
+"""The settings precision and parallel.param_dtype of each kind."""
 
 COLUMNS = {"parameters": "parameters in", "at once": "at once"}
 
 
 class Counter:
-    """What comes here, in bytes."""
+    """Counts the bytes of parameters that this process receives."""
 
     def __init__(self) -> None:
         self.bytes = dict.fromkeys(COLUMNS, 0)
 
     def watch(self) -> None:
-        """Count from now on what FSDP2 gathers."""
-        for kind in (_fsdp_collectives.DefaultAllGather, AllGather):  # once a step, and layer by layer
+        """Start counting what FSDP2 gathers."""
+        for kind in (_fsdp_collectives.DefaultAllGather, AllGather):  # once a step, or layer by layer
             kind.__call__ = self._counted(kind.__call__)  # type: ignore[method-assign]
 
-    def _counted(self, as_it_is: Any) -> Any:
+    def _counted(self, all_gather: Any) -> Any:
         def gather(comm: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *more: Any, **named: Any) -> Any:
             self.bytes["parameters"] += output_tensor.nbytes - input_tensor.nbytes
             self.bytes["at once"] = max(self.bytes["at once"], output_tensor.nbytes)
-            return as_it_is(comm, output_tensor, input_tensor, *more, **named)
+            return all_gather(comm, output_tensor, input_tensor, *more, **named)
 
         return gather
 
 
-def counted(world: World, kind: str, gather: Any, model: Model, folder: str) -> dict[str, int]:
-    """The bytes of a step."""
+def count_bytes(world: World, kind: str, gather: Any, model: Model, folder: str) -> dict[str, int]:
+    """Return the bytes of a step."""
     precision, param_dtype = KINDS[kind]
     parallel = ParallelSettings(shard=world.size, reshard=gather, param_dtype=param_dtype)  # type: ignore[arg-type]
     config = Settings(steps=2, batch=16, precision=precision, parallel=parallel)  # type: ignore[arg-type]
@@ -82,15 +82,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    asked = parser(__doc__).parse_args()
-    model = Model(width=32, depth=2, context=16) if asked.quick else Model()
+    args = parser(__doc__).parse_args()
+    model = Model(width=32, depth=2, context=16) if args.quick else Model()
     rows = []
     for gather in ("layer", "step"):
         for kind in KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                found = run_ranks(counted, 2, kind, gather, model, folder, seconds=300)[0]
+                found = run_ranks(count_bytes, 2, kind, gather, model, folder, seconds=300)[0]
             rows.append({"kind": kind, "gather": gather, **found})
-    show("casts", {"rows": rows}, lambda: table(rows), as_json=asked.json)
+    show("casts", {"rows": rows}, lambda: table(rows), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What a checkpoint costs: how long training stands still when it is written beside the steps, and when they wait.
+"""Measure how long a checkpoint stops training, with synchronous and asynchronous saves.
 
-    python -m benchmarks.checkpoint            about two minutes; --ours leaves torch's out
+    python -m benchmarks.checkpoint            about two minutes; --ours skips torch's own
     python -m benchmarks.checkpoint --quick    a smoke test
 
-One process, a model with AdamW's state of 240 MB, in a real run. Saves take turns, on one disk: `waiting`
-(checkpoint.async_save=false), `beside` (true), and torch's own, torch.save and the asynchronous save of
-torch.distributed.checkpoint, for the same state into files of their own (neither hashes, and torch.save does not wait
-for the disk). Stall is the time until the loop may go on. After each save come the same steps of computing, so that
-what a writer beside them takes from them is seen as well; the next turn begins when it has ended.
+One process trains a model with 240 MB of weights and AdamW state. Kinds of saves alternate: `sync`
+(checkpoint.async_save=false), `async` (true), torch.save, and the asynchronous save of torch.distributed.checkpoint.
+Torch's two write the same state without hashes, and torch.save does not wait for the disk. The stall is the time until
+the loop can continue. Each save is followed by the same steps, whose time shows how much a background writer slows them
+down. The next save starts after the writer has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unisono.train.run import Run
 from unisono.train.state.save_state import save_checkpoint
 
 WIDTH = 1582
-"""Eight layers of it have 20 million parameters: 80 MB, and twice that in AdamW's state."""
+"""Width of 8 layers with 20 million parameters: 80 MB, and twice that in AdamW's state."""
 
 
 def build(width: int) -> nn.Module:
@@ -42,7 +42,7 @@ def build(width: int) -> nn.Module:
 
 
 class Bench:
-    """A run that is saved now and then, in one way after the other."""
+    """A run with each kind of save."""
 
     def __init__(self, run: Run[Any], width: int, steps: int, folder: Path) -> None:
         self.run, self.steps, self.folder = run, steps, folder
@@ -55,7 +55,7 @@ class Bench:
 
     @property
     def bytes(self) -> int:
-        state = [t for of in self.optimizer.state.values() for t in of.values()]
+        state = [t for values in self.optimizer.state.values() for t in values.values()]
         return sum(t.nbytes for t in [*self.model.parameters(), *state])
 
     def step(self) -> None:
@@ -63,10 +63,10 @@ class Bench:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def waiting(self) -> None:
+    def save_sync(self) -> None:
         save_checkpoint(self.run.context)
 
-    def beside(self) -> None:
+    def save_async(self) -> None:
         save_checkpoint(self.run.context, in_background=True)
 
     def state(self) -> dict[str, Any]:
@@ -77,61 +77,62 @@ class Bench:
 
     def torch_async(self) -> None:
         flat = dict(self.model.state_dict())
-        flat |= {f"{i}.{name}": t for i, of in enumerate(self.optimizer.state.values()) for name, t in of.items()}
+        for i, values in enumerate(self.optimizer.state.values()):
+            flat |= {f"{i}.{name}": t for name, t in values.items()}
         self.future = dcp.async_save(flat, checkpoint_id=str(self.folder / "dcp"))
 
-    def end(self) -> None:
-        """Until nothing is being written any more."""
+    def wait(self) -> None:
+        """Wait until all background writers have ended."""
         self.run.context.state.settle()
         if self.future is not None:
             self.future.result()
             self.future = None
 
-    def turn(self, save: Callable[[], None]) -> tuple[float, float]:
-        """(the stall, the steps after it), in seconds."""
+    def measure(self, save: Callable[[], None]) -> tuple[float, float]:
+        """Save once, and return the seconds of the stall and of the steps after it."""
         self.run.context.progress.steps_done += 1
-        began = time.perf_counter()
+        start = time.perf_counter()
         save()
-        stalled = time.perf_counter()
+        saved = time.perf_counter()
         for _ in range(self.steps):
             self.step()
         computed = time.perf_counter()
-        self.end()
-        return stalled - began, computed - stalled
+        self.wait()
+        return saved - start, computed - saved
 
 
-def measure(rounds: int, width: int, steps: int, folder: Path, *, torchs: bool) -> dict[str, Any]:
-    """Stall and steps of each way to save, over so many rounds; `torchs`: of torch's own as well."""
+def measure(rounds: int, width: int, steps: int, folder: Path, *, with_torch: bool) -> dict[str, Any]:
+    """Measure stall and steps of each kind of save, `rounds` times; `with_torch` includes torch's own."""
     torch.set_num_threads(1)
     world = World(rank=0, size=1, local_rank=0, local_size=1, store=f"file://{folder}/store", launcher="test")
     settings = Settings(steps=10_000, virtual_ranks=1, checkpoint=CheckpointSettings(keep=1))
-    with join_process_group(world) as alone:
-        run = build_run(settings, world, alone, folder)
+    with join_process_group(world) as group:
+        run = build_run(settings, world, group, folder)
         bench = Bench(run, width, steps, folder)
-        ways = {"waiting": bench.waiting, "beside": bench.beside}
-        if torchs:
+        saves = {"sync": bench.save_sync, "async": bench.save_async}
+        if with_torch:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            ways |= {"torch.save": bench.torch_save, "torch's async_save": bench.torch_async}
-        first = bench.turn(bench.beside)[0]  # makes the memory
-        for save in ways.values():
-            bench.turn(save)
-        nothing = [bench.turn(lambda: None)[1] for _ in range(rounds)]
-        told: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for turn in range(rounds):
-            for name in list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]:
-                told[name].append(bench.turn(ways[name]))
+            saves |= {"torch.save": bench.torch_save, "torch's async_save": bench.torch_async}
+        first = bench.measure(bench.save_async)[0]  # allocates the buffers
+        for save in saves.values():
+            bench.measure(save)
+        no_save = [bench.measure(lambda: None)[1] for _ in range(rounds)]
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in saves}
+        for number in range(rounds):
+            for name in list(saves)[number % len(saves) :] + list(saves)[: number % len(saves)]:
+                seconds[name].append(bench.measure(saves[name]))
         size = bench.bytes
         close_run(run)
-        if torchs:
+        if with_torch:
             dist.destroy_process_group()
-    stalls = {name: [stall for stall, _ in turns] for name, turns in told.items()}
+    stalls = {name: [stall for stall, _ in pairs] for name, pairs in seconds.items()}
     return {
         "bytes": size,
-        "first_beside_seconds": first,
-        "steps_alone_seconds": spread(nothing),
+        "first_async_seconds": first,
+        "steps_alone_seconds": spread(no_save),
         "stall_seconds": {name: spread(values) for name, values in stalls.items()},
-        "steps_seconds": {name: spread([after for _, after in turns]) for name, turns in told.items()},
-        "stall_beside_over_waiting": ratio(stalls["beside"], stalls["waiting"]),
+        "steps_seconds": {name: spread([after for _, after in pairs]) for name, pairs in seconds.items()},
+        "stall_async_over_sync": ratio(stalls["async"], stalls["sync"]),
     }
 
 
@@ -142,24 +143,24 @@ def table(figures: dict[str, Any]) -> str:
     for name, stall in figures["stall_seconds"].items():
         in_ms = f"{Spread(*(1000 * value for value in stall)):.0f}"
         lines.append(f"{name:20} {in_ms:27} {figures['steps_seconds'][name]:.2f}")
-    lines.append(f"beside over waiting  {figures['stall_beside_over_waiting']:.3f}")
-    lines.append(f"the first one beside, which makes the memory: {1000 * figures['first_beside_seconds']:.0f} ms")
+    lines.append(f"async over sync      {figures['stall_async_over_sync']:.3f}")
+    lines.append(f"first async save, which allocates buffers: {1000 * figures['first_async_seconds']:.0f} ms")
     return "\n".join(lines)
 
 
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int, default=9)
-    flags.add_argument("--ours", action="store_true", help="leave torch's own out")
-    asked = flags.parse_args()
+    flags.add_argument("--ours", action="store_true", help="skip torch's own saves")
+    args = flags.parse_args()
     warnings.filterwarnings("ignore", module="torch")
-    rounds, width, steps = (2, 100, 2) if asked.quick else (asked.rounds, WIDTH, 6)
+    rounds, width, steps = (2, 100, 2) if args.quick else (args.rounds, WIDTH, 6)
     folder = Path(tempfile.mkdtemp(prefix="unisono-bench-"))
     try:
-        figures = measure(rounds, width, steps, folder, torchs=not asked.ours)
+        figures = measure(rounds, width, steps, folder, with_torch=not args.ours)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    show("checkpoint", figures, lambda: table(figures), as_json=asked.json)
+    show("checkpoint", figures, lambda: table(figures), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The text recipe with compressed gradients: validation loss after as many samples, and bytes a step.
+"""Train the text recipe with compressed gradients, and report validation loss and bytes per step.
 
-    python -m benchmarks.compress                                 the recipe as it is, on two processes: a minute a row
+    python -m benchmarks.compress                                 the recipe's defaults, on two processes: a minute each
     python -m benchmarks.compress --small                         a model of 0.1 million parameters, on one process
-    python -m benchmarks.compress --bytes                         two steps of a wide model: bytes alone
-    python -m benchmarks.compress --only powersgd                 rows with this word
+    python -m benchmarks.compress --bytes                         two steps of a wide model: only the bytes matter
+    python -m benchmarks.compress --only powersgd                 rows that contain this word
 
-Validation losses depend on no machine's speed (under the tree they are the same to the last bit on any number of
-processes of one kind); so this may run on a busy one.
+Validation losses do not depend on the machine's speed, so this can run on a busy machine.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ QUICK = ["model.width=16", "model.depth=1", "model.heads=2", "model.context=16",
 
 
 def run(sets: Sequence[str], ranks: int) -> dict[str, Any]:
-    """What result.json says."""
+    """Train, and return the contents of result.json."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["run", "text", "--ranks", str(ranks), "--run-dir", f"{folder}/run"]
         words += [word for each in (*sets, "sample_bytes=0") for word in ("--set", each)]
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "unisono.cli.main", *words],
             capture_output=True,
             text=True,
@@ -57,16 +56,16 @@ def run(sets: Sequence[str], ranks: int) -> dict[str, Any]:
             env=inherited({"PYTHONPATH": str(ROOT)}),
             check=False,
         )
-        if done.returncode:
-            raise SystemExit(f"{done.stdout}\n{done.stderr}")
+        if process.returncode:
+            raise SystemExit(f"{process.stdout}\n{process.stderr}")
         result: dict[str, Any] = json.loads((Path(folder) / "run" / "result.json").read_text(encoding="utf-8"))
         return result
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Each beside the first, which is the tree."""
+    """Format the rows, with ratios to the first one, which is the tree."""
     first = rows[0]
-    head = ("", "bits a byte", "over the tree's", "bytes a step", "of the tree's", "promise")
+    head = ("", "bits per byte", "relative to the tree", "bytes per step", "relative to the tree", "promise")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         loss = f"{row['bits_per_byte']:.4f} | {row['bits_per_byte'] / first['bits_per_byte'] - 1:+.2%}"
@@ -79,18 +78,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--small", action="store_true", help="a small model, on one process")
-    flags.add_argument("--bytes", action="store_true", help="two steps of a wide model, on two")
-    flags.add_argument("--only", default="", help="rows with this word, beside the tree's")
-    asked = flags.parse_args()
-    model = QUICK if asked.quick else SMALL if asked.small else WIDE if asked.bytes else []
+    flags.add_argument("--bytes", action="store_true", help="two steps of a wide model, on two processes")
+    flags.add_argument("--only", default="", help="the tree, and rows that contain this word")
+    args = flags.parse_args()
+    model = QUICK if args.quick else SMALL if args.small else WIDE if args.bytes else []
     rows = []
     for sets in ROWS:
-        if sets and asked.only not in " ".join(sets):
+        if sets and args.only not in " ".join(sets):
             continue
-        found = run([*model, *sets], ranks=1 if asked.small else 2)
-        rows.append({"sets": sets, **{k: found[k] for k in ("bits_per_byte", "bytes_per_step", "promise")}})
+        result = run([*model, *sets], ranks=1 if args.small else 2)
+        rows.append({"sets": sets, **{k: result[k] for k in ("bits_per_byte", "bytes_per_step", "promise")}})
         print(table([*rows[:1], *rows[1:][-1:]]).splitlines()[-1], file=sys.stderr, flush=True)
-    show("compress", {"rows": rows}, lambda: table(rows), as_json=asked.json)
+    show("compress", {"rows": rows}, lambda: table(rows), as_json=args.json)
 
 
 if __name__ == "__main__":

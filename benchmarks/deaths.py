@@ -1,9 +1,9 @@
-"""A worker at its own pace is killed: how soon the others' gradients are used again.
+"""Kill a worker of an asynchronous parameter server, and measure how soon the next update comes.
 
     python -m benchmarks.deaths                     one server, three workers, ten runs
 
-Of each run, from the last update before the kill on: the median time from one update to the next before it, the time to
-the next update, and the longest time without one within a second.
+For each run: the median time between updates before the kill; the time from the last update before the kill to the next
+one; and the longest time between updates in the second after the kill.
 """
 
 from __future__ import annotations
@@ -46,37 +46,38 @@ def main(run):
 if __name__ == "__main__":
     unisono.main(main)
 """
-ASKED = ["batch=256", "steps=600", "exchange=server", "server.staleness=none"]
+SETTINGS = ["batch=256", "steps=600", "exchange=server", "server.staleness=none"]
 
 
 class Death(NamedTuple):
-    """Seconds."""
+    """Times of a run, in seconds."""
 
     between: float
     after: float
     longest: float
 
 
-def died(workers: int, at: int) -> Death:
-    """A run in which the last worker is killed after `at` updates."""
+def kill_worker(workers: int, at: int) -> Death:
+    """Run, kill the last worker after `at` updates, and return the times between updates."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
         words = ["run", "train.py", "--ranks", str(workers + 1), "--run-dir", "out"]
-        command = [sys.executable, "-m", "unisono.cli.main", *words, *(w for each in ASKED for w in ("--set", each))]
+        command = [sys.executable, "-m", "unisono.cli.main", *words, *(w for each in SETTINGS for w in ("--set", each))]
         environment = inherited({"PYTHONPATH": str(ROOT)})
-        running = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
-        assert running.stdout is not None
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
         times: list[float] = []
         killed = 0.0
-        for said in running.stdout:
-            told: Any = json.loads(said) if said[:1].isdigit() and "." in said and " " not in said.strip() else None
-            times += [told] if isinstance(told, float) else []
+        for printed in process.stdout:
+            is_number = printed[:1].isdigit() and "." in printed and " " not in printed.strip()
+            value: Any = json.loads(printed) if is_number else None
+            times += [value] if isinstance(value, float) else []
             if len(times) == at and not killed:
                 os.kill(int((folder / "out" / f"pid-{workers}").read_text()), signal.SIGKILL)
                 killed = times[-1]
-        if running.wait():
-            raise SystemExit(f"{' '.join(words)} ended with status {running.returncode}")
+        if process.wait():
+            raise SystemExit(f"{' '.join(words)} exited with status {process.returncode}")
         after = [when for when in times if killed <= when < killed + 1.0]
         before = [b - a for a, b in pairwise(times[: at - 1])]
         return Death(median(before), after[1] - killed, max(b - a for a, b in pairwise(after)))
@@ -86,10 +87,10 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--runs", type=int, default=10)
     flags.add_argument("--workers", type=int, default=3)
-    asked = flags.parse_args()
-    deaths = [died(asked.workers, 100) for _ in range(asked.runs)]
+    args = flags.parse_args()
+    deaths = [kill_worker(args.workers, 100) for _ in range(args.runs)]
     for name, values in zip(Death._fields, zip(*deaths, strict=True), strict=True):
-        print(f"{name:8}  median {1000 * median(values):6.1f} ms, most {1000 * max(values):6.1f} ms")
+        print(f"{name:8}  median {1000 * median(values):6.1f} ms, maximum {1000 * max(values):6.1f} ms")
     print(line())
 
 

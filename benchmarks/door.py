@@ -1,9 +1,9 @@
-"""How long the door takes: `import unisono` and `unisono --help`, in milliseconds beside an empty Python.
+"""Measure the time of `import unisono` and `unisono --help`, in milliseconds, with `python -c pass` as the baseline.
 
     python -m benchmarks.door            ten seconds
     python -m benchmarks.door --quick    a smoke test
 
-New processes, taking turns; wall time from start to exit.
+Each command runs in a new process, and commands alternate. Times are from start to exit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.machine import parser, show, spread
 
-DOORS = {
+COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import unisono": ["-c", "import unisono"],
     "unisono --help": ["-m", "unisono.cli.main", "--help"],
@@ -23,19 +23,19 @@ DOORS = {
 
 
 def milliseconds(arguments: list[str]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
-    return 1e3 * (time.perf_counter() - began)
+    return 1e3 * (time.perf_counter() - start)
 
 
-def measure(turns: int) -> dict[str, Any]:
-    for arguments in DOORS.values():  # compiles what has not been compiled
+def measure(rounds: int) -> dict[str, Any]:
+    for arguments in COMMANDS.values():  # the first start writes bytecode
         milliseconds(arguments)
-    times: dict[str, list[float]] = {name: [] for name in DOORS}
-    for _ in range(turns):
-        for name, arguments in DOORS.items():
+    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(rounds):
+        for name, arguments in COMMANDS.items():
             times[name].append(milliseconds(arguments))
-    return {"turns": turns, "milliseconds": {name: spread(column) for name, column in times.items()}}
+    return {"turns": rounds, "milliseconds": {name: spread(column) for name, column in times.items()}}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -44,9 +44,9 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    asked = parser(__doc__).parse_args()
-    found = measure(2 if asked.quick else 20)
-    show("door", found, lambda: table(found), as_json=asked.json)
+    args = parser(__doc__).parse_args()
+    found = measure(2 if args.quick else 20)
+    show("door", found, lambda: table(found), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Two processes: what the exact exchange costs over torch's DistributedDataParallel.
+"""Compare the exact exchange on two processes with torch's DistributedDataParallel.
 
     python -m benchmarks.exchange            about seven minutes
     python -m benchmarks.exchange --quick    a smoke test
 
-Four loops take turns (turns.py says how): ours with exchange=tree, exact; the same with messages alone, as between
-hosts (on one host the processes share memory); ours with exchange=allreduce; and DistributedDataParallel as its
-documentation advises (no_sync on all micro-batches but the last, gradient_as_bucket_view).
+Four loops alternate (see turns.py): ours with exchange=tree; the same without shared memory, as between hosts
+("messages"); ours with exchange=allreduce; and DistributedDataParallel as its documentation advises (no_sync on all
+micro-batches but the last, gradient_as_bucket_view).
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.tasks import loss_of
-from benchmarks.turns import Course, Race, Turn, main, ours
+from benchmarks.turns import Comparison, LoopContext, LoopStep, main, ours
 
 
-def ddp(course: Course) -> Iterator[Turn]:
-    """DistributedDataParallel averages over processes; the loss is scaled for that."""
-    model = DistributedDataParallel(copy.deepcopy(course.model), gradient_as_bucket_view=True)
+def ddp(context: LoopContext) -> Iterator[LoopStep]:
+    """Train with DistributedDataParallel. It averages over processes, and the loss is scaled accordingly."""
+    model = DistributedDataParallel(copy.deepcopy(context.model), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    for number, micro_batches in enumerate(course.steps()):
+    for number, micro_batches in enumerate(context.steps()):
         for left, (x, y) in micro_batches:
-            weight = course.order.batch * y[0].numel()
+            weight = context.order.batch * y[0].numel()
             with model.no_sync() if left else nullcontext():
-                (loss_of(model(x), y) * (course.group.size / weight)).backward()
+                (loss_of(model(x), y) * (context.group.size / weight)).backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         norm = 0.0 if number else float(torch.nn.utils.get_total_norm(grads))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        yield Turn(model.module, norm)
+        yield LoopStep(model.module, norm)
 
 
-def build(course: Course, loop: str) -> Iterator[Turn]:
+def build(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     match loop:
         case "DDP":
-            return ddp(course)
+            return ddp(context)
         case "messages":
-            return ours(course, course.settings, replace(course.group, neighbors={}), loop)
+            return ours(context, context.settings, replace(context.group, neighbors={}), loop)
         case "allreduce":
-            return ours(course, replace(course.settings, exchange="allreduce"), course.group, loop)
-    return ours(course, course.settings, course.group, loop)
+            return ours(context, replace(context.settings, exchange="allreduce"), context.group, loop)
+    return ours(context, context.settings, context.group, loop)
 
 
 if __name__ == "__main__":
-    main(Race("exchange", {"tree": "DDP", "messages": "DDP", "allreduce": "DDP"}, build), __doc__)
+    main(Comparison("exchange", {"tree": "DDP", "messages": "DDP", "allreduce": "DDP"}, build), __doc__)

@@ -1,18 +1,16 @@
-"""Kill processes of runs at random moments: does each run end with the fingerprint of an undisturbed one?
+"""Kill processes of runs at random times, and check that each run has the fingerprint of an undisturbed run.
 
-    python -m benchmarks.kills                                              a quick look: 8 kills of each kind
+    python -m benchmarks.kills                                              short: 8 kills of each kind
     python -m benchmarks.kills --random 100 --early 40 --checked 40 --workers 20 --torchrun 20
 
-    --random    kills after the first step of a run, of any rank or of two at once, and of those that replace them
-    --early     kills before the first step: while Python starts, in the script's own code, while processes connect
-    --checked   kills in the first nine steps, of which five check the promise; every second run has replicas of shards
-    --workers   kills of loader workers
-    --torchrun  runs under `torchrun --max-restarts 3`, with one to three moments in each at which ranks are killed,
-                also while all are starting again
+    --random    kill any rank, or two at once, after the first step, and also the processes that replace them
+    --early     kill before the first step: while Python starts, in the script's own code, while processes connect
+    --checked   kill in the first nine steps, of which five are verified; half of the runs have replicas of shards
+    --workers   kill loader workers
+    --torchrun  kill ranks one to three times in runs under `torchrun --max-restarts 3`, also during a restart
 
-All kills are SIGKILL. A run gets several of them. The placement is drawn for each run: replicas, shards, another
-exchange. The command prints a table, and what every run printed that did not end with the undisturbed fingerprint; then
-its exit status is 1.
+All kills are SIGKILL, and a run gets several. The layout is random for each run: replicas, shards, another exchange.
+The command prints a table, and the output of each run with another fingerprint. The exit status is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ LOOK_SECONDS = 0.005
 
 
 class Case(NamedTuple):
-    """What is run."""
+    """Settings of a run."""
 
     name: str
     ranks: int
@@ -127,8 +125,8 @@ WORKERS = Case("loader workers", 2, ("loader.workers=1",))
 TORCHRUN = (Case("torchrun, two", 2), Case("torchrun, three", 3), Case("torchrun, shards", 2, ("parallel.shard=2",)))
 
 
-class Known(NamedTuple):
-    """An undisturbed run: its fingerprint, and what its parts took, in seconds."""
+class Reference(NamedTuple):
+    """Fingerprint and durations of an undisturbed run, in seconds."""
 
     fingerprint: str
     start: float  # from the first process to the end of the first step
@@ -136,14 +134,14 @@ class Known(NamedTuple):
     loop: float  # from the end of the first step to the end of the run
 
 
-class Ended(NamedTuple):
-    """A run that was disturbed."""
+class Trial(NamedTuple):
+    """Result of a run with kills."""
 
     kind: str
     case: Case
     kills: int
     seconds: float
-    problem: str  # "": it has the undisturbed fingerprint
+    problem: str  # "": the fingerprint is right
 
 
 class Running:
@@ -161,7 +159,7 @@ class Running:
         else:
             words = ["unisono.cli.main", "run", "train.py", "--ranks", str(case.ranks)]
         self.output = open(folder / "output", "wb")  # noqa: SIM115  (closed in end)
-        self.began = time.monotonic()
+        self.start = time.monotonic()
         self.popen = subprocess.Popen(
             [sys.executable, "-m", *words, "--run-dir", "out", *sets],
             cwd=folder,
@@ -194,7 +192,7 @@ class Running:
         return {rank.pid for rank in self.ranks()}
 
     def wait_for_new(self, before: set[int]) -> bool:
-        """Wait until a process trains that is not among `before`; return False if the command ended."""
+        """Wait for a training process that is not in `before`; return False if the command ended."""
         return self.wait_for(lambda: self.pids() - before)
 
     def _trains(self, process: psutil.Process) -> bool:
@@ -211,25 +209,25 @@ class Running:
         return found
 
     def kill(self, processes: Sequence[psutil.Process]) -> None:
-        """Kill those that still live, and count them."""
+        """Kill and count the processes that are still alive."""
         for process in processes:
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     process.kill()
                     self.kills += 1
 
-    def wait_for(self, what: Callable[[], object]) -> bool:
-        """Wait until `what` is true; return False if the command ended before."""
-        while not what():
-            if self.over or time.monotonic() > self.began + LIMIT_SECONDS:
+    def wait_for(self, condition: Callable[[], object]) -> bool:
+        """Wait until a condition is true; return False if the command ended first."""
+        while not condition():
+            if self.over or time.monotonic() > self.start + LIMIT_SECONDS:
                 return False
             time.sleep(LOOK_SECONDS)
         return True
 
     def end(self) -> str:
-        """Wait for the end; return the fingerprint, or an empty text if the run has none."""
+        """Wait for the end; return the fingerprint, or "" if the run failed."""
         try:
-            status = self.popen.wait(max(1.0, self.began + LIMIT_SECONDS - time.monotonic()))
+            status = self.popen.wait(max(1.0, self.start + LIMIT_SECONDS - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.popen.terminate()
             status = self.popen.wait()
@@ -240,8 +238,8 @@ class Running:
         return str(json.loads(result.read_text())["weights_sha256"])
 
 
-def undisturbed(folder: Path, case: Case, *, torchrun: bool = False) -> Known:
-    """Run a case without any kill."""
+def undisturbed(folder: Path, case: Case, *, torchrun: bool = False) -> Reference:
+    """Run a case without kills."""
     running = Running(folder, case, torchrun=torchrun)
     running.wait_for(running.ranks)
     times = [time.monotonic()]
@@ -252,70 +250,70 @@ def undisturbed(folder: Path, case: Case, *, torchrun: bool = False) -> Known:
     if not fingerprint:
         raise SystemExit(f"{case.name}: the undisturbed run failed\n{(folder / 'output').read_text()}")
     first, loop, stepped, ninth = times
-    return Known(fingerprint, stepped - first, ninth - loop, time.monotonic() - stepped)
+    return Reference(fingerprint, stepped - first, ninth - loop, time.monotonic() - stepped)
 
 
-def victims(found: list[psutil.Process], chance: random.Random) -> list[psutil.Process]:
-    """Draw from these processes: the first, the last, any, or two at once."""
-    if len(found) < 2:
-        return found
+def victims(processes: list[psutil.Process], chance: random.Random) -> list[psutil.Process]:
+    """Choose the first process, the last, any one, or two."""
+    if len(processes) < 2:
+        return processes
     kind = chance.randrange(5)
     if kind < 2:
-        return [found[-kind]]  # the first, or the last
-    return chance.sample(found, 2) if kind == 2 else [chance.choice(found)]
+        return [processes[-kind]]  # the first, or the last
+    return chance.sample(processes, 2) if kind == 2 else [chance.choice(processes)]
 
 
-def early(running: Running, known: Known, chance: random.Random) -> None:
-    """Kill before the first step, and perhaps again after the restart."""
+def early(running: Running, reference: Reference, chance: random.Random) -> None:
+    """Kill before the first step, one to three times."""
     before: set[int] = set()
     for _ in range(chance.choice((1, 1, 2, 3))):
         if not running.wait_for_new(before):
             return
         before = running.pids()
-        time.sleep(chance.uniform(0.0, known.start))
+        time.sleep(chance.uniform(0.0, reference.start))
         if running.has_stepped:
             return
         running.kill(victims(running.ranks(), chance))
 
 
-def later(running: Running, known: Known, chance: random.Random) -> None:
-    """Kill after the first step, and perhaps again, those that replace the dead too."""
+def later(running: Running, reference: Reference, chance: random.Random) -> None:
+    """Kill after the first step, one to three times; replacements can be killed, too."""
     running.wait_for(lambda: running.has_stepped)
-    time.sleep(chance.uniform(0.0, 0.7 * known.loop))  # or the run may be over
+    time.sleep(chance.uniform(0.0, 0.7 * reference.loop))  # leaves time for the kills
     for _ in range(chance.choice((1, 2, 3))):
-        found = running.ranks()
-        if not found:
+        ranks = running.ranks()
+        if not ranks:
             return
-        running.kill([found[-1]] if chance.random() < 0.25 else victims(found, chance))
-        time.sleep(chance.uniform(0.0, known.start))
+        running.kill([ranks[-1]] if chance.random() < 0.25 else victims(ranks, chance))
+        time.sleep(chance.uniform(0.0, reference.start))
 
 
-def checked(running: Running, known: Known, chance: random.Random) -> None:
-    """Kill in the first nine steps, and perhaps again a moment later."""
+def checked(running: Running, reference: Reference, chance: random.Random) -> None:
+    """Kill in the first nine steps, once or twice."""
     running.wait_for(lambda: running.has("loop"))
     for _ in range(chance.choice((1, 1, 2))):
-        time.sleep(chance.uniform(0.0, known.checked))
+        time.sleep(chance.uniform(0.0, reference.checked))
         if running.has("ninth-step"):
             return
         running.kill(victims(running.ranks(), chance))
 
 
-def workers(running: Running, known: Known, chance: random.Random) -> None:
+def workers(running: Running, reference: Reference, chance: random.Random) -> None:
     """Kill loader workers."""
     running.wait_for(lambda: running.has_stepped)
     for _ in range(chance.choice((1, 2, 3))):
-        time.sleep(chance.uniform(0.0, known.loop / 3))
-        found = running.workers()
-        running.kill(chance.sample(found, 1) if found else [])
+        time.sleep(chance.uniform(0.0, reference.loop / 3))
+        alive = running.workers()
+        running.kill(chance.sample(alive, 1) if alive else [])
 
 
-def under_torchrun(running: Running, known: Known, chance: random.Random) -> None:
-    """Kill at one to three moments, during a restart too: torchrun restarts all processes after each of them."""
+def under_torchrun(running: Running, reference: Reference, chance: random.Random) -> None:
+    """Kill one to three times, also during a restart. Each time torchrun restarts all processes."""
     for number in range(chance.choice((1, 2, 3))):
         before = running.pids() if number else set[int]()
         if not running.wait_for_new(before):
             return
-        longest = known.start if number else known.start + known.loop
+        longest = reference.start if number else reference.start + reference.loop
         time.sleep(chance.uniform(0.0, longest))
         running.kill(victims(running.ranks(), chance))
 
@@ -323,62 +321,64 @@ def under_torchrun(running: Running, known: Known, chance: random.Random) -> Non
 KINDS = {"random": later, "early": early, "checked": checked, "workers": workers, "torchrun": under_torchrun}
 
 
-def trial(kind: str, case: Case, known: Known, folder: Path, seed: str) -> Ended:
-    """Disturb one run."""
+def run_trial(kind: str, case: Case, reference: Reference, folder: Path, seed: str) -> Trial:
+    """Run a case with kills."""
     running = Running(folder, case, torchrun=kind == "torchrun")
-    KINDS[kind](running, known, random.Random(seed))
+    KINDS[kind](running, reference, random.Random(seed))
     fingerprint = running.end()
     problem = ""
-    if fingerprint != known.fingerprint:
-        what = "another fingerprint" if fingerprint else "no result"
-        problem = f"{what} (seed {seed})\n{(folder / 'output').read_text(errors='replace')}"
-    return Ended(kind, case, running.kills, time.monotonic() - running.began, problem)
+    if fingerprint != reference.fingerprint:
+        error = "another fingerprint" if fingerprint else "no result"
+        problem = f"{error} (seed {seed})\n{(folder / 'output').read_text(errors='replace')}"
+    return Trial(kind, case, running.kills, time.monotonic() - running.start, problem)
 
 
 def cases(kind: str) -> Sequence[Case]:
-    """Return what this kind draws from."""
-    of_kind = {"workers": (WORKERS,), "torchrun": TORCHRUN, "checked": (*CASES, *[SHARDS] * len(CASES))}
-    return of_kind.get(kind, CASES)
+    """Return the cases that a kind of trial chooses from."""
+    special = {"workers": (WORKERS,), "torchrun": TORCHRUN, "checked": (*CASES, *[SHARDS] * len(CASES))}
+    return special.get(kind, CASES)
 
 
-def series(kind: str, wanted: int, folder: Path, seed: int, at_once: int) -> list[Ended]:
-    """Disturb runs until there were so many kills; under torchrun, so many runs that were disturbed."""
-    chance, ended, number = random.Random(f"{seed} {kind}"), list[Ended](), 0
-    known = dict[Case, Known]()
+def series(kind: str, wanted: int, folder: Path, seed: int, at_once: int) -> list[Trial]:
+    """Run trials until there are `wanted` kills (under torchrun: `wanted` trials with kills)."""
+    chance, trials, number = random.Random(f"{seed} {kind}"), list[Trial](), 0
+    reference = dict[Case, Reference]()
 
-    def reached() -> int:
-        return sum(bool(each.kills) if kind == "torchrun" else each.kills for each in ended)
+    def count() -> int:
+        return sum(bool(each.kills) if kind == "torchrun" else each.kills for each in trials)
 
     with ThreadPoolExecutor(at_once) as pool:
-        while reached() < wanted:
+        while count() < wanted:
             drawn = [(number + i, chance.choice(cases(kind))) for i in range(at_once)]
             number += at_once
-            for case in {case for _, case in drawn} - known.keys():
-                known[case] = undisturbed(folder / f"whole-{kind}-{len(known)}", case, torchrun=kind == "torchrun")
+            for case in {case for _, case in drawn} - reference.keys():
+                reference[case] = undisturbed(
+                    folder / f"whole-{kind}-{len(reference)}", case, torchrun=kind == "torchrun"
+                )
             jobs = [
-                pool.submit(trial, kind, case, known[case], folder / f"{kind}-{n}", f"{seed} {kind} {n}")
+                pool.submit(run_trial, kind, case, reference[case], folder / f"{kind}-{n}", f"{seed} {kind} {n}")
                 for n, case in drawn
             ]
             for job in jobs:
-                ended.append(job.result())
-                if ended[-1].problem:
-                    print(f"{kind}, {ended[-1].case.name}: {ended[-1].problem}", flush=True)
-    return ended
+                trials.append(job.result())
+                if trials[-1].problem:
+                    print(f"{kind}, {trials[-1].case.name}: {trials[-1].problem}", flush=True)
+    return trials
 
 
-def table(ended: Sequence[Ended]) -> str:
-    """A line for each kind and placement."""
-    rows = [f"{'kills':10} {'placement':28} {'runs':>5} {'kills':>6} {'same':>6} {'not':>4} {'seconds':>8}"]
+def table(trials: Sequence[Trial]) -> str:
+    """Format a row for each kind and layout."""
+    rows = [f"{'kills':10} {'layout':28} {'runs':>5} {'kills':>6} {'same':>6} {'other':>5} {'seconds':>8}"]
     for kind in KINDS:
         for case in dict.fromkeys(cases(kind)):
-            of = [each for each in ended if (each.kind, each.case) == (kind, case)]
-            if of:
-                same = sum(not each.problem for each in of)
-                numbers = f"{len(of):5} {sum(each.kills for each in of):6} {same:6} {len(of) - same:4}"
-                rows.append(f"{kind:10} {case.name:28} {numbers} {sum(each.seconds for each in of):8.0f}")
-    same = sum(not each.problem for each in ended)
-    kills = sum(each.kills for each in ended)
-    rows.append(f"{len(ended)} runs, {kills} kills: {same} with the undisturbed fingerprint")
+            group = [each for each in trials if (each.kind, each.case) == (kind, case)]
+            if group:
+                same = sum(not each.problem for each in group)
+                numbers = f"{len(group):5} {sum(each.kills for each in group):6} {same:6} {len(group) - same:5}"
+                rows.append(f"{kind:10} {case.name:28} {numbers} {sum(each.seconds for each in group):8.0f}")
+    same = sum(not each.problem for each in trials)
+    kills = sum(each.kills for each in trials)
+    rows.append(f"{len(trials)} runs, {kills} kills: {same} with the right fingerprint")
     return "\n".join(rows)
 
 
@@ -388,19 +388,19 @@ def main() -> None:
         flags.add_argument(f"--{kind}", type=int, default=None, metavar="N")
     flags.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at the same time")
     flags.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
-    asked = flags.parse_args()
-    counts = {kind: getattr(asked, kind) for kind in KINDS}
+    args = flags.parse_args()
+    counts = {kind: getattr(args, kind) for kind in KINDS}
     counts = {kind: (8 if set(counts.values()) == {None} else 0) if n is None else n for kind, n in counts.items()}
-    print(f"seed {asked.seed}; {line()}", flush=True)
-    began, ended = time.monotonic(), list[Ended]()
+    print(f"seed {args.seed}; {line()}", flush=True)
+    start, trials = time.monotonic(), list[Trial]()
     with tempfile.TemporaryDirectory(prefix="k-") as name:
-        os.environ["TMPDIR"] = name  # what killed processes leave goes with it
+        os.environ["TMPDIR"] = name  # files that killed processes leave are removed with it
         for kind, wanted in counts.items():
             if wanted:
-                ended += series(kind, wanted, Path(name), asked.seed, asked.at_once)
-    print(table(ended))
-    print(f"{time.monotonic() - began:.0f} s")
-    sys.exit(any(each.problem for each in ended))
+                trials += series(kind, wanted, Path(name), args.seed, args.at_once)
+    print(table(trials))
+    print(f"{time.monotonic() - start:.0f} s")
+    sys.exit(any(each.problem for each in trials))
 
 
 if __name__ == "__main__":

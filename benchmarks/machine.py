@@ -1,4 +1,4 @@
-"""What a figure stands on: the machine, the versions, the command; and how many numbers become three.
+"""Describe the machine, versions and command of a measurement, and summarize numbers by median and quartiles.
 
 python -m benchmarks.machine
 """
@@ -21,7 +21,7 @@ import unisono
 
 
 class Spread(NamedTuple):
-    """The median of many numbers and the quartiles around it."""
+    """Median and quartiles."""
 
     low: float
     median: float
@@ -32,16 +32,17 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
+    """Return median and quartiles."""
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Of mine to theirs, turn by turn: what others do on the machine makes both longer."""
+    """Return median and quartiles of the ratios of pairs, which other load on the machine slows down alike."""
     return spread([a / b for a, b in zip(mine, theirs, strict=True)])
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, load, and the versions that matter."""
+    """Return processor, cores, load and versions."""
     names = Path("/proc/cpuinfo")
     lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -57,29 +58,31 @@ def machine() -> dict[str, Any]:
 
 
 def command(name: str) -> str:
+    """Return the command line of a benchmark."""
     return " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
+    """Return a parser with the flags of all benchmarks."""
     flags = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    flags.add_argument("--quick", action="store_true", help="a smoke test: the figures mean nothing")
-    flags.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    flags.add_argument("--quick", action="store_true", help="a smoke test; its figures have no meaning")
+    flags.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return flags
 
 
 def show(name: str, figures: dict[str, Any], table: Callable[[], str], *, as_json: bool) -> None:
-    """Print the figures with what they stand on."""
-    stand = {"command": command(name), "machine": machine()}
+    """Print the figures with command, machine and versions."""
+    context = {"command": command(name), "machine": machine()}
     if as_json:
-        print(json.dumps({**stand, **figures}))
+        print(json.dumps({**context, **figures}))
     else:
-        print(f"{table()}\n\n{stand['command']}\n{line()}")
+        print(f"{table()}\n\n{context['command']}\n{line()}")
 
 
 def line() -> str:
+    """Describe machine and versions in one line."""
     facts = machine()
     return (
         f"{facts['processor']}, {facts['cores']} cores ({facts['kernels']}), load {facts['load']}; "

@@ -1,17 +1,17 @@
-"""One process: what the loop costs over the one that is written by hand, in microseconds a step.
+"""Measure the overhead of our loop on one process over a loop by hand, in microseconds per step.
 
     python -m benchmarks.overhead            about two minutes
     python -m benchmarks.overhead --quick    a smoke test
 
-A network so small (two linear layers, 32-32-32, batch 8) that a step is nothing but Python and dispatch. Both loops
-take turns in blocks of steps, in one process with one torch thread; the figure is the median, over pairs of blocks, of
-what ours takes longer. By hand: DataLoader(shuffle=True), sum loss, backward, gradients divided by the weight, SGD.
-Ours does the same, and keeps its clock, timeline and progress line, knows its loss, and refuses gradients that are not
-finite. With lightning-fabric installed (pip install lightning-fabric lightning-utilities --no-deps) its loop is a third
-arm, with the same sum loss and division.
+The network is so small (two linear layers, 32-32-32, batch 8) that a step is Python and dispatch. Both loops run in one
+process with one torch thread, in alternating blocks of steps. The figure is the median of the differences between pairs
+of blocks. By hand: DataLoader(shuffle=True), sum loss, backward, gradients divided by the weight, SGD. Ours does the
+same, and also keeps clock, timeline, progress line and loss, and refuses gradients that are not finite. If
+lightning-fabric is installed (pip install lightning-fabric lightning-utilities --no-deps), its loop is a third arm with
+the same loss and division.
 
-It is measured twice, since data decides: with a TensorDataset, which ours reads a batch at a time, and with a data set
-of one's own, which is asked for every sample, and for which ours looks in every step whether it drew random numbers.
+There are two data sets: a TensorDataset, which ours reads in batches, and a custom data set, which is read by sample,
+and for which ours checks in each step whether it used random numbers.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ from unisono.train.run import Run
 BATCH, WIDTH, BLOCK = 8, 32, 500
 
 
-DATA: dict[str, Callable[..., Dataset[Any]]] = {"TensorDataset": TensorDataset, "a data set of one's own": Points}
+DATA: dict[str, Callable[..., Dataset[Any]]] = {"TensorDataset": TensorDataset, "a custom data set": Points}
 
 
 def network() -> nn.Module:
+    """Make the model."""
     return mlp(WIDTH, WIDTH, WIDTH)
 
 
 def points() -> Iterator[torch.Tensor]:
-    """What goes in, and what should come out: a block of it."""
+    """Yield random inputs and targets for a block of steps."""
     return (torch.randn(BLOCK * BATCH, WIDTH) for _ in range(2))
 
 
 def by_hand(data: Dataset[Any], fabric: Any = None) -> Iterator[None]:
-    """The loop that one writes, or the same one with Fabric; advanced by one, it takes BLOCK steps."""
+    """Train with a loop by hand, or with the same loop with Fabric. Each `next` takes BLOCK steps."""
     model: Any = network()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
     loader: Any = DataLoader(data, batch_size=BATCH, shuffle=True)
@@ -76,7 +77,7 @@ def by_hand(data: Dataset[Any], fabric: Any = None) -> Iterator[None]:
 
 
 def ours(run: Run[Settings], data: Dataset[Any]) -> Iterator[None]:
-    """The public loop; advanced by one, it takes BLOCK steps."""
+    """Train with our public loop. Each `next` takes BLOCK steps."""
     model = run.place(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     run.track(model=model, optimizer=optimizer)
@@ -98,9 +99,9 @@ def measure(pairs: int, data: Dataset[Any]) -> dict[str, Any]:
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for pair in range(pairs + 1):
             for name in reversed(arms) if pair % 2 else arms:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 next(arms[name])
-                seconds[name].append(1e6 * (time.perf_counter() - began) / BLOCK)
+                seconds[name].append(1e6 * (time.perf_counter() - start) / BLOCK)
         del arms
     seconds = {name: column[1:] for name, column in seconds.items()}  # the first pair warms up
     hand = seconds["by hand"]
@@ -126,23 +127,23 @@ def _fabric() -> Any:
 
 def table(name: str, found: dict[str, Any]) -> str:
     lines = [
-        f"{name}: microseconds a step, median (quartiles) of {found['pairs']} blocks of {BLOCK} steps",
-        f"{'':9} {'a step':28} {'least':>7}  {'over the loop by hand':28} ratio",
+        f"{name}: microseconds per step, median (quartiles) of {found['pairs']} blocks of {BLOCK} steps",
+        f"{'':9} {'per step':28} {'least':>7}  {'over the loop by hand':28} ratio",
     ]
     for arm, us in found["us"].items():
         least, more, over = found["least_us"][arm], found["more_us"][arm], found["ratio"][arm]
-        told = f"  {f'{more:.1f}':28} {over:.3f}" if arm != "by hand" else ""
-        lines.append(f"{arm:9} {f'{us:.1f}':28} {least:7.1f}{told}")
+        overhead = f"  {f'{more:.1f}':28} {over:.3f}" if arm != "by hand" else ""
+        lines.append(f"{arm:9} {f'{us:.1f}':28} {least:7.1f}{overhead}")
     return "\n".join(lines)
 
 
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=100, help="pairs of blocks (100)")
-    asked = flags.parse_args()
+    args = flags.parse_args()
     torch.set_num_threads(1)
-    found = {name: measure(4 if asked.quick else asked.pairs, build(*points())) for name, build in DATA.items()}
-    show("overhead", found, lambda: "\n".join(table(name, one) for name, one in found.items()), as_json=asked.json)
+    figures = {name: measure(4 if args.quick else args.pairs, build(*points())) for name, build in DATA.items()}
+    show("overhead", figures, lambda: "\n".join(table(name, of) for name, of in figures.items()), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.placements                                  some minutes
     python -m benchmarks.placements --only text --page text.md       this recipe alone, on a page of its own
 
-Real models and data, small batches: agreement and memory are what is measured, and five steps of each show it. Times
-of steps say little: the processes share the cores of one machine.
+Models and data are real, and batches small: five steps are enough to measure agreement and memory. Times say little,
+because the processes share the cores of one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "measured" / "agreement.md"
 STEPS = 5
 MOST = 1.1
-"""Times its theoretical share of the memory, a process may hold."""
+"""Largest accepted ratio of a process's memory to its theoretical share."""
 RECIPES = {
     "text": ("a GPT, 0.8 million parameters, tied", ["batch=16"]),
     "image": ("a ResNet with batch norm, 0.3 million", ["source=digits", "batch=32"]),
@@ -35,8 +35,8 @@ RECIPES = {
         ["source=spoken", "voices=3", "draws=1", "batch=16", "model.dropout=0.0"],
     ),
 }
-"""What each is, and its settings, by a title whose first word is the recipe's name. Without dropout, which draws
-otherwise where activations are divided."""
+"""Description and settings of each model. The first word of a title is the recipe's name. There is no dropout, whose
+masks differ where activations are divided."""
 
 HEAD = """# Layouts that agree
 
@@ -70,47 +70,46 @@ The processes share these cores, so the times are not those of a machine for eac
 """
 
 
-def proved(recipe: str) -> dict[str, Any]:
-    """What `unisono prove RECIPE --json` says."""
+def prove(recipe: str) -> dict[str, Any]:
+    """Return the output of `unisono prove RECIPE --json`."""
     words = ["prove", recipe.split()[0], "--steps", str(STEPS), "--json"]
     words += [word for each in RECIPES[recipe][1] for word in ("--set", each)]
     command = [sys.executable, "-m", "unisono.cli.main", *words]
-    done = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=inherited({"PYTHONPATH": str(ROOT)}), check=False
     )
-    if not done.stdout.strip():
-        raise SystemExit(done.stderr)
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    if not process.stdout.strip():
+        raise SystemExit(process.stderr)
+    comparison: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return comparison
 
 
-def table(recipe: str, told: dict[str, Any]) -> str:
-    """A section of the page."""
+def table(recipe: str, comparison: dict[str, Any]) -> str:
+    """Format a section of the page."""
     what, sets = RECIPES[recipe]
     lines = [f"## {recipe}", "", f"{what[0].upper()}{what[1:]}; `{' '.join(f'--set {each}' for each in sets)}`.", ""]
-    if "placements" not in told:
-        return "\n".join([*lines, f"Not measured: {told.get('failed', told.get('error', {}))}", ""])
+    if "placements" not in comparison:
+        return "\n".join([*lines, f"Not measured: {comparison.get('failed', comparison.get('error', {}))}", ""])
     lines += [
         "| layout | processes | loss | gradient | norm | weights | bits | parameters, gradients, optimizer | share "
         "| s a step | |",
         "|---" * 11 + "|",
     ]
-    lines += [row(found) for found in [told["one"], *told["placements"]] if found["verdict"] != "refused"]
-    said = remarks(told["placements"])
-    return "\n".join([*lines, *[""][: len(said)], *said, ""])
+    lines += [row(found) for found in [comparison["one"], *comparison["placements"]] if found["verdict"] != "refused"]
+    notes = remarks(comparison["placements"])
+    return "\n".join([*lines, *[""][: len(notes)], *notes, ""])
 
 
 def remarks(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What is to be said of some of them, each thing once: why they are refused or fail, what they hold too much of, or
-    why not all of their processes hold as much."""
-    those: dict[str, list[str]] = {}
+    """List remarks with their layouts: reasons of refusals and failures, too much memory, uneven stages."""
+    layouts: dict[str, list[str]] = {}
     for found in rows:
         words = [f"{found['verdict']}. {found['reason'].rstrip('.')}"] if found["reason"] else []
         words += [f"it holds {kind} for {share:.2f} shares" for kind, share in found["share"].items() if share > MOST]
         words += [uneven] if (uneven := LayoutRow(**found).uneven) else []
         for each in words:
-            those.setdefault(each, []).append(f"`{found['placement']}`")
-    return [f"- {', '.join(names)}: {words}." for words, names in those.items()]
+            layouts.setdefault(each, []).append(f"`{found['placement']}`")
+    return [f"- {', '.join(names)}: {words}." for words, names in layouts.items()]
 
 
 def row(found: dict[str, Any]) -> str:
@@ -130,17 +129,17 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", nargs="*", default=list(RECIPES), choices=list(RECIPES), help="these recipes")
     flags.add_argument("--page", type=Path, default=PAGE, help="where the tables go (docs/measured/agreement.md)")
-    asked = flags.parse_args()
+    args = flags.parse_args()
     sections, wrong, limits = [], [], {"gradient": 1e-5, "loss": 1e-6, "share": MOST}
-    for recipe in asked.only:
-        told = proved(recipe)
-        wrong += [recipe] if not told.get("agree") else []
-        sections.append(table(recipe, told))
+    for recipe in args.only:
+        comparison = prove(recipe)
+        wrong += [recipe] if not comparison.get("agree") else []
+        sections.append(table(recipe, comparison))
         print(sections[-1], flush=True)
     head = HEAD.format(steps=STEPS, **limits)
-    asked.page.write_text("\n".join([head, *sections]) + FOOT.format(machine=line()), encoding="utf-8")
+    args.page.write_text("\n".join([head, *sections]) + FOOT.format(machine=line()), encoding="utf-8")
     if wrong:
-        raise SystemExit(f"Not every placement of {' and '.join(wrong)} agrees with one process: see {asked.page}")
+        raise SystemExit(f"Some layouts of {' and '.join(wrong)} disagree with one process: see {args.page}")
 
 
 if __name__ == "__main__":

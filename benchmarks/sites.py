@@ -1,17 +1,17 @@
-"""Two sites and a thin line between them: what each exchange sends, how fast it is, and where it arrives.
+"""Compare exchanges between two sites with a slow link: bytes sent, throughput and validation loss.
 
-Four processes, two in each of two network namespaces, 20 ms of delay each way and 100 Mbit/s (thin_line.py; root). Each
-site is started by torchrun, as two hosts would be. The model is the text recipe's, with small batches: a step's compute
-is short beside what the line takes, as it is with large models on many devices.
+Four processes run in two network namespaces, two in each, with a delay of 20 ms each way and 100 Mbit/s (thin_line.py;
+needs root). torchrun starts each site, as on two hosts. The model is the text recipe's with small batches, so that
+computing a step takes short compared to communication, as with large models on many devices.
 
-    bytes       that a site sends through the line in a step, headers and all, counted by its network card
-    samples/s   over the loop, without start and end; the same step as for bytes
-    bits        a byte of validation text, after as many samples as the tree. It does not depend on the line, so these
-                runs are made without it, one process for the tree and two for two sites, with the very same bits
+    bytes       sent by a site per step, including headers, from the counter of its network interface
+    samples/s   of the loop, without start and end, in the same steps
+    bits        per byte of validation text, after as many samples as the tree. It does not depend on the link, so these
+                runs use local processes: one for the tree, two for two sites. Their results are bit-identical
 
-python -m benchmarks.sites                      the line, then validation
-python -m benchmarks.sites --line               the line only
-python -m benchmarks.sites --more 1.5           validation only, with 1.5 times the tree's samples
+python -m benchmarks.sites                      the link, then validation
+python -m benchmarks.sites --line               only the link
+python -m benchmarks.sites --more 1.5           only validation, with 1.5 times the tree's samples
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ EVERY = 50
 
 COMMON = {"batch": 16, "model.context": 32, "model.depth": 2, "virtual_ranks": 4, "lr": 3e-3}
 DILOCO = {"exchange": "local_sgd", "local_sgd.sync_every": EVERY, "local_sgd.outer_momentum": 0.5}
-"""The paper's momentum of 0.9 is for hundreds of meetings, and these runs have dozens."""
-WAYS: dict[str, dict[str, Any]] = {
+"""The paper's momentum of 0.9 is for hundreds of synchronizations, and these runs have dozens."""
+EXCHANGES: dict[str, dict[str, Any]] = {
     "tree": {},
     "DiLoCo": DILOCO,
     "DiLoCo, 8 bits": {**DILOCO, "local_sgd.bits": 8},
@@ -50,18 +50,19 @@ WAYS: dict[str, dict[str, Any]] = {
 TIMED = ("tree", "DiLoCo", "DiLoCo, 8 bits", "DiLoCo, 4 bits", "DiLoCo, 4 bits, streaming")
 
 
-def words(asked: dict[str, Any]) -> list[str]:
-    return [word for name, value in asked.items() for word in ("--set", f"{name}={value}")]
+def set_flags(sets: dict[str, Any]) -> list[str]:
+    """Return the command's flags for these settings."""
+    return [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
 
 
-def on_the_line(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Two processes in each of two sites. Returns their result.json."""
+def train_over_link(sets: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train on two sites of two processes, and return the contents of result.json."""
     with ThinLine(delay_seconds=DELAY_SECONDS, bits_per_second=BITS_PER_SECOND) as line:
         sites = []
         for site in range(2):
             join = ["--nnodes=2", f"--node-rank={site}", f"--master-addr={address(0)}", "--master-port=29500"]
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *join]
-            command = [*line.inside(site), *torchrun, str(SCRIPT), "--run-dir", str(folder), *words(asked)]
+            command = [*line.inside(site), *torchrun, str(SCRIPT), "--run-dir", str(folder), *set_flags(sets)]
             log = open(folder.with_suffix(f".{site}.log"), "w+", encoding="utf-8")  # noqa: SIM115  (closed below)
             environment = inherited({"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(SCRIPT.parents[1])})
             sites.append((subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment), log))
@@ -70,74 +71,76 @@ def on_the_line(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
                 if process.wait():
                     log.seek(0)
                     raise RuntimeError(f"a site failed:\n{log.read()[-3000:]}")
-    return read(folder)
+    return read_result(folder)
 
 
-def here(asked: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
-    """The same without a line."""
+def train_locally(sets: dict[str, Any], ranks: int, folder: Path) -> dict[str, Any]:
+    """Train without the link, and return the contents of result.json."""
     command = [sys.executable, "-m", "unisono.cli.main", "run", str(SCRIPT), "--ranks", str(ranks)]
-    subprocess.run([*command, "--run-dir", str(folder), *words(asked)], check=True, capture_output=True)
-    return read(folder)
+    subprocess.run([*command, "--run-dir", str(folder), *set_flags(sets)], check=True, capture_output=True)
+    return read_result(folder)
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return the contents of result.json."""
     result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return result
 
 
 def measure(folder: Path, steps: int, *, line: bool, validation: bool, more: float) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {name: {} for name in WAYS}
-    for number, (name, way) in enumerate(WAYS.items()):
+    """Train under each exchange, over the link, for validation, or both."""
+    figures: dict[str, dict[str, Any]] = {name: {} for name in EXCHANGES}
+    for number, (name, exchange) in enumerate(EXCHANGES.items()):
         if line and name in TIMED:
-            # the last meeting that is counted ends before the last step begins
-            asked = {**COMMON, **way, "steps": EVERY * (1 if name == "tree" else 4) + 1, "validate": False}
-            result = on_the_line(asked, folder / f"line-{number}")
-            found[name] |= {key: result[key] for key in ("loop_samples_per_second", "line_bytes_per_step")}
-            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+            # One step more, because the last synchronization that counts must end before the last step starts.
+            sets = {**COMMON, **exchange, "steps": EVERY * (1 if name == "tree" else 4) + 1, "validate": False}
+            result = train_over_link(sets, folder / f"line-{number}")
+            figures[name] |= {key: result[key] for key in ("loop_samples_per_second", "line_bytes_per_step")}
+            print(f"{name}: {figures[name]}", file=sys.stderr, flush=True)
         if validation:
-            own = round(steps * more) if way else steps
-            asked = {**COMMON, **way, "steps": own, "validate_bytes": 2**17}
-            result = here(asked, 2 if way else 1, folder / f"here-{number}")
-            found[name] |= {"steps": own, "bits": result["bits_per_byte"]}
-            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
-    return found
+            own_steps = round(steps * more) if exchange else steps
+            sets = {**COMMON, **exchange, "steps": own_steps, "validate_bytes": 2**17}
+            result = train_locally(sets, 2 if exchange else 1, folder / f"here-{number}")
+            figures[name] |= {"steps": own_steps, "bits": result["bits_per_byte"]}
+            print(f"{name}: {figures[name]}", file=sys.stderr, flush=True)
+    return figures
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """Every way beside the tree."""
-    tree = found["tree"]
+def table(figures: dict[str, dict[str, Any]]) -> str:
+    """Format a row per exchange, with ratios to the tree."""
+    tree = figures["tree"]
     lines = [
-        "| exchange | bytes a step | tree's / this | samples/s | this / tree's | steps | bits a byte | beside tree |"
+        "| exchange | bytes per step | tree / this | samples/s | this / tree | steps | bits per byte | over the tree |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
-    for name, way in found.items():
+    for name, row in figures.items():
         cells = [name]
-        sent, speed, bits = way.get("line_bytes_per_step"), way.get("loop_samples_per_second"), way.get("bits")
+        sent, speed, bits = row.get("line_bytes_per_step"), row.get("loop_samples_per_second"), row.get("bits")
         cells += [f"{sent:,.0f}", f"{tree['line_bytes_per_step'] / sent:.0f}"] if sent else ["", ""]
         cells += [f"{speed:.0f}", f"{speed / tree['loop_samples_per_second']:.1f}"] if speed else ["", ""]
-        cells += [str(way["steps"]), f"{bits:.3f}", f"{bits / tree['bits'] - 1:+.1%}"] if bits else ["", "", ""]
+        cells += [str(row["steps"]), f"{bits:.3f}", f"{bits / tree['bits'] - 1:+.1%}"] if bits else ["", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--line", action="store_true", help="the line only")
-    flags.add_argument("--more", type=float, default=0.0, help="validation only, with so many times the tree's samples")
-    flags.add_argument("--steps", type=int, default=3200, help="of the tree, for validation")
-    asked = flags.parse_args()
-    why = "" if asked.more else missing()
-    if why:
-        print(f"The line is left out: {why}.", file=sys.stderr)
+    flags.add_argument("--line", action="store_true", help="only the link")
+    flags.add_argument("--more", type=float, default=0.0, help="only validation, with this multiple of samples")
+    flags.add_argument("--steps", type=int, default=3200, help="steps of the tree, for validation")
+    args = flags.parse_args()
+    reason = "" if args.more else missing()
+    if reason:
+        print(f"The link is skipped: {reason}.", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(
+        figures = measure(
             Path(folder),
-            EVERY if asked.quick else asked.steps,
-            line=not (asked.more or why),
-            validation=not asked.line,
-            more=asked.more or 1.0,
+            EVERY if args.quick else args.steps,
+            line=not (args.more or reason),
+            validation=not args.line,
+            more=args.more or 1.0,
         )
-    show("sites", {"ways": found}, lambda: table(found), as_json=asked.json)
+    show("sites", {"exchanges": figures}, lambda: table(figures), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Slow processes: what dealing by speed and claims are worth, over DistributedDataParallel under the same slowness.
+"""Compare load balancing and work stealing with DistributedDataParallel when processes are slow.
 
     python -m benchmarks.stragglers            about ten minutes
     python -m benchmarks.stragglers --quick    a smoke test
 
-Three scenes, and in each the loops take turns (turns.py says how):
+There are three scenes, in which loops alternate (see turns.py):
 
-    one slow      two processes that compute on a core each; the second takes three times as long, always. V = 16
-    random slow   four processes; in every step another one, drawn by lot, takes three times as long. V = 32. Four do
-                  not fit on two cores, so their work is waiting: for a device of 4 ms forward and 8 backward
-    nobody slow   two processes, dealing by speed and claims allowed, over the same with both switched off. V = 16
+    one slow      two processes; the second always takes three times as long. V = 16
+    random slow   four processes; in each step a random one takes three times as long. V = 32. They wait for a simulated
+                  device of 4 ms forward and 8 ms backward instead of computing, because two cores cannot run four
+    nobody slow   two processes; balance.by_speed and balance.work_stealing on, over both off. V = 16
 
-"apart" says how far the weights of the loops are from each other in the end: between ours and ours it is 0, whoever
-computed what.
+"difference" is the distance of the loops' final weights. Between our loops it is 0, for any assignment.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.machine import parser, show
 from benchmarks.tasks import Task, loss_of, mlp, text
-from benchmarks.turns import Course, Race, Turn, measure, ours, table
+from benchmarks.turns import Comparison, LoopContext, LoopStep, measure, ours, table
 from unisono import phases
 from unisono.config import BalanceSettings
 
 TIMES = 3.0
 DEVICE_SECONDS = 0.004
-"""What the imagined device takes for a micro-batch, forward; and twice as much backward."""
+"""Time of the simulated device for the forward pass of a micro-batch; backward takes twice as long."""
 
 
 class Device(nn.Module):
-    """A small model on a device that takes its time, and no processor's."""
+    """A small model that waits as if for a device, without using the processor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,25 +67,25 @@ def points(length: int) -> Any:
 TASKS_HERE = {"GPT": Task(small_gpt, text, 32), "device": Task(Device, points, 64)}
 
 
-def second_is_slow(step: int, rank: int) -> float:
+def slow_second_rank(step: int, rank: int) -> float:
     return TIMES if rank == 1 else 1.0
 
 
-def another_is_slow(step: int, rank: int) -> float:
+def slow_random_rank(step: int, rank: int) -> float:
     return TIMES if rank == random.Random(f"lot {step}").randrange(4) else 1.0
 
 
-def ddp(course: Course) -> Iterator[Turn]:
-    """The loop by hand. It tells its phases, as a fault acts through them."""
-    model = DistributedDataParallel(copy.deepcopy(course.model), gradient_as_bucket_view=True)
+def ddp(context: LoopContext) -> Iterator[LoopStep]:
+    """Train with DistributedDataParallel. The loop reports phases, through which faults are injected."""
+    model = DistributedDataParallel(copy.deepcopy(context.model), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    for number, micro_batches in enumerate(course.steps()):
+    for number, micro_batches in enumerate(context.steps()):
         phases.enter("data")
         for left, (x, y) in micro_batches:
-            weight = course.order.batch * y[0].numel()
+            weight = context.order.batch * y[0].numel()
             with model.no_sync() if left else nullcontext():
                 phases.enter("forward")
-                loss = loss_of(model(x), y) * (course.group.size / weight)
+                loss = loss_of(model(x), y) * (context.group.size / weight)
                 phases.enter("backward")
                 loss.backward()
                 phases.enter("data")
@@ -95,35 +94,35 @@ def ddp(course: Course) -> Iterator[Turn]:
         norm = 0.0 if number else float(torch.nn.utils.get_total_norm(grads))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        yield Turn(model.module, norm)
+        yield LoopStep(model.module, norm)
 
 
-DEALS = {
+BALANCE = {
     "even": BalanceSettings(by_speed=False),
     "by speed": BalanceSettings(by_speed=True),
     "claims": BalanceSettings(by_speed=True, work_stealing=True),
 }
 
 
-def build(course: Course, loop: str) -> Iterator[Turn]:
+def build(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     if loop == "DDP":
-        return ddp(course)
-    return ours(course, replace(course.settings, balance=DEALS[loop]), course.group, loop)
+        return ddp(context)
+    return ours(context, replace(context.settings, balance=BALANCE[loop]), context.group, loop)
 
 
 SCENES = {
     "one slow": (
-        Race("one slow", {"by speed": "DDP", "even": "DDP"}, build, 2, 24, second_is_slow, TASKS_HERE),
+        Comparison("one slow", {"by speed": "DDP", "even": "DDP"}, build, 2, 24, slow_second_rank, TASKS_HERE),
         "GPT",
         16,
     ),
     "random slow": (
-        Race("random slow", {"claims": "DDP", "by speed": "DDP"}, build, 4, 24, another_is_slow, TASKS_HERE),
+        Comparison("random slow", {"claims": "DDP", "by speed": "DDP"}, build, 4, 24, slow_random_rank, TASKS_HERE),
         "device",
         32,
     ),
     "nobody slow": (
-        Race("nobody slow", {"claims": "even", "by speed": "even"}, build, 2, 4, None, TASKS_HERE),
+        Comparison("nobody slow", {"claims": "even", "by speed": "even"}, build, 2, 4, None, TASKS_HERE),
         "GPT",
         16,
     ),
@@ -132,19 +131,19 @@ SCENES = {
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--rounds", type=int, default=3, help="how often the processes are started anew (3)")
+    flags.add_argument("--rounds", type=int, default=3, help="number of times that new processes are started (3)")
     flags.add_argument("--steps", type=int, default=40, help="steps of each loop in a round (40)")
-    flags.add_argument("--scene", choices=list(SCENES), help="only this one")
-    asked = flags.parse_args()
-    rounds, steps = (1, 2) if asked.quick else (asked.rounds, asked.steps)
+    flags.add_argument("--scene", choices=list(SCENES), help="only this scene")
+    args = flags.parse_args()
+    rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     rows: list[dict[str, Any]] = []
     lines: list[str] = []
-    for scene in [asked.scene] if asked.scene else SCENES:
-        race, task, virtual_ranks = SCENES[scene]
-        rows.append({"scene": scene} | measure(race, task, virtual_ranks, rounds, steps))
-        lines += [scene, table(race, rows[-1:]), f"  apart: {rows[-1]['apart']}"]
+    for scene in [args.scene] if args.scene else SCENES:
+        comparison, task, virtual_ranks = SCENES[scene]
+        rows.append({"scene": scene} | measure(comparison, task, virtual_ranks, rounds, steps))
+        lines += [scene, table(comparison, rows[-1:]), f"  difference: {rows[-1]['difference']}"]
         print("\n".join(lines[-3:]), file=sys.stderr, flush=True)
-    show("stragglers", {"rows": rows}, lambda: "\n".join(lines), as_json=asked.json)
+    show("stragglers", {"rows": rows}, lambda: "\n".join(lines), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""A process of four is killed with SIGKILL: how soon the others have finished a step without it, and how soon another
-one has taken its place.
+"""Kill one of four processes, and measure the time to the survivors' next step and to the first step of four again.
 
-    python -m benchmarks.survive            ten kills in one run, at random moments: two minutes
-    python -m benchmarks.survive --quick    two
-    python -m benchmarks.survive --shard 2  two models in two shards each: the other replica goes on
+    python -m benchmarks.survive            ten kills in one run, at random times: two minutes
+    python -m benchmarks.survive --quick    two kills
+    python -m benchmarks.survive --shard 2  two replicas in two shards each: the other replica survives
 
-First, from the kill to the end of the first step that the three finish, on the slowest of them; then to that of the
-first step of four again, nearly all of which is the new process's own start (Python, torch, the script).
+The first time is from the kill to the end of the first step of the survivors, on the slowest of them. The second one
+is to the end of the first step of four processes. Nearly all of it is the new process's start (Python, torch, script).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
-PATIENCE_SECONDS = 300.0
-"""Nothing takes that long, however busy the machine is, unless it hangs."""
+TIMEOUT_SECONDS = 300.0
+"""Longer than any step on a busy machine, unless it hangs."""
 SCRIPT = """
 import json, os, time
 import torch
@@ -40,12 +39,12 @@ def main(run):
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
     x = torch.randn(4096, 256, generator=torch.Generator().manual_seed(0))
-    told = open(run.dir / f"steps-{os.getpid()}.jsonl", "w", buffering=1)
+    log = open(run.dir / f"steps-{os.getpid()}.jsonl", "w", buffering=1)
     for step in run.steps(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))):
         step.run(model, lambda output, x, y: ((output - y).pow(2).sum(), len(x)))
         step.update(optimizer)
-        told.write(json.dumps([time.monotonic(), step.number, run.size]) + "\\n")
-        if (run.dir / "enough").exists():
+        log.write(json.dumps([time.monotonic(), step.number, run.size]) + "\\n")
+        if (run.dir / "stop").exists():
             run.stop()
 
 if __name__ == "__main__":
@@ -54,40 +53,39 @@ if __name__ == "__main__":
 
 
 class Kill(NamedTuple):
-    """Seconds from it on."""
+    """Seconds after a kill."""
 
-    finished: float
-    joined: float
+    finished: float  # first step of the survivors
+    joined: float  # first step of all processes again
 
 
 class Steps:
-    """What the processes of a run have told so far. Each line is read once: the run goes on beside us, on the same
-    cores."""
+    """Reads the logs of a run's processes, each line once, to use little time of the cores that the run is on."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._ends: dict[int, int] = {}  # bytes read
-        self._last: dict[tuple[int, int], list[float]] = {}  # when steps were over, by process and group size
+        self._last: dict[tuple[int, int], list[float]] = {}  # end times of steps, by process and group size
 
     def read(self) -> None:
         for path in self.folder.glob("steps-*.jsonl"):
             pid = int(path.stem.removeprefix("steps-"))
             with path.open("rb") as file:
                 file.seek(self._ends.setdefault(pid, 0))
-                whole = file.read().rpartition(b"\n")[0]
-            self._ends[pid] += len(whole) + bool(whole)
-            for line in whole.splitlines():
+                lines = file.read().rpartition(b"\n")[0]
+            self._ends[pid] += len(lines) + bool(lines)
+            for line in lines.splitlines():
                 at, _, size = json.loads(line)
                 self._last.setdefault((pid, size), []).append(at)
 
     @property
     def alive(self) -> list[int]:
-        """Processes that have told something and live."""
+        """Processes that have finished a step and are alive."""
         return [pid for pid in self._ends if self._ends[pid] and alive(pid)]
 
     def first(self, since: float, size: int) -> float:
-        """Seconds from that moment until all of `size` processes had finished a step together."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Return the seconds after `since` until `size` processes have finished a step together."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             self.read()
             found = [next((at for at in self._last.get((pid, size), []) if at > since), None) for pid in self.alive]
@@ -96,7 +94,7 @@ class Steps:
                 self._last = {}
                 return max(ends) - since
             time.sleep(0.02)
-        raise TimeoutError(f"no step of {size} processes within {PATIENCE_SECONDS:g} s; alive: {self.alive}")
+        raise TimeoutError(f"no step of {size} processes within {TIMEOUT_SECONDS:g} s; alive: {self.alive}")
 
 
 def alive(pid: int) -> bool:
@@ -107,7 +105,7 @@ def alive(pid: int) -> bool:
 
 
 def run(kills: int, seed: int, shard: int) -> list[Kill]:
-    """So many kills in one run of models in so many shards."""
+    """Kill processes of one run, whose model has `shard` shards."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder) / "script.py", Path(folder) / "out"
@@ -115,13 +113,13 @@ def run(kills: int, seed: int, shard: int) -> list[Kill]:
         command = [sys.executable, "-m", "unisono.cli.main", "run", str(script), "--run-dir", str(out)]
         command += ["--ranks", str(RANKS), "--set", "batch=256", "--set", "steps=1000000", "--set", "epochs=none"]
         command += ["--set", f"parallel.shard={shard}"]
-        running = subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=ROOT, env=inherited({"PYTHONPATH": str(ROOT)}), stdout=subprocess.DEVNULL
         )
         try:
-            found = []
+            measured = []
             while not list(out.glob("steps-*.jsonl")):
-                assert running.poll() is None, "it did not begin"
+                assert process.poll() is None, "the run failed to start"
                 time.sleep(0.1)
             steps = Steps(out)
             steps.first(0.0, RANKS)
@@ -130,16 +128,17 @@ def run(kills: int, seed: int, shard: int) -> list[Kill]:
                 steps.read()
                 victim, at = chance.choice(steps.alive), time.monotonic()
                 os.kill(victim, signal.SIGKILL)
-                found.append(Kill(steps.first(at, RANKS - shard), steps.first(at, RANKS)))
-            (out / "enough").touch()
-            running.wait(PATIENCE_SECONDS)
-            return found
+                measured.append(Kill(steps.first(at, RANKS - shard), steps.first(at, RANKS)))
+            (out / "stop").touch()
+            process.wait(TIMEOUT_SECONDS)
+            return measured
         finally:
-            running.kill()
-            running.wait()
+            process.kill()
+            process.wait()
 
 
-def shown(values: list[float]) -> str:
+def format_seconds(values: list[float]) -> str:
+    """Format median, quartiles and maximum."""
     return f"{spread(values):.3f} s, longest {max(values):.3f} s"
 
 
@@ -148,16 +147,16 @@ def main() -> None:
     flags.add_argument("--kills", type=int, default=10)
     flags.add_argument("--seed", type=int, default=1)
     flags.add_argument("--shard", type=int, default=1)
-    asked = flags.parse_args()
-    found = run(2 if asked.quick else asked.kills, asked.seed, asked.shard)
-    show("survive", {"kills": [kill._asdict() for kill in found]}, lambda: table(found), as_json=asked.json)
+    args = flags.parse_args()
+    found = run(2 if args.quick else args.kills, args.seed, args.shard)
+    show("survive", {"kills": [kill._asdict() for kill in found]}, lambda: table(found), as_json=args.json)
 
 
 def table(found: list[Kill]) -> str:
     return "\n".join(
         [
-            f"a step of the others   {shown([kill.finished for kill in found])}",
-            f"{RANKS} processes again    {shown([kill.joined for kill in found])}",
+            f"a step of the survivors  {format_seconds([kill.finished for kill in found])}",
+            f"a step of {RANKS} processes   {format_seconds([kill.joined for kill in found])}",
         ]
     )
 

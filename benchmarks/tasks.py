@@ -1,6 +1,6 @@
-"""What the benchmarks train: models of a size that shows, on data that costs nothing.
+"""Models and data of the benchmarks. Data is random, so that loading it takes no time.
 
-Imports torch alone, so that whoever measures how soon a script begins may use it; the GPT is the text recipe's.
+This module imports only torch, for benchmarks that measure the time to start. The GPT is the text recipe's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def mlp(*widths: int) -> nn.Module:
 
 
 class Points(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A data set of one's own: it is asked for every sample."""
+    """A custom data set, which is read sample by sample."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self.x, self.y = x, y
@@ -39,7 +39,7 @@ class Norm(nn.GroupNorm):
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside an identity, or beside a 1 x 1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut: the identity, or a 1x1 convolution where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -50,15 +50,15 @@ class Residual(nn.Module):
             nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
             Norm(outputs),
         )
-        straight = inputs == outputs and stride == 1
-        self.past = nn.Identity() if straight else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        same_shape = inputs == outputs and stride == 1
+        self.shortcut = nn.Identity() if same_shape else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.path(x) + self.past(x))
+        return F.relu(self.path(x) + self.shortcut(x))
 
 
 def cnn() -> nn.Module:
-    """A residual network for 32 x 32 images, without batch norm."""
+    """Make a residual network for 32x32 images, without batch norm."""
     widths = (32, 32, 32, 64, 64, 128, 128, 256, 256)
     blocks = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
     stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
@@ -66,7 +66,7 @@ def cnn() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    """The text recipe's model, wider and deeper."""
+    """Make the text recipe's model, wider and deeper."""
     from unisono.recipes.text import GPT, Model
 
     return GPT(Model(width=384, depth=6, heads=6, context=128))
@@ -83,7 +83,7 @@ def images(length: int) -> Dataset[Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how many samples a step takes."""
+    """A model, its data, and the global batch size."""
 
     build: Callable[[], nn.Module]
     data: Callable[[int], Dataset[Any]]

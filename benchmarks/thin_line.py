@@ -1,14 +1,14 @@
-"""A thin line between two sites on one machine: two network namespaces, and a switch in user space between them.
+"""A slow network link between two sites on one machine: two network namespaces, and a switch in user space.
 
-    site 0 (a namespace)              the switch (a process of this file)            site 1 (a namespace)
-    10.88.0.1 on wan0  --- TAP ---  queue: so many bits a second, then a delay  --- TAP ---  10.88.0.2 on wan0
+    site 0 (namespace)                the switch (a process of this file)              site 1 (namespace)
+    10.88.0.1 on wan0  --- TAP ---  queue with a rate in bits/s, then a delay  --- TAP ---  10.88.0.2 on wan0
 
-Each direction has its own rate, delay and queue, which drops what comes when it is full, as a router does. (`tc netem`,
-which could do it, is not in every kernel.) Needs Linux, root and `ip`; `missing()` says what is not there.
+Each direction has its own rate, delay and queue. A full queue drops frames, as in a router. (`tc netem` could do this,
+but not all kernels have it.) Needs Linux, root and `ip`; `missing()` returns what is missing.
 
     with ThinLine(delay_seconds=0.02, bits_per_second=100e6) as line:
         subprocess.Popen([*line.inside(0), "python", "train.py"])
-        line.counts()              # bytes that each site has sent, headers and all
+        line.counts()              # bytes that each site has sent, including headers
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000  # linux/if_tun.h
 INTERFACE = "wan0"
 FRAME = 65536
 QUEUE_SECONDS = 0.25
-"""How long the last frame of a full queue waits: 3 MB at 100 Mbit/s, six times what is on a line of 20 ms each way."""
+"""Longest wait in a queue: 3 MB at 100 Mbit/s, six times the bandwidth-delay product of 20 ms each way."""
 
 
 def address(site: int) -> str:
-    """Of a site, in its namespace and as the other one sees it."""
+    """Return the IP address of a site."""
     return f"10.88.0.{site + 1}"
 
 
 def missing() -> str:
-    """Why there can be no such line here; "": there can."""
+    """Return why there can be no link on this machine; "" if there can."""
     if sys.platform != "linux" or os.geteuid():
         return "network namespaces need Linux and root"
-    lacks = [name for name in ("ip", "unshare") if shutil.which(name) is None]
-    if lacks:
-        return f"there is no {' and no '.join(lacks)} here"
+    missing_tools = [name for name in ("ip", "unshare") if shutil.which(name) is None]
+    if missing_tools:
+        return f"{' and '.join(missing_tools)} cannot be found"
     name = f"unisono-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"no namespace can be made here: {made.stderr.strip()}"
+    process = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if process.returncode:
+        return f"network namespaces cannot be created: {process.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return "" if Path("/dev/net/tun").exists() else "there is no /dev/net/tun here"
 
 
 class ThinLine:
-    """Two namespaces and the switch between them, as long as the block lasts."""
+    """A context with two namespaces and the switch between them."""
 
     def __init__(self, *, delay_seconds: float, bits_per_second: float) -> None:
         self.delay_seconds, self.bits_per_second = delay_seconds, bits_per_second
@@ -71,7 +71,7 @@ class ThinLine:
                 [sys.executable, __file__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             assert self.switch.stdout is not None
-            self.switch.stdout.readline()  # it holds both taps now, and goes on holding them where they are moved
+            self.switch.stdout.readline()  # it has opened both taps, and keeps them open when they move
             for site, (name, tap) in enumerate(zip(self.names, taps, strict=True)):
                 _ip("link", "set", tap, "netns", name)
                 _ip("-n", name, "link", "set", tap, "name", INTERFACE)
@@ -95,13 +95,15 @@ class ThinLine:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def inside(self, site: int) -> list[str]:
-        """What to write before a command that is to run in a site. Its processes see no others, so that sites do not
-        share memory; they are killed with the command."""
-        hidden = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        return ["ip", "netns", "exec", self.names[site], *hidden]
+        """Return the prefix of commands that run in a site.
+
+        A process namespace keeps sites from sharing memory, and ends their processes with the command.
+        """
+        namespace = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        return ["ip", "netns", "exec", self.names[site], *namespace]
 
     def counts(self) -> list[int]:
-        """Bytes that each site has sent through the line so far."""
+        """Return the bytes that each site has sent so far."""
         assert self.switch.stdin is not None
         assert self.switch.stdout is not None
         print("count", file=self.switch.stdin, flush=True)
@@ -123,17 +125,17 @@ def _open(tap: str) -> int:
 
 
 def switch(delay: float, rate: float, taps: list[str]) -> None:
-    """Carry frames from each tap to the other, until standard input ends."""
+    """Forward frames between the taps until standard input ends."""
     ends = [_open(tap) for tap in taps]
     print("ready", flush=True)
     queues: list[deque[tuple[float, bytes]]] = [deque(), deque()]
-    free = [0.0, 0.0]  # when the line is done with what is in its queue
+    free = [0.0, 0.0]  # when the last frame of each queue has been sent
     counts = [0, 0]
     while True:
         now = time.monotonic()
         due = [queue[0][0] for queue in queues if queue]
-        patience = max(0.0, min(due) - now) if due else None
-        for ready in select.select([0, *ends], [], [], patience)[0]:
+        timeout = max(0.0, min(due) - now) if due else None
+        for ready in select.select([0, *ends], [], [], timeout)[0]:
             if ready == 0:
                 if not sys.stdin.readline():
                     return
@@ -160,7 +162,7 @@ def switch(delay: float, rate: float, taps: list[str]) -> None:
                 except BlockingIOError:
                     break
                 except OSError:
-                    pass  # that end is not up yet
+                    pass  # that interface is not up yet
                 queue.popleft()
 
 

@@ -1,13 +1,13 @@
-"""Loops that take turns, step by step, in the same two processes: what exchange.py and shards.py have in common.
+"""Compare training loops that alternate step by step in the same processes.
 
-All have one torch thread, the same samples in the same micro-batches, the same AdamW. Ours is the public loop, with
-everything that a run does between two steps (timeline, progress). It also refuses gradients that are not finite and
-knows its loss, for which a loop by hand does nothing.
+All loops have one torch thread, the same samples in the same micro-batches, and the same AdamW. Ours is the public loop
+with all that a run does between steps (timeline, progress). Unlike a loop by hand, it also refuses gradients that are
+not finite and computes the loss.
 
-A step takes as long as its slower process. The figure is the median, over steps, of ours / by hand in the same turn,
-with quartiles; every round starts new processes, and makes the loops in another order. "work" is the same for processor
-time, of both processes and all their threads: it counts nothing that others did on the machine in the meantime, and no
-waiting. At the end the sets of weights must agree, and the norms of their first gradients.
+The time of a step is that of the slowest process. The figure is the median (with quartiles) of the ratios of steps with
+the same number. Each round starts new processes and builds the loops in another order. "work" is the ratio of processor
+time of all processes and threads, which excludes waiting and other load on the machine. The final weights of all loops,
+and the norms of their first gradients, must agree.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from unisono.testing import SlowAt, build_run, run_ranks
 
 PROCESSES = 2
 WARM_UP = 2
-"""Steps that are not counted: the first allocates, and DistributedDataParallel rebuilds its buckets after it."""
+"""Steps that do not count: the first one allocates, and DistributedDataParallel rebuilds its buckets after it."""
 
 WIDTH = 26
-"""Of a column of the table."""
+"""Width of a column of the table."""
 
 
-class Turn(NamedTuple):
-    """What a loop yields after each step: the model, and in the first step its gradient's 2-norm (then 0)."""
+class LoopStep(NamedTuple):
+    """Result of a step: the model, and in the first step the 2-norm of its gradient (later 0)."""
 
     model: nn.Module
     norm: float = 0.0
 
 
-class Course(NamedTuple):
-    """Where a loop runs: what all of a race have in common."""
+class LoopContext(NamedTuple):
+    """What all loops of a comparison share."""
 
     settings: Settings
     order: BatchOrder
@@ -66,7 +66,7 @@ class Course(NamedTuple):
     folder: Path
 
     def steps(self) -> Iterator[Iterator[tuple[int, Any]]]:
-        """For a loop by hand: step by step, (how many follow, batch) of this process's micro-batches."""
+        """Yield the micro-batches of each step for a loop by hand, as (number of micro-batches that follow, batch)."""
         order = self.order
         span = assign_evenly(order.virtual_ranks, self.group.size)[self.group.rank]
         steps = [[samples for _, samples in order.places(step, span)] for step in range(order.steps_per_epoch)]
@@ -76,19 +76,22 @@ class Course(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Race:
-    """name   of the benchmark
-    beside     {a loop of interest: the loop that it is measured against}
-    build      (course, loop) -> that loop, before its first step; a function of a module: other processes look it up
-    processes  that run the loops
-    warm_up    steps that are not counted
-    times      (step, rank) -> how many times as long that process takes in that step; a function of a module as well
-    tasks      what may be trained
+class Comparison:
+    """The loops of a benchmark.
+
+    Args:
+        name: Name of the benchmark.
+        baselines: The baseline of each loop of interest.
+        build: Builds a loop from its context and name. It must be a function of a module, for other processes.
+        processes: Number of processes.
+        warm_up: Steps that do not count.
+        times: Slows down a process: (step, rank) to a factor. It must be a function of a module, too.
+        tasks: Tasks to choose from.
     """
 
     name: str
-    beside: Mapping[str, str]
-    build: Callable[[Course, str], Iterator[Turn]]
+    baselines: Mapping[str, str]
+    build: Callable[[LoopContext, str], Iterator[LoopStep]]
     processes: int = PROCESSES
     warm_up: int = WARM_UP
     times: Callable[[int, int], float] | None = None
@@ -96,130 +99,138 @@ class Race:
 
     @property
     def loops(self) -> list[str]:
-        return list(dict.fromkeys([*self.beside, *self.beside.values()]))
+        return list(dict.fromkeys([*self.baselines, *self.baselines.values()]))
 
 
-def ours(course: Course, settings: Settings, group: ProcessGroup, loop: str) -> Iterator[Turn]:
-    """The public loop; advanced by one, it takes one step."""
-    run = build_run(settings, course.world, group, course.folder / loop)
-    model = run.place(copy.deepcopy(course.model))
+def ours(context: LoopContext, settings: Settings, group: ProcessGroup, loop: str) -> Iterator[LoopStep]:
+    """Train with our public loop. Each `next` takes one step."""
+    run = build_run(settings, context.world, group, context.folder / loop)
+    model = run.place(copy.deepcopy(context.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     run.track(model=model, optimizer=optimizer)
-    for step in run.steps(course.data):
+    for step in run.steps(context.data):
         for x, y in step:
             step.backward(loss_of(model(x), y), weight=y.numel())
         norm = step.grad_norm if step.number == 0 else 0.0
         step.update(optimizer)
-        yield Turn(model, norm)
+        yield LoopStep(model, norm)
 
 
-def compete(world: World, race: Race, name: str, virtual_ranks: int, start: int, steps: int, folder: str) -> Any:
-    """Let the loops take turns: {"seconds": {loop: [of a step]}, "work": ..., "apart": {loop: ...}, "norms": ...}."""
-    task, loops, warm_up = race.tasks[name], race.loops, race.warm_up
+def run_loops(
+    world: World, comparison: Comparison, name: str, virtual_ranks: int, round_number: int, steps: int, folder: str
+) -> Any:
+    """Alternate the loops, and return seconds and work of each step, and differences of weights and norms, by loop."""
+    task, loops, warm_up = comparison.tasks[name], comparison.loops, comparison.warm_up
     torch.manual_seed(1)
     total = steps + warm_up
     settings = Settings(epochs=1, batch=task.batch, virtual_ranks=virtual_ranks)
     order = BatchOrder(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
-    with join(world) as group, SlowAt(1.0) if race.times else nullcontext() as slow:
-        course = Course(settings, order, world, group, task.build(), task.data(total * task.batch), Path(folder))
-        running = {loop: race.build(course, loop) for loop in shuffled(loops, f"start {start}")}
+    with join(world) as group, SlowAt(1.0) if comparison.times else nullcontext() as slow:
+        context = LoopContext(settings, order, world, group, task.build(), task.data(total * task.batch), Path(folder))
+        running = {loop: comparison.build(context, loop) for loop in shuffled(loops, f"start {round_number}")}
         times, work = torch.empty(2, len(loops), total, dtype=torch.float64)
-        last: dict[str, Turn] = {}
+        last: dict[str, LoopStep] = {}
         norms: dict[str, float] = {}
         for number in range(total):
-            for loop in shuffled(loops, f"{start} {number}"):  # nobody always comes after the same
+            for loop in shuffled(loops, f"{round_number} {number}"):  # no loop always follows the same one
                 group.barrier()
-                if slow is not None and race.times is not None:
-                    slow.times = race.times(number, world.rank)
-                began, worked = time.perf_counter(), time.process_time()
+                if slow is not None and comparison.times is not None:
+                    slow.times = comparison.times(number, world.rank)
+                start, worked = time.perf_counter(), time.process_time()
                 last[loop] = next(running[loop])
-                times[loops.index(loop), number] = time.perf_counter() - began
+                times[loops.index(loop), number] = time.perf_counter() - start
                 work[loops.index(loop), number] = time.process_time() - worked
                 norms[loop] = norms.get(loop) or last[loop].norm
-        weights = {loop: torch.cat([whole(p) for p in turn.model.parameters()]) for loop, turn in last.items()}
+        weights = {loop: torch.cat([full_tensor(p) for p in turn.model.parameters()]) for loop, turn in last.items()}
         for generator in running.values():
             generator.close()  # type: ignore[attr-defined]
         group.max_(times)
         group.sum_(work)
-        true = weights[loops[-1]]
+        expected = weights[loops[-1]]
         return {
-            "params": len(true),
+            "params": len(expected),
             "seconds": {loop: row[warm_up:].tolist() for loop, row in zip(loops, times, strict=True)},
             "work": {loop: row[warm_up:].tolist() for loop, row in zip(loops, work, strict=True)},
-            "apart": {loop: float((weights[loop] - true).norm() / true.norm()) for loop in loops},
+            "difference": {loop: float((weights[loop] - expected).norm() / expected.norm()) for loop in loops},
             "norms": norms,
         }
 
 
 def shuffled(loops: Sequence[str], seed: str) -> list[str]:
+    """Return the loops in random order."""
     return random.Random(seed).sample(loops, len(loops))
 
 
-def whole(p: Any) -> torch.Tensor:
-    """A parameter's content, flat, whatever this process holds of it."""
+def full_tensor(p: Any) -> torch.Tensor:
+    """Return a parameter, flat, gathered if it is sharded."""
     full: torch.Tensor = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
     return full.flatten()
 
 
-def measure(race: Race, name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Several rounds of a race, each in new processes: a row of the table."""
-    seconds: dict[str, list[float]] = {loop: [] for loop in race.loops}
-    work: dict[str, list[float]] = {loop: [] for loop in race.loops}
+def measure(comparison: Comparison, name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Run a comparison several times, each in new processes, and return a row of the table."""
+    seconds: dict[str, list[float]] = {loop: [] for loop in comparison.loops}
+    work: dict[str, list[float]] = {loop: [] for loop in comparison.loops}
     found: dict[str, Any] = {}
     for start in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(compete, race.processes, race, name, virtual_ranks, start, steps, folder, seconds=550)[0]
-        true = found["norms"][race.loops[-1]]
-        for loop in race.loops:
-            if not found["apart"][loop] <= 1e-4 or not math.isclose(found["norms"][loop], true, rel_tol=1e-4):
-                raise AssertionError(f"{loop} did not compute what the others did: {found}")
+            found = run_ranks(
+                run_loops, comparison.processes, comparison, name, virtual_ranks, start, steps, folder, seconds=550
+            )[0]
+        norm = found["norms"][comparison.loops[-1]]
+        for loop in comparison.loops:
+            if not found["difference"][loop] <= 1e-4 or not math.isclose(found["norms"][loop], norm, rel_tol=1e-4):
+                raise AssertionError(f"{loop} computed another result than the others: {found}")
             seconds[loop] += found["seconds"][loop]
             work[loop] += found["work"][loop]
 
     def ratios(of: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        return {loop: ratio(of[loop], of[other]) for loop, other in race.beside.items()}
+        return {loop: ratio(of[loop], of[other]) for loop, other in comparison.baselines.items()}
 
     return {
         "model": name,
         "params": found["params"],
         "virtual_ranks": virtual_ranks,
-        "micro_batch": race.tasks[name].batch // virtual_ranks,
+        "micro_batch": comparison.tasks[name].batch // virtual_ranks,
         "steps": rounds * steps,
         "seconds": {loop: spread(values).median for loop, values in seconds.items()},
         "ratio": ratios(seconds),
         "work": ratios(work),
-        "apart": found["apart"],
+        "difference": found["difference"],
     }
 
 
-def table(race: Race, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of each row: time and processor time over that of the loop by hand, and how long a step of each took."""
+def table(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format each row: ratios of time and of processor time to the baseline, and seconds per step."""
 
     def line(first: str, cells: Sequence[str]) -> str:
         return f"{first:32} {' '.join(f'{cell:{WIDTH}}' for cell in cells)}".rstrip()
 
-    lines = [line("", [f"{loop} / {other}" for loop, other in race.beside.items()])]
+    lines = [line("", [f"{loop} / {other}" for loop, other in comparison.baselines.items()])]
     for row in rows:
         for first, key in (
             (f"{row['model']}, {row['params'] / 1e6:.1f} M parameters", "ratio"),
             (f"  V={row['virtual_ranks']}, micro-batches of {row['micro_batch']}, work", "work"),
         ):
-            lines.append(line(first, [f"{row[key][loop]:.3f}" for loop in race.beside]))
-        lines.append("  seconds a step: " + ", ".join(f"{loop} {row['seconds'][loop]:.3f}" for loop in race.loops))
+            lines.append(line(first, [f"{row[key][loop]:.3f}" for loop in comparison.baselines]))
+        lines.append(
+            "  seconds per step: " + ", ".join(f"{loop} {row['seconds'][loop]:.3f}" for loop in comparison.loops)
+        )
     return "\n".join(lines)
 
 
-def main(race: Race, words: str | None) -> None:
-    flags = parser(words)
-    flags.add_argument("--rounds", type=int, default=3, help="how often the processes are started anew (3)")
+def main(comparison: Comparison, description: str | None) -> None:
+    """Run a benchmark of two processes from the command line."""
+    flags = parser(description)
+    flags.add_argument("--rounds", type=int, default=3, help="number of times that new processes are started (3)")
     flags.add_argument("--steps", type=int, default=14, help="steps of each loop in a round (14)")
-    flags.add_argument("--model", choices=list(TASKS), help="only this one")
-    flags.add_argument("--virtual-ranks", type=int, help="only this many (2 and 8)")
-    asked = flags.parse_args()
-    rounds, steps = (1, 2) if asked.quick else (asked.rounds, asked.steps)
+    flags.add_argument("--model", choices=list(TASKS), help="only this model")
+    flags.add_argument("--virtual-ranks", type=int, help="only this number of virtual ranks (2 and 8)")
+    args = flags.parse_args()
+    rounds, steps = (1, 2) if args.quick else (args.rounds, args.steps)
     rows: list[dict[str, Any]] = []
-    for name in [asked.model] if asked.model else TASKS:
-        for virtual_ranks in [asked.virtual_ranks] if asked.virtual_ranks else (2, 8):
-            rows.append(measure(race, name, virtual_ranks, rounds, steps))
-            print(table(race, rows[-1:]), file=sys.stderr, flush=True)
-    show(race.name, {"rows": rows}, lambda: table(race, rows), as_json=asked.json)
+    for name in [args.model] if args.model else TASKS:
+        for virtual_ranks in [args.virtual_ranks] if args.virtual_ranks else (2, 8):
+            rows.append(measure(comparison, name, virtual_ranks, rounds, steps))
+            print(table(comparison, rows[-1:]), file=sys.stderr, flush=True)
+    show(comparison.name, {"rows": rows}, lambda: table(comparison, rows), as_json=args.json)

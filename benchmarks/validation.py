@@ -3,9 +3,9 @@
     python -m benchmarks.validation                       about a quarter of an hour
     python -m benchmarks.validation --only tree local     these alone, to the screen
 
-The same small GPT, data, batches and learning rates for all, and nothing tuned for any of them, but that late gradients
-have a lower learning rate and no momentum. Whose validation loss is more than 2 % above the tree's after as many
-samples is given more, until it is not; the table says how many it took.
+All exchanges train the same small GPT with the same data, batches and learning rates, without tuning. The exception are
+stale gradients, which have a lower learning rate and no momentum. An exchange whose validation loss is more than 2 %
+above the tree's after as many samples is trained for longer until it is not, and the table has the factor.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PAGE = ROOT / "docs" / "measured" / "validation.md"
 STEPS = 400
 SMALL = ["batch=32", "model.width=64", "model.depth=2", "model.context=64", "validate_bytes=65536", "sample_bytes=0"]
 CLOSE = 1.02
-"""Times the tree's validation loss: no more than this."""
+"""Largest accepted ratio to the tree's validation loss."""
 MORE = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
-"""Times as many steps are tried, one after the other."""
+"""Factors of the number of steps, tried in this order."""
 
 
 class Arm(NamedTuple):
@@ -40,20 +40,20 @@ class Arm(NamedTuple):
 
 def arms() -> list[Arm]:
     compressed = [Arm(f"tree, {kind}", 2, (f"compress.kind={kind}",)) for kind in ("fp16", "bf16", "int8")]
-    late_forms = ("compress.start_step=100",)  # what is left out of early gradients comes too late to be of use
+    late_start = ("compress.start_step=100",)  # early gradients change too quickly for error feedback
     compressed += [
-        Arm("tree, topk", 2, ("compress.kind=topk", "compress.ratio=0.25", *late_forms)),
-        Arm("tree, powersgd of rank 4", 2, ("compress.kind=powersgd", *late_forms)),
-        Arm("tree, powersgd of rank 16", 2, ("compress.kind=powersgd", "compress.rank=16", *late_forms)),
-        Arm("tree, powersgd of rank 24", 2, ("compress.kind=powersgd", "compress.rank=24", *late_forms)),
+        Arm("tree, topk", 2, ("compress.kind=topk", "compress.ratio=0.25", *late_start)),
+        Arm("tree, powersgd of rank 4", 2, ("compress.kind=powersgd", *late_start)),
+        Arm("tree, powersgd of rank 16", 2, ("compress.kind=powersgd", "compress.rank=16", *late_start)),
+        Arm("tree, powersgd of rank 24", 2, ("compress.kind=powersgd", "compress.rank=24", *late_start)),
     ]
-    sites = (
+    diloco = (
         "exchange=local_sgd",
         "local_sgd.sync_every=20",
         "local_sgd.outer_momentum=0.5",
-    )  # 0.9 is for runs with hundreds of meetings
-    mean = ("exchange=local_sgd", "local_sgd.sync_every=20", "local_sgd.outer_optimizer=average")
-    late = ("momentum=0.0", "lr=2e-3")  # what steps in common bear is too much for gradients that are late
+    )  # 0.9 is for runs with hundreds of synchronizations
+    average = ("exchange=local_sgd", "local_sgd.sync_every=20", "local_sgd.outer_optimizer=average")
+    stale = ("momentum=0.0", "lr=2e-3")  # stale gradients diverge with the settings of synchronous steps
     return [
         Arm("tree", 2, ()),
         Arm("wide", 2, ("exchange=wide",)),
@@ -63,39 +63,39 @@ def arms() -> list[Arm]:
         *compressed,
         Arm("allreduce, int8", 2, ("exchange=allreduce", "compress.kind=int8")),
         Arm("server, synchronous", 3, ("exchange=server",)),
-        Arm("server, at most 2 updates late", 4, ("exchange=server", "server.staleness=2", *late)),
-        Arm("server, asynchronous", 4, ("exchange=server", "server.staleness=none", *late)),
-        Arm("local SGD, every 20 steps", 2, mean),
-        Arm("post-local SGD, from step 100 on", 2, (*mean, "local_sgd.warmup_steps=100")),
-        Arm("DiLoCo, every 20 steps", 2, sites),
-        Arm("DiLoCo, 8 bits", 2, (*sites, "local_sgd.bits=8")),
-        Arm("DiLoCo, 4 bits", 2, (*sites, "local_sgd.bits=4")),
+        Arm("server, at most 2 updates late", 4, ("exchange=server", "server.staleness=2", *stale)),
+        Arm("server, asynchronous", 4, ("exchange=server", "server.staleness=none", *stale)),
+        Arm("local SGD, every 20 steps", 2, average),
+        Arm("post-local SGD, from step 100 on", 2, (*average, "local_sgd.warmup_steps=100")),
+        Arm("DiLoCo, every 20 steps", 2, diloco),
+        Arm("DiLoCo, 8 bits", 2, (*diloco, "local_sgd.bits=8")),
+        Arm("DiLoCo, 4 bits", 2, (*diloco, "local_sgd.bits=4")),
         Arm(
             "DiLoCo, 4 bits, 2 fragments, overlapped",
             2,
-            (*sites, "local_sgd.bits=4", "local_sgd.num_fragments=2", "local_sgd.sync_delay=2"),
+            (*diloco, "local_sgd.bits=4", "local_sgd.num_fragments=2", "local_sgd.sync_delay=2"),
         ),
     ]
 
 
-def trained(arm: Arm, steps: int) -> dict[str, Any]:
-    """result.json of the recipe under these settings."""
+def train(arm: Arm, steps: int) -> dict[str, Any]:
+    """Train the recipe, and return the contents of result.json."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["run", "text", "--ranks", str(arm.ranks), "--run-dir", f"{folder}/run", "--json"]
         words += [word for each in [f"steps={steps}", *SMALL, *arm.sets] for word in ("--set", each)]
         command = [sys.executable, "-m", "unisono.cli.main", *words]
         environment = inherited({"PYTHONPATH": str(ROOT)})
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-        if done.returncode:
-            raise SystemExit(f"{arm.title}: {' '.join(words)}\n{done.stderr[-3000:]}")
+        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+        if process.returncode:
+            raise SystemExit(f"{arm.title}: {' '.join(words)}\n{process.stderr[-3000:]}")
         found: dict[str, Any] = json.loads((Path(folder) / "run" / "result.json").read_text())
         return found
 
 
-def close_enough(arm: Arm, goal: float) -> Iterator[dict[str, Any]]:
-    """Its results after as many steps as the tree, and after more, until one is close to the goal."""
+def train_until_close(arm: Arm, goal: float) -> Iterator[dict[str, Any]]:
+    """Yield results after as many steps as the tree, and after more, until one is close to the goal."""
     for times in MORE:
-        yield (found := trained(arm, round(STEPS * times)))
+        yield (found := train(arm, round(STEPS * times)))
         if found["bits_per_byte"] <= CLOSE * goal:
             return
 
@@ -136,17 +136,17 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--only", nargs="*", help="arms whose title begins with one of these words; no page is written")
     flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/measured/validation.md)")
-    asked = flags.parse_args()
+    args = flags.parse_args()
     tree, *others = arms()
-    goal = trained(tree, STEPS)
+    goal = train(tree, STEPS)
     rows = [row(tree, [goal], goal["bits_per_byte"])]
     print(rows[0], flush=True)
     for arm in others:
-        if asked.only is None or any(arm.title.startswith(word) for word in asked.only):
-            rows.append(row(arm, list(close_enough(arm, goal["bits_per_byte"])), goal["bits_per_byte"]))
+        if args.only is None or any(arm.title.startswith(word) for word in args.only):
+            rows.append(row(arm, list(train_until_close(arm, goal["bits_per_byte"])), goal["bits_per_byte"]))
             print(rows[-1], flush=True)
-    if asked.only is None:
-        asked.page.write_text(HEAD + "\n".join(rows) + "\n" + FOOT.format(machine=line()), encoding="utf-8")
+    if args.only is None:
+        args.page.write_text(HEAD + "\n".join(rows) + "\n" + FOOT.format(machine=line()), encoding="utf-8")
 
 
 if __name__ == "__main__":

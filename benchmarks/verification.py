@@ -3,9 +3,9 @@
     python -m benchmarks.verification            about four minutes
     python -m benchmarks.verification --quick    a smoke test
 
-A small GPT is trained with and without the check, in runs that take turns. The first ten steps are timed: steps 0, 1,
-2, 4 and 8 are checked, and none of the next 990 of a run of 30 seconds, since 120 seconds have to pass. What a checked
-run takes longer in them, over 1,000 of its steps without a check, is the share. A step takes about 30 ms here.
+Runs of a small GPT with and without the check alternate. Ten steps are timed: steps 0, 1, 2, 4 and 8 are checked, and
+none of the next 990, because promise.min_interval is 120 seconds and the run takes 30. The share is the additional time
+of ten steps with checks over the time of 1,000 steps without. A step takes about 30 ms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unisono.testing import build_run, close_run, run_ranks
 
 STEPS = 10
 RUN = 1000
-"""Steps of the run of which the cost is a share."""
+"""Steps of the run that shares refer to."""
 
 SCENES: dict[str, tuple[int, int, ParallelSettings]] = {
     "one process": (1, 64, ParallelSettings()),
@@ -36,11 +36,11 @@ SCENES: dict[str, tuple[int, int, ParallelSettings]] = {
     "two shards, gathered by layer": (2, 32, ParallelSettings(shard=2)),
     "two shards, gathered once a step": (2, 64, ParallelSettings(shard=2, reshard="step")),
 }
-"""Processes, the width of the model (so that a step takes about 30 ms), and how they share it."""
+"""Number of processes, width of the model (for steps of about 30 ms), and parallel layout."""
 
 
 def train(world: World, settings: Settings, width: int, folder: str) -> list[float]:
-    """Seconds of each step."""
+    """Return the seconds of each step."""
     from unisono.recipes.text import GPT, Model
 
     torch.manual_seed(1)
@@ -50,15 +50,15 @@ def train(world: World, settings: Settings, width: int, folder: str) -> list[flo
         model = run.place(lambda: GPT(Model(width=width, depth=2, heads=4, context=128)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         run.track(model=model, optimizer=optimizer)
-        began = time.perf_counter()
+        start = time.perf_counter()
         for step in run.steps(text(256)):
             for x, y in step:
                 step.backward(loss_of(model(x), y), weight=y.numel())
             step.update(optimizer)
             if group.size > 1:
                 group.barrier()
-            seconds.append(time.perf_counter() - began)
-            began = time.perf_counter()
+            seconds.append(time.perf_counter() - start)
+            start = time.perf_counter()
         close_run(run)
     return seconds
 
@@ -74,7 +74,7 @@ def measure(pairs: int) -> dict[str, Any]:
                 with tempfile.TemporaryDirectory() as folder:
                     ranks = run_ranks(train, size, settings, width, folder, seconds=550)
                 seconds[check].append([max(step) for step in zip(*ranks, strict=True)])
-        step = median(s for of in seconds[False] for s in of[1:])
+        step = median(s for steps in seconds[False] for s in steps[1:])
         more = [sum(a) - sum(b) for a, b in zip(seconds[True], seconds[False], strict=True)]
         found[name] = {
             "step_ms": 1e3 * step,
@@ -85,7 +85,7 @@ def measure(pairs: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [f"{'':34} {'a step':>8}  {'ten steps take longer by':26} of {RUN} steps, in %"]
+    lines = [f"{'':34} {'per step':>8}  {'more in ten steps':26} of {RUN} steps, in %"]
     for name in SCENES:
         step_ms, more, share = (found[name][key] for key in ("step_ms", "more_ms", "share_percent"))
         lines.append(f"{name:34} {step_ms:5.1f} ms  {f'{more:.1f} ms':26} {share:.2f}")
@@ -95,9 +95,9 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--pairs", type=int, default=15, help="pairs of runs in each scene (15)")
-    asked = flags.parse_args()
-    found = measure(2 if asked.quick else asked.pairs)
-    show("verification", found, lambda: table(found), as_json=asked.json)
+    args = flags.parse_args()
+    found = measure(2 if args.quick else args.pairs)
+    show("verification", found, lambda: table(found), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""What it costs that a run is looked after: heartbeats, the stuck watch and the divergence watch, all of them together.
+"""Measure the cost of monitoring a run: heartbeats, hang detection and divergence checks.
 
     python -m benchmarks.watching            two to three minutes
     python -m benchmarks.watching --quick    a smoke test
 
-Two processes with a meeting place train a model whose step takes some 30 ms, in turns of 100 steps: with everything
-that looks after a run, and with nothing of it. On is what a run under `unisono run` has by default:
+Two processes with a rendezvous server train a model whose steps take about 30 ms. Blocks of 100 steps with and without
+monitoring alternate. Monitoring is what a run under `unisono run` has by default:
 
     in every process      thread "membership", a heartbeat a second to the rendezvous server   distributed/membership
                           thread "watch", the status of the main thread, each second         monitor/status_thread.py
                           a count of progress; the loss is observed, for spikes              monitor/loss_spikes.py
-                          a comparison of weights and gradients, now and then                train/diagnostics
-    beside them           the rendezvous server; the launcher's hang watcher, twice a second  launcher
+                          a comparison of weights and gradients at times                   train/diagnostics
+    in other processes    the rendezvous server; the launcher's hang watcher, twice a second  launcher
 
-First the ratio of whole turns, with / without, in seconds of the slower process, and in processor time of both with all
-their threads, which counts nothing that others do on the machine. In a turn there is one comparison, ten times as many
-as by default (divergence.every=1000), so both are more than what is asked for.
+The first figure is the ratio of blocks with and without, in seconds of the slower process, and in processor time of
+both processes with all threads, which excludes other load on the machine. Each block has one comparison, ten times as
+many as by default (divergence.every=1000), so both ratios are upper bounds.
 
-Then each part alone, of a step of 30 ms: threads and processes by their own clocks, lines by counting. The comparison
-is that of a GPT of 10.7 million parameters (43 MB), the median, of the slower process. What is not turned off for a
-turn, since it is always there (the count, the look for spikes), is in this sum only.
+Then each part is measured on its own, relative to a step of 30 ms: threads and processes by their clocks, single lines
+with timeit. The comparison is that of a GPT of 10.7 million parameters (43 MB): the median, of the slower process.
+Parts that cannot be turned off (the count of progress, the check for loss spikes) are only in this sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import threading
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,19 +56,19 @@ from unisono.train.diagnostics.divergence import DivergenceCheck
 
 EVERY = DivergenceSettings.every
 STEP_SECONDS = 0.03
-"""What a part of a step is given of: the target is 1 % of it, for all together."""
+"""The step that shares refer to. The target is 1 % for all parts together."""
 CHANGES = 12
-"""Changes of phase in a step, about."""
+"""Approximate number of phase changes in a step."""
 GPT_WARM_UP = 2
 
 
 class Threads:
-    """The watching threads of one process, turned on and off, and what they used while they were on (seconds)."""
+    """Turns the monitoring threads of a process on and off, and sums up their processor time in seconds."""
 
     def __init__(self, world: World, membership: Membership, place: Path) -> None:
         self.world, self.membership, self.place = world, membership, place
         self.used = {"heartbeat": 0.0, "watch": 0.0}
-        membership._stopped.set()  # the heartbeat that it has begun with ends
+        membership._stopped.set()  # ends the heartbeat that is running
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -86,29 +86,29 @@ class Threads:
 
 
 def clock_of(thread: threading.Thread | None) -> int:
-    """Of the processor time that it uses."""
+    """Return the clock of a thread's processor time."""
     assert thread is not None
     assert thread.ident is not None
     return time.pthread_getcpuclockid(thread.ident)
 
 
 def seconds_of(thread: str) -> float:
-    """Of processor time, of another process's thread by its folder in /proc: nanoseconds in its schedstat."""
+    """Return the processor time of a thread of any process, from its folder in /proc."""
     return int(Path("/proc", thread, "schedstat").read_text().split()[0]) / 1e9
 
 
-def turns(
-    world: World, pairs: int, steps: int, width: int, folder: str, door: str, beside: dict[str, str]
+def time_blocks(
+    world: World, pairs: int, steps: int, width: int, folder: str, server: str, others: dict[str, str]
 ) -> dict[str, Any]:
-    """Of each turn its seconds and its processor time; and what our threads, and those `beside` us, used when on."""
-    told = Path(folder) / f"rank-{world.rank}.json"
-    failure_record.write_to(told)
-    world = replace(world, store=f"{SCHEME}{door}")
-    watched = DivergenceSettings(every=steps)
-    config = Settings(steps=(2 * pairs + 1) * steps, batch=64, virtual_ranks=2, divergence=watched)
+    """Return seconds and processor time of each block, and the processor time of our and other threads while on."""
+    record = Path(folder) / f"rank-{world.rank}.json"
+    failure_record.write_to(record)
+    world = replace(world, store=f"{SCHEME}{server}")
+    divergence_settings = DivergenceSettings(every=steps)
+    config = Settings(steps=(2 * pairs + 1) * steps, batch=64, virtual_ranks=2, divergence=divergence_settings)
     data = torch.utils.data.TensorDataset(torch.randn(4096, width), torch.randint(0, 10, (4096,)))
     found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
-    lived, used = 0.0, dict.fromkeys(beside, 0.0)
+    seconds_on, used = 0.0, dict.fromkeys(others, 0.0)
     with join(world) as group:
         membership = membership_of(group)
         assert membership is not None
@@ -117,59 +117,53 @@ def turns(
         model = run.place(lambda: nn.Sequential(*layers, nn.Linear(width, 10)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
-        threads = Threads(world, membership, told.with_suffix(".status"))
+        threads = Threads(world, membership, record.with_suffix(".status"))
         left, divergence = iter(run.steps(data)), extension_of(run, DivergenceCheck)
         assert divergence is not None
-        for turn in range(-1, 2 * pairs):  # the first is to warm up; then on, off, off, on, on, off, ...
+        for turn in range(-1, 2 * pairs):  # a warm-up; then on, off, off, on, on, off, ...
             on = turn >= 0 and (turn + 1) // 2 % 2 == 0
             divergence.every = steps if on else 0
-            with threads.on() if on else nothing():
+            with threads.on() if on else nullcontext():
                 group.barrier()
-                before = {name: seconds_of(thread) for name, thread in beside.items()}
-                began, worked = time.perf_counter(), time.process_time()
+                before = {name: seconds_of(thread) for name, thread in others.items()}
+                start, worked = time.perf_counter(), time.process_time()
                 for _ in range(steps):
                     step = next(left)
                     step.run(model, loss)
                     step.update(optimizer)
                 group.barrier()
-                took = time.perf_counter() - began, time.process_time() - worked
-                lived += on * took[0]
-                used = {name: used[name] + on * (seconds_of(beside[name]) - then) for name, then in before.items()}
+                elapsed = time.perf_counter() - start, time.process_time() - worked
+                seconds_on += on * elapsed[0]
+                used = {name: used[name] + on * (seconds_of(others[name]) - then) for name, then in before.items()}
             if turn >= 0:
-                found["with" if on else "without"].append(took)
+                found["with" if on else "without"].append(elapsed)
         divergence.every = steps
         list(left)
         close_run(run)
-    return {**found, "lived": lived, "used": {**threads.used, **used}}
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
+    return {**found, "seconds_on": seconds_on, "used": {**threads.used, **used}}
 
 
 def loss(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
     return nn.functional.cross_entropy(output, y, reduction="sum"), len(y)
 
 
-def timed(function: Callable[..., Any], seconds: list[float], meet: Callable[[], None] | None = None) -> Any:
-    """The function, which notes how long it takes; after all have met, if they must."""
+def timed(function: Callable[..., Any], seconds: list[float], barrier: Callable[[], None] | None = None) -> Any:
+    """Wrap a function to record its time, after a barrier if one is given."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if meet is not None:
-            meet()
-        began = time.perf_counter()
+        if barrier is not None:
+            barrier()
+        start = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start)
 
     return call
 
 
 def comparisons(world: World, steps: int, folder: str) -> list[float]:
-    """Seconds of each comparison of what two processes hold: the number of all gradients, then that of all weights, and
-    the message."""
+    """Return the seconds of each comparison of two processes: hashes of gradients and weights, and messages."""
     task = TASKS["GPT"]
     torch.manual_seed(1)
     gradients: list[float] = []
@@ -191,37 +185,39 @@ def comparisons(world: World, steps: int, folder: str) -> list[float]:
     return [a + b for a, b in zip(gradients, weights, strict=False)][GPT_WARM_UP : GPT_WARM_UP + steps]
 
 
-def lines() -> dict[str, float]:
-    """Seconds in a step of what is always there."""
+def time_lines() -> dict[str, float]:
+    """Return the seconds per step of parts that are always on."""
     line = min(timeit.repeat("Here.moves += 1", "from unisono.phases import Here", number=100_000, repeat=5)) / 100_000
     begin = min(timeit.repeat("f(3)", "from unisono.phases import begin_step as f", number=100_000, repeat=5)) / 100_000
     phases.Position.steps = 0
     spikes = LossSpikes()
-    hears = [2.0 + number % 7 for number in range(20_000)]
-    look = min(timeit.repeat(lambda: [spikes.observe(each) for each in hears], number=1, repeat=3)) / len(hears)
-    return {"counting": CHANGES * line + begin, "a look for spikes": look}
+    losses = [2.0 + number % 7 for number in range(20_000)]
+    spike_check = min(timeit.repeat(lambda: [spikes.observe(loss) for loss in losses], number=1, repeat=3)) / len(
+        losses
+    )
+    return {"counting": CHANGES * line + begin, "loss spikes": spike_check}
 
 
 def measure(pairs: int, steps: int, width: int, compared: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        door, survival = Path(folder) / "door", ElasticLauncher(1, build=lambda *_: None)  # type: ignore[arg-type]
-        with survival.open(door, 2, [sys.executable, "-u", "-P"]), HangWatcher(Path(folder)) as lookout:
-            assert survival.server is not None
-            beside = {
-                "meeting place": f"{survival.server.pid}",
-                "lookout": f"{os.getpid()}/task/{lookout._thread.native_id}",
+        socket, launcher = Path(folder) / "door", ElasticLauncher(1, build=lambda *_: None)  # type: ignore[arg-type]
+        with launcher.open(socket, 2, [sys.executable, "-u", "-P"]), HangWatcher(Path(folder)) as hang_watcher:
+            assert launcher.server is not None
+            others = {
+                "rendezvous": f"{launcher.server.pid}",
+                "hang watcher": f"{os.getpid()}/task/{hang_watcher._thread.native_id}",
             }
-            found = run_ranks(turns, 2, pairs, steps, width, folder, str(door), beside, seconds=900)
-        digests = run_ranks(comparisons, 2, compared, f"{folder}/gpt", seconds=550)
+            found = run_ranks(time_blocks, 2, pairs, steps, width, folder, str(socket), others, seconds=900)
+        compare_seconds = run_ranks(comparisons, 2, compared, f"{folder}/gpt", seconds=550)
     both = {name: list(zip(found[0][name], found[1][name], strict=True)) for name in ("with", "without")}
     seconds = {name: [max(a[0], b[0]) for a, b in rows] for name, rows in both.items()}
     work = {name: [a[1] + b[1] for a, b in rows] for name, rows in both.items()}
-    lived = found[0]["lived"]
-    used = {name: max(rank["used"][name] for rank in found) / lived for name in found[0]["used"]}
-    comparison = statistics.median(max(pair) for pair in zip(*digests, strict=True))
+    seconds_on = found[0]["seconds_on"]
+    used = {name: max(rank["used"][name] for rank in found) / seconds_on for name in found[0]["used"]}
+    comparison = statistics.median(max(pair) for pair in zip(*compare_seconds, strict=True))
     shares = {
         **used,
-        **{name: each / STEP_SECONDS for name, each in lines().items()},
+        **{name: each / STEP_SECONDS for name, each in time_lines().items()},
         "comparison": comparison / EVERY / STEP_SECONDS,
     }
     return {
@@ -237,12 +233,12 @@ def measure(pairs: int, steps: int, width: int, compared: int) -> dict[str, Any]
 
 
 ABOUT = {
-    "heartbeat": "of a core: a process's thread",
-    "watch": "of a core: a process's thread",
-    "meeting place": "of a core: a process of its own, for both",
-    "lookout": "of a core: the launcher's thread, for both",
+    "heartbeat": "of a core: a thread in each process",
+    "watch": "of a core: a thread in each process",
+    "rendezvous": "of a core: a process, for both",
+    "hang watcher": "of a core: a thread of the launcher, for both",
     "counting": "of a step",
-    "a look for spikes": "of a step, on the main process",
+    "loss spikes": "of a step, on rank 0",
 }
 
 
@@ -252,10 +248,10 @@ def table(of: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"a step takes {of['step_seconds'] * 1e3:.1f} ms",
-            f"all on over all off, in {of['pairs']} pairs of turns of {of['steps']} steps:",
+            f"all on over all off, in {of['pairs']} pairs of blocks of {of['steps']} steps:",
             f"  seconds         {shown['seconds']}",
             f"  processor time  {shown['work']}",
-            f"each part, where a step takes {STEP_SECONDS * 1e3:.0f} ms:",
+            f"each part, for a step of {STEP_SECONDS * 1e3:.0f} ms:",
             *(f"  {name:18}{share:8.4%} {about[name]}" for name, share in of["shares"].items()),
             f"  {'together':18}{of['together']:8.4%}",
         ]
@@ -263,9 +259,9 @@ def table(of: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    asked = parser(__doc__).parse_args()
-    figures = measure(*(2, 5, 64, 3) if asked.quick else (12, 100, 640, 40))
-    show("watching", figures, lambda: table(figures), as_json=asked.json)
+    args = parser(__doc__).parse_args()
+    figures = measure(*(2, 5, 64, 3) if args.quick else (12, 100, 640, 40))
+    show("watching", figures, lambda: table(figures), as_json=args.json)
 
 
 if __name__ == "__main__":

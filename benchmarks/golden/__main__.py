@@ -49,6 +49,7 @@ class Case(NamedTuple):
 
 
 def net(name: str, ranks: int = 1, sets: str = "", then: Resume | None = None) -> Case:
+    """Return a case that trains one of the networks of script.py."""
     return Case(f"{SCRIPT} net={name}", ranks, sets, then)
 
 
@@ -118,11 +119,12 @@ CASES: dict[str, Case] = {
 
 
 def machine() -> dict[str, str]:
-    """Return what a fingerprint depends on beside the run."""
+    """Return the facts about this machine that change fingerprints."""
     return {"torch": torch.__version__.partition("+")[0], "instruction_set": torch.backends.cpu.get_cpu_capability()}
 
 
-def command(case: Case, folder: Path, ranks: int, sets: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def start(case: Case, folder: Path, ranks: int, sets: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the command of a case in `folder`."""
     target, *own = case.target.split()
     words = [sys.executable, "-m", "unisono.cli.main", "run", target, "--run-dir", str(folder / "run")]
     words += ["--ranks", str(ranks), *flags]
@@ -131,21 +133,22 @@ def command(case: Case, folder: Path, ranks: int, sets: str, *flags: str) -> sub
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=300)
 
 
-def played(case: Case) -> dict[str, Any]:
+def run(case: Case) -> dict[str, Any]:
     """Return the fingerprint, the loss and the promise of a run, or the first line of its error."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        done = command(case, folder, case.ranks, case.sets)
+        process = start(case, folder, case.ranks, case.sets)
         if case.then is not None and (folder / "run" / "result.json").exists():
-            done = command(case, folder, case.then.ranks, case.then.sets, "--resume")
-        result = folder / "run" / "result.json"
-        if done.returncode or not result.exists():
-            return {"error": (done.stderr.strip() or done.stdout.strip())[-600:]}
-        found = json.loads(result.read_text())
-        return {name: found.get(name) for name in ("weights_sha256", "loss", "promise", "steps")}
+            process = start(case, folder, case.then.ranks, case.then.sets, "--resume")
+        path = folder / "run" / "result.json"
+        if process.returncode or not path.exists():
+            return {"error": (process.stderr.strip() or process.stdout.strip())[-600:]}
+        result = json.loads(path.read_text())
+        return {name: result.get(name) for name in ("weights_sha256", "loss", "promise", "steps")}
 
 
 def names(only: Sequence[str]) -> list[str]:
+    """Return the names of the cases that contain one of the words; without words, all."""
     return [name for name in CASES if not only or any(word in name for word in only)]
 
 
@@ -153,23 +156,24 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--record", action="store_true", help="write fingerprints.json")
     flags.add_argument("--only", nargs="*", default=[], help="runs whose names contain one of these words")
-    asked = flags.parse_args()
+    args = flags.parse_args()
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {"machine": machine(), "runs": {}}
-    if not asked.record and record["machine"] != machine():
-        print(f"The record is of another machine: {record['machine']}; here it is {machine()}.")
+    if not args.record and record["machine"] != machine():
+        print(f"The record is from another machine: {record['machine']}. This machine: {machine()}.")
         return 2
-    wrong = 0
-    for name in names(asked.only):
-        found = played(CASES[name])
-        if asked.record:
-            record["runs"][name] = found
-        same = record["runs"].get(name) == found and "error" not in found
-        wrong += not same
-        print(f"{'same ' if same else 'OTHER'}  {name}", "" if same else f"\n  {found}\n  {record['runs'].get(name)}")
-    if asked.record:
+    differences = 0
+    for name in names(args.only):
+        result = run(CASES[name])
+        if args.record:
+            record["runs"][name] = result
+        recorded = record["runs"].get(name)
+        same = recorded == result and "error" not in result
+        differences += not same
+        print(f"{'same   ' if same else 'DIFFERS'}  {name}", "" if same else f"\n  {result}\n  {recorded}")
+    if args.record:
         RECORD.write_text(json.dumps({"machine": machine(), "runs": record["runs"]}, indent=1) + "\n")
-    print(f"{wrong} of {len(names(asked.only))} runs differ.")
-    return min(wrong, 1)
+    print(f"{differences} of {len(names(args.only))} runs differ.")
+    return min(differences, 1)
 
 
 if __name__ == "__main__":

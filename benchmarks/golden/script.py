@@ -1,4 +1,4 @@
-"""A small training with a model, an optimizer and a death of choice: what the golden runs train.
+"""Train a small network, optionally with a crash or a stop. The golden runs use this script.
 
 unisono run benchmarks/golden/script.py --ranks 2 --set net=cnn --set steps=6
 """
@@ -26,7 +26,7 @@ class Settings(unisono.Settings):
     batch: int = 24
     net: Literal["mlp", "cnn", "rnn", "transformer"] = "mlp"
     optimizer: Literal["adamw", "sgd", "lbfgs", "adafactor"] = "adamw"
-    dies: int = -1  # the step in which process 1 is killed, once
+    dies: int = -1  # the step in which rank 1 is killed, once
     stop: int = -1  # the step after which the run receives SIGTERM, once
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.mistakes --peers /path/to/venv/bin/python     about ten minutes
     python -m benchmarks.mistakes                                      ours and DistributedDataParallel: half a minute
 
-The peers' Python needs torch, accelerate and lightning; what it lacks is told as not measured.
+The peers' Python needs torch, accelerate and lightning. Libraries that it lacks are reported as not measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ This page is written by `python -m benchmarks.mistakes --peers PYTHON` (`benchma
 
 
 def measure(name: str, player: str, python: str | None) -> list[Any] | None:
-    """The figure at each number of processes; None if the peer is not there."""
+    """Return the figure for each number of processes; None if the library is not installed."""
     sizes = case(name).sizes
     if player == "Unisono":
         return [play_ours(name, size) for size in sizes]
@@ -57,11 +57,11 @@ def measure(name: str, player: str, python: str | None) -> list[Any] | None:
     return [play_peer(name, player, size, python) for size in sizes] if python else None
 
 
-def told(played: Case, figures: list[Any] | None) -> tuple[str, bool]:
-    """The figures in words, and are they right?"""
+def describe(played: Case, figures: list[Any] | None) -> tuple[str, bool]:
+    """Return the figures as text, and whether they are right."""
     if figures is None:
         return "not measured", False
-    words = [played.told(figure) for figure in figures]
+    words = [played.describe(figure) for figure in figures]
     if len(words) == 1:
         text = words[0]
     elif len(set(words)) == 1:
@@ -72,7 +72,7 @@ def told(played: Case, figures: list[Any] | None) -> tuple[str, bool]:
 
 
 def versions(python: str | None) -> dict[str, str]:
-    """Of the peers that this Python has."""
+    """Return the versions of the libraries in this Python."""
     program = (
         "import json, importlib.metadata as m; have = {d.name.lower(): d.version for d in m.distributions()}; "
         f"print(json.dumps({{k: have[k] for k in {sorted(set(PACKAGES.values()))!r} if k in have}}))"
@@ -93,12 +93,12 @@ def page(found: dict[str, dict[str, list[Any] | None]], have: dict[str, str]) ->
         played = case(name)
         cells = []
         for column in columns:
-            text, right = told(played, figures[column]) if column in figures else ("–", False)
+            text, right = describe(played, figures[column]) if column in figures else ("–", False)
             cells.append(f"**{text}**" if right else text)
         lines.append(f"| {name} | {played.wrong} | {played.right} | {' | '.join(cells)} |")
-        beside = [f"{p}: {told(played, f)[0]}." for p, f in figures.items() if p not in columns]
-        if played.note or beside:
-            notes.append(f"- *{name}*: {' '.join([*beside, played.note]).strip()}")
+        others = [f"{p}: {describe(played, f)[0]}." for p, f in figures.items() if p not in columns]
+        if played.note or others:
+            notes.append(f"- *{name}*: {' '.join([*others, played.note]).strip()}")
     names = [f"torch {torch.__version__}", f"unisono {unisono.__version__}"]
     names += [f"{package} {version}" for package, version in have.items()]
     return HEAD + "\n".join(lines) + "\n" + FOOT.format(notes="\n".join(notes), versions=", ".join(names))
@@ -106,26 +106,26 @@ def page(found: dict[str, dict[str, list[Any] | None]], have: dict[str, str]) ->
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--peers", metavar="PYTHON", type=os.path.abspath, help="a python in which peers are installed")
+    flags.add_argument("--peers", metavar="PYTHON", type=os.path.abspath, help="a Python with the other libraries")
     flags.add_argument("--page", type=Path, default=PAGE, help="where the table goes (docs/measured/correctness.md)")
     flags.add_argument("--only", nargs="*", default=list(MODULES), choices=list(MODULES), help="these cases")
-    flags.add_argument("--json", type=Path, help="keep the figures here; those that are there are not played again")
-    asked = flags.parse_args()
-    have = versions(asked.peers)
+    flags.add_argument("--json", type=Path, help="store figures in this file, and do not measure those that it has")
+    args = flags.parse_args()
+    have = versions(args.peers)
     found: dict[str, dict[str, list[Any] | None]] = {}
-    if asked.json and asked.json.exists():
-        found = json.loads(asked.json.read_text(encoding="utf-8"))
-    for name in asked.only:
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text(encoding="utf-8"))
+    for name in args.only:
         for player in ("Unisono", *case(name).peers):
             row = found.setdefault(name, {})
             if row.get(player) is None:
                 package = PACKAGES.get(player.partition(",")[0])
                 there = package is None or package in have
-                row[player] = measure(name, player, asked.peers) if there else None
-                print(f"{name:16} {player:20} {told(case(name), row[player])[0]}", flush=True)
-            if asked.json:
-                asked.json.write_text(json.dumps(found), encoding="utf-8")
-    asked.page.write_text(page({name: found[name] for name in MODULES if name in found}, have), encoding="utf-8")
+                row[player] = measure(name, player, args.peers) if there else None
+                print(f"{name:16} {player:20} {describe(case(name), row[player])[0]}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(found), encoding="utf-8")
+    args.page.write_text(page({name: found[name] for name in MODULES if name in found}, have), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ CASES = {
         "Its data is 0, the data of the other process is 2; 50 steps",
         right="1, to 0.15",
         is_right=lambda mean: abs(mean - 1.0) <= 0.15,
-        told=lambda mean: f"{mean:.3f}",
+        describe=lambda mean: f"{mean:.3f}",
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": BATCH, "virtual_ranks": 4},

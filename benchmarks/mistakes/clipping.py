@@ -118,7 +118,7 @@ CASES = {
         wrong="A gradient that is not a number is clipped: weights of 4 that are lost after the step",
         right="refused, 0 lost",
         is_right=lambda found: found == "refused, 0 lost",
-        told=lambda found: found if isinstance(found, str) else f"{found} lost, in silence",
+        describe=lambda found: found if isinstance(found, str) else f"{found} lost, in silence",
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": 1, "batch": 8, "clip": 1.0},

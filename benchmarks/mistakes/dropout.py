@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, everyone
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, gather
 
 if TYPE_CHECKING:
     from unisono import Run
@@ -55,7 +55,7 @@ def loader(size: int) -> DataLoader[Any]:
 
 def different(masks: list[str]) -> int:
     """How many masks there were in the first step."""
-    return len(set(everyone(masks[0])))
+    return len(set(gather(masks[0])))
 
 
 def again(place: Place, masks: list[str]) -> int:
@@ -63,7 +63,7 @@ def again(place: Place, masks: list[str]) -> int:
 
     In the first launch every step is made and the state is saved on the way; the second begins there.
     """
-    everywhere = [list(step) for step in zip(*everyone(masks), strict=True)]
+    everywhere = [list(step) for step in zip(*gather(masks), strict=True)]
     before = place.folder / "masks.json"
     if place.launch == 0:
         if place.rank == 0:
@@ -178,7 +178,7 @@ CASES = {
         wrong="All processes have the same seed, so they draw the same dropout masks. Different masks on two processes",
         right="2",
         is_right=lambda masks: masks == 2,
-        told=str,
+        describe=str,
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": 2, "virtual_ranks": 2},
@@ -190,7 +190,7 @@ CASES = {
         "Of two steps after a resume, those with the masks of an uninterrupted run",
         right="2",
         is_right=lambda steps: steps == 2,
-        told=str,
+        describe=str,
         peers={ACCELERATE: accelerate_resumed, TRAINER: lambda place: trainer(place, resumed=True)},
         ours=ours_resumed,
         settings={"steps": STEPS, "batch": 2, "virtual_ranks": 2, "checkpoint.every": SAVED},

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, everyone
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, gather
 
 if TYPE_CHECKING:
     from unisono import Run
@@ -43,7 +43,7 @@ def figure(values: list[float]) -> dict[str, float]:
 
 
 def mine(seen: list[float]) -> dict[str, float]:
-    return figure([value for each in everyone(seen) for value in each])
+    return figure([value for each in gather(seen) for value in each])
 
 
 def ours(build: Build, run: Run[Any]) -> dict[str, float]:
@@ -127,7 +127,7 @@ CASES = {
         "101 rows, the numbers 0 to 100",
         right="101 rows, mean 50.00",
         is_right=is_right,
-        told=told,
+        describe=told,
         peers={
             ACCELERATE: lambda place: accelerate(Rows),
             TRAINER: lambda place: trainer(Rows, place),
@@ -144,7 +144,7 @@ CASES = {
         wrong="The same rows as a stream without a length",
         right="101 rows, mean 50.00",
         is_right=is_right,
-        told=told,
+        describe=told,
         peers={
             ACCELERATE: lambda place: accelerate(Stream),
             f"{ACCELERATE}, dispatch_batches=False": accelerate_stream,

@@ -61,7 +61,7 @@ CASES = {
         "The mean of 0 to 12, 5 numbers on one process and 8 on the other",
         right="6",
         is_right=lambda mean: abs(mean - 6.0) < 1e-9,
-        told=lambda mean: f"{mean:g}",
+        describe=lambda mean: f"{mean:g}",
         peers={ACCELERATE: accelerate, TRAINER: trainer},
         ours=ours,
         settings={"steps": 1, "batch": 8},

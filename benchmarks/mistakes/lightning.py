@@ -1,4 +1,4 @@
-"""What the cases of Lightning's Trainer have in common. Imported where Lightning is installed, and there alone."""
+"""Shared code of the cases of Lightning's Trainer. It can be imported only where Lightning is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Module(lightning.LightningModule):
 
 
 def build_trainer(place: Place, **options: Any) -> Any:
-    """A Trainer on as many processes as there are, quiet, without files unless the case wants them."""
+    """Return a Trainer on all processes, without output, and without files unless the case needs them."""
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,

@@ -1,4 +1,4 @@
-"""Plays a case: ours and DistributedDataParallel in this Python, a peer in a Python where it is installed."""
+"""Run a case: ours and DistributedDataParallel in this Python, another library in a Python where it is installed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SECONDS = 120.0
 
 
 def play_ours(name: str, size: int) -> Any:
-    """Our figure on `size` processes. Raises AssertionError if they do not agree on it."""
+    """Return our figure on `size` processes, which must agree on it."""
     return _agreed(_launched(_ours, name, size))
 
 
 def play_ddp(name: str, size: int) -> Any:
-    """The figure of the loop that one writes with DistributedDataParallel; the first process tells it."""
+    """Return the figure of rank 0 in a loop with DistributedDataParallel by hand."""
     return _launched(_ddp, name, size)[0]
 
 
 def play_peer(name: str, player: str, size: int, python: str) -> Any:
-    """A peer's figure, from processes of `python` that torchrun starts."""
+    """Return the figure of another library, from processes of `python` that torchrun starts."""
     with tempfile.TemporaryDirectory() as folder:
         for launch in range(case(name).launches):
             command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
@@ -42,8 +42,8 @@ def play_peer(name: str, player: str, size: int, python: str) -> Any:
                 command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=SECONDS
             )
             figures = list(_figures(done.stdout))
-            if not figures:  # some peers abort at exit after all is done, so the status says nothing
-                raise RuntimeError(f"{player} told no figure for {name}:\n{done.stdout}\n{done.stderr}")
+            if not figures:  # the exit status is no use: some libraries abort at exit, after the end of training
+                raise RuntimeError(f"{player} printed no figure for {name}:\n{done.stdout}\n{done.stderr}")
     return figures[-1]
 
 
@@ -54,7 +54,7 @@ def _figures(text: str) -> Iterator[Any]:
 
 
 def _launched(function: Any, name: str, size: int) -> list[Any]:
-    """What the last launch returns on every process."""
+    """Return the results of all processes in the last launch."""
     figures: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         for launch in range(case(name).launches):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.mistakes.stage import ACCELERATE, TRAINER, Case, Place, everyone
+from benchmarks.mistakes.stage import ACCELERATE, TRAINER, Case, Place, gather
 
 if TYPE_CHECKING:
     from unisono import Run
@@ -39,7 +39,7 @@ def figure(place: Place, first: int, seen: list[list[float]]) -> dict[str, int]:
 
     Of the first launch, the steps that the checkpoint knows of count; a run that is killed has often done more.
     """
-    now = [v for each in everyone(seen) for n, step in enumerate(each, first) if n >= EPOCH for v in step]
+    now = [v for each in gather(seen) for n, step in enumerate(each, first) if n >= EPOCH for v in step]
     before = place.folder / "seen.json"
     if place.launch == 0:
         if place.rank == 0:
@@ -121,7 +121,7 @@ CASES = {
         wrong="A resume in the middle of the second epoch: of its 64 samples, those used twice, and never",
         right="0 twice, 0 never",
         is_right=lambda found: found == {"used": SAMPLES, "twice": 0, "never": 0},
-        told=lambda found: f"{found['twice']} twice, {found['never']} never",
+        describe=lambda found: f"{found['twice']} twice, {found['never']} never",
         peers={
             ACCELERATE: accelerate,
             f"{ACCELERATE}, use_seedable_sampler=True and set_epoch": lambda place: accelerate(place, seedable=True),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, everyone
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, gather
 
 if TYPE_CHECKING:
     from unisono import Run
@@ -30,7 +30,7 @@ def loader(place: Place) -> DataLoader[Any]:
 def figure(seen: list[float]) -> int:
     """Of what this process saw, epoch after epoch."""
     size = len(seen) // EPOCHS
-    everywhere = everyone([seen[i * size : (i + 1) * size] for i in range(EPOCHS)])
+    everywhere = gather([seen[i * size : (i + 1) * size] for i in range(EPOCHS)])
     return len({str([each[i] for each in everywhere]) for i in range(EPOCHS)})
 
 
@@ -90,7 +90,7 @@ CASES = {
         "Different orders in 3 epochs",
         right="3",
         is_right=lambda orders: orders == EPOCHS,
-        told=str,
+        describe=str,
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"epochs": EPOCHS, "batch": 4, "virtual_ranks": 4},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unisono import Run
 
 ACCELERATE, TRAINER, FABRIC, DDP = "Accelerate", "Lightning Trainer", "Lightning Fabric", "DDP by hand"
-"""The columns of the table beside ours."""
+"""The other columns of the table."""
 
 MODULES = {
     "schedule": "schedule",
@@ -40,19 +40,19 @@ MODULES = {
     "batch-norm": "batchnorm",
     "unused": "unused",
 }
-"""The cases, in the order of the table, and the file of each."""
+"""The cases in the order of the table, with their modules."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a case that is played."""
+    """A process that runs a case."""
 
     rank: int
     size: int
     folder: Path
-    """The same for all processes and all launches of a case; empty at first."""
+    """A folder shared by all processes and launches of a case."""
     launch: int = 0
-    """A case with a resume is launched twice."""
+    """0, or 1 for the second launch of a case with a resume."""
 
 
 Player = Callable[[Place], Any]
@@ -60,27 +60,28 @@ Player = Callable[[Place], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A silent mistake, and how it is measured."""
+    """A silent mistake and its measurement."""
 
     wrong: str  # what goes wrong, for the table
-    right: str  # the right figure, in words
+    right: str  # description of the right figure
     is_right: Callable[[Any], bool]
-    told: Callable[[Any], str]  # a figure, in words
+    describe: Callable[[Any], str]  # a figure as text
     peers: Mapping[str, Player]
     ours: Callable[[Run[Any], Place], Any]
     settings: Mapping[str, Any]  # of our run
     sizes: tuple[int, ...] = (2,)  # numbers of processes
     launches: int = 1
-    note: str = ""  # how it is got right elsewhere
+    note: str = ""  # how to get it right elsewhere
 
 
 def case(name: str) -> Case:
+    """Return a case by its name."""
     found: Case = import_module(f"benchmarks.mistakes.{MODULES[name]}").CASES[name]
     return found
 
 
-def everyone(value: Any) -> list[Any]:
-    """[the value of rank 0, ...]"""
+def gather(value: Any) -> list[Any]:
+    """Gather a value from all ranks."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -89,7 +90,7 @@ def everyone(value: Any) -> list[Any]:
 
 
 def main(name: str, player: str, folder: str, launch: str) -> None:
-    """One process of a peer's."""
+    """Run a case in a process of another library, and print the figure on rank 0."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     environment = import_module("os").environ

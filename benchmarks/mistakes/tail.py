@@ -86,7 +86,7 @@ CASES = {
         wrong="The end of an epoch fills half an accumulation window of 4. Gradients of the epoch's two steps",
         right="1, 1",
         is_right=lambda seen: seen == [1.0, 1.0],
-        told=lambda seen: ", ".join(f"{g:g}" for g in seen),
+        describe=lambda seen: ", ".join(f"{g:g}" for g in seen),
         peers={ACCELERATE: accelerate, TRAINER: trainer},
         ours=ours,
         settings={"epochs": 1, "batch": 2 * WINDOW, "virtual_ranks": 2, "micro_batch": 1},

@@ -136,7 +136,7 @@ CASES = {
         "Relative error of the gradient",
         right="0",
         is_right=lambda error: error <= 1e-6,
-        told=lambda error: f"{error:.3f}" if error > 1e-3 else f"{error:.0e}",
+        describe=lambda error: f"{error:.3f}" if error > 1e-3 else f"{error:.0e}",
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": 1, "batch": 4, "virtual_ranks": 2, "micro_batch": 1},

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, everyone
+from benchmarks.mistakes.stage import ACCELERATE, DDP, FABRIC, TRAINER, Case, Place, gather
 
 if TYPE_CHECKING:
     from unisono import Run
@@ -117,7 +117,7 @@ def ddp(place: Place) -> float:
             optimizer.zero_grad()
         distances.append(moved(plain))
         del model  # or its reducer outlives the group
-    return max(everyone(max(distances)))
+    return max(gather(max(distances)))
 
 
 CASES = {
@@ -125,7 +125,7 @@ CASES = {
         wrong="A layer that no sample used is moved by AdamW's decay all the same. How far, in 3 steps",
         right="0",
         is_right=lambda distance: distance == 0.0,
-        told=lambda distance: f"{distance:g}",
+        describe=lambda distance: f"{distance:g}",
         peers={ACCELERATE: accelerate, TRAINER: trainer, FABRIC: fabric, DDP: ddp},
         ours=ours,
         settings={"steps": STEPS, "batch": 8},

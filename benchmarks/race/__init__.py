@@ -1,7 +1,7 @@
-"""The race: the same model, data, precision, threads and batch through plain torch, its peers and ours, in turns.
+"""Compare plain torch, other libraries and Unisono with the same model, data, precision, threads and batch.
 
-arms.py     how each of them trains, as its documentation advises
-laps.py     all of them in the same processes, turn by turn: seconds a step
-alone.py    one of them in new processes: seconds to the first step, memory
-__main__.py starts both, and writes RESULTS.md
+arms.py     how each library trains, as its documentation advises
+laps.py     all arms in the same processes: seconds per step
+alone.py    one arm in new processes: seconds to the first step, memory
+__main__.py starts both and writes RESULTS.md
 """

@@ -1,10 +1,10 @@
-"""One arm in new processes: when its first step is done, and the most memory that a process takes.
+"""Measure one arm in new processes: time to the first step, and peak memory.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.race.alone 'by hand' CNN
 
-What it imports before its own library is torch, nothing more. The first process prints `alone {...}`: `first` is the
-time of day at which every process has done its first step, `peak` the largest resident memory of any while it trained
-(ours saves a checkpoint after that, which others do not), in MiB.
+It imports only torch before the arm's library. Rank 0 prints `alone {...}`: `first` is the time of day after the first
+step of all processes, and `peak` is the largest resident memory of a process in MiB. The checkpoint that ours saves at
+the end does not count, because other arms save none.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.race.arms import ARMS, Course
+from benchmarks.race.arms import ARMS, Setup
 from benchmarks.tasks import TASKS, loss_of
 
 SIZE = 2
 STEPS = 4
 
 
-def course_of(name: str, rank: int, folder: Path) -> Course:
+def make_setup(name: str, rank: int, folder: Path) -> Setup:
     torch.manual_seed(1)
     task = TASKS[name]
     data = task.data(STEPS * task.batch)
     micro = task.batch // SIZE
-    return Course(task.build(), data, loss_of, rank=rank, size=SIZE, micro=micro, accumulate=1, folder=folder)
+    return Setup(task.build(), data, loss_of, rank=rank, size=SIZE, micro=micro, accumulate=1, folder=folder)
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had."""
+    """Return the peak resident memory of this process."""
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line.split()[1] for line in status if line.startswith("VmHWM:"))) / 1024
 
 
-def tell(first: float, peak: float) -> None:
-    """Say what was seen, when every process has come here."""
+def report(first: float, peak: float) -> None:
+    """Print the maxima over all processes."""
     seen = torch.tensor([first, peak], dtype=torch.float64)
     dist.all_reduce(seen, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
@@ -55,13 +55,13 @@ def main() -> None:
     if arm == "by hand":
         dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:
-        laps = ARMS[arm](course_of(task, int(os.environ["RANK"]), Path(folder)))
-        next(laps)
+        steps = ARMS[arm](make_setup(task, int(os.environ["RANK"]), Path(folder)))
+        next(steps)
         first = time.time()
         for _ in range(STEPS - 1):
-            next(laps)
-        tell(first, peak_mib())
-    os._exit(0)  # the loops that others own are still in the middle
+            next(steps)
+        report(first, peak_mib())
+    os._exit(0)  # do not wait for the loops of other libraries, which have not ended
 
 
 if __name__ == "__main__":

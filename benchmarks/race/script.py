@@ -1,4 +1,4 @@
-"""What alone.py measures, for ours: a script as a user has it.
+"""The script that alone.py measures for Unisono.
 
 unisono run benchmarks/race/script.py --ranks 2 --set task=CNN
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import unisono
-from benchmarks.race.alone import SIZE, STEPS, course_of, peak_mib, tell
+from benchmarks.race.alone import SIZE, STEPS, make_setup, peak_mib, report
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class Settings(unisono.Settings):
 
 
 def main(run: unisono.Run[Settings]) -> None:
-    course = course_of(run.settings.task, run.rank, run.dir)
-    model = run.place(course.model)
+    setup = make_setup(run.settings.task, run.rank, run.dir)
+    model = run.place(setup.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     run.track(model=model, optimizer=optimizer)
     first, peak = 0.0, 0.0
-    for step in run.steps(course.data, shuffle=False):
+    for step in run.steps(setup.data, shuffle=False):
         for x, y in step:
-            step.backward(course.loss(model(x), y, "sum"), weight=y.numel())
+            step.backward(setup.loss(model(x), y, "sum"), weight=y.numel())
         step.update(optimizer)
         first, peak = first or time.time(), peak_mib()
-    tell(first, peak)
+    report(first, peak)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Parity: the loops that people write by hand, and ours, with the same samples in the same micro-batches."""
+"""Compare loops by hand with ours, with the same samples in the same micro-batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ours(world: World, kind: str, dropout: float, virtual_ranks: int, optimizer:
         config = Settings(steps=STEPS, batch=virtual_ranks * 4, virtual_ranks=virtual_ranks, seed=1)
         run = build_run(config, world, group, Path(folder))
         model = run.place(lambda: build(kind, dropout))
-        stepper = make(optimizer, model)
+        stepper = make_optimizer(optimizer, model)
         run.track(model=model, optimizer=stepper)
         data, collate = data_of(kind)
         for step in run.steps(data, collate_fn=collate):
@@ -57,32 +57,32 @@ def ours(world: World, kind: str, dropout: float, virtual_ranks: int, optimizer:
         return {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
 
 
-def make(optimizer: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(optimizer: str, model: nn.Module) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     if optimizer == "sgd":
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)
     return torch.optim.AdamW(params, lr=0.01, fused=optimizer == "fused adamw")
 
 
-def fetched(order: BatchOrder, kind: str, step: int, virtual_rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def fetch(order: BatchOrder, kind: str, step: int, virtual_rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     data, collate = data_of(kind)
     batches = []
     for place, samples in order.places(step, (virtual_rank, virtual_rank + 1)):
-        if kind == "mlp":  # the others draw nothing
+        if kind == "mlp":  # the other data sets use no random numbers
             seed_everything(micro_batch_key(mix(order.seed, ROUND), *place[:3]))
         batches.append(collate([data[i] for i in samples]))
     return batches
 
 
 def by_hand(world: World, kind: str, dropout: float, optimizer: str) -> dict[str, Any]:
-    """One process, V = 1: the sum of the losses, backward, gradients divided by the weight."""
+    """Train on one process with V = 1: sum of the losses, backward, gradients divided by the weight."""
     seed_everything(mix(1, INIT, 0))
     model = build(kind, dropout)
-    stepper = make(optimizer, model)
+    stepper = make_optimizer(optimizer, model)
     order = BatchOrder(length=53, batch=4, virtual_ranks=1, seed=1)
-    seed_everything(mix(mix(1, STEP), 0))  # once: dropout draws from one stream
+    seed_everything(mix(mix(1, STEP), 0))  # once, because dropout draws from one stream
     for step in range(STEPS):
-        for x, y in fetched(order, kind, step, 0):
+        for x, y in fetch(order, kind, step, 0):
             loss, weight = loss_of(model, x, y)
             loss.backward()
             for p in model.parameters():
@@ -94,40 +94,40 @@ def by_hand(world: World, kind: str, dropout: float, optimizer: str) -> dict[str
 
 
 def with_ddp(world: World, kind: str) -> dict[str, Any]:
-    """V = W: each process one share, the loss scaled so that DDP's mean over processes is the mean over all items."""
+    """Train with V = W. The loss is scaled so that DDP's mean over processes is the mean over all items."""
     with join(world):
         seed_everything(mix(1, INIT, 0))
         model = build(kind, 0.0)
         parallel = DistributedDataParallel(model, find_unused_parameters=kind == "gpt")
-        stepper = make("sgd", model)
+        stepper = make_optimizer("sgd", model)
         order = BatchOrder(length=53, batch=world.size * 4, virtual_ranks=world.size, seed=1)
         for step in range(STEPS):
-            x, y = fetched(order, kind, step, world.rank)[0]
+            x, y = fetch(order, kind, step, world.rank)[0]
             loss, weight = loss_of(parallel, x, y)
             total = torch.tensor(float(weight))
             dist.all_reduce(total)
             (loss * world.size / total).backward()
             stepper.step()
             stepper.zero_grad()
-        del parallel, loss  # or its reducer outlives the group, and now and then hangs in its destructor
+        del parallel, loss  # otherwise the reducer outlives the group, and its destructor sometimes hangs
         return {name: p.detach().clone().numpy() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused adamw", "sgd"])
 @pytest.mark.parametrize("kind", ["mlp", "gpt", "tensors"])
-def test_one_virtual_rank_is_the_loop_by_hand_to_the_bit(tmp_path: Path, kind: str, optimizer: str) -> None:
-    (mine,) = run_ranks(ours, 1, kind, 0.2, 1, optimizer, str(tmp_path))
+def test_one_virtual_rank_is_bit_identical_to_a_loop_by_hand(tmp_path: Path, kind: str, optimizer: str) -> None:
+    (result,) = run_ranks(ours, 1, kind, 0.2, 1, optimizer, str(tmp_path))
     (plain,) = run_ranks(by_hand, 1, kind, 0.2, optimizer)
     for name, value in plain.items():
-        assert (mine[name] == value).all(), name
+        assert (result[name] == value).all(), name
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
-def test_as_many_virtual_ranks_as_processes_is_ddp(tmp_path: Path, kind: str, size: int) -> None:
-    # with SGD: a key's bias in attention has a gradient of zero plus rounding, which Adam would blow up to a full step
-    mine = run_ranks(ours, size, kind, 0.0, size, "sgd", str(tmp_path))[0]
-    theirs = run_ranks(with_ddp, size, kind)[0]
-    for name, value in theirs.items():
-        difference = abs(mine[name] - value).max() / max(abs(value).max(), 1e-12)
+def test_one_virtual_rank_per_process_matches_ddp(tmp_path: Path, kind: str, size: int) -> None:
+    # With SGD: the key bias of attention has a gradient of zero plus rounding, which Adam would turn into a full step.
+    result = run_ranks(ours, size, kind, 0.0, size, "sgd", str(tmp_path))[0]
+    expected = run_ranks(with_ddp, size, kind)[0]
+    for name, value in expected.items():
+        difference = abs(result[name] - value).max() / max(abs(value).max(), 1e-12)
         assert difference < 1e-6, (name, difference)
