@@ -100,7 +100,7 @@ def ddp(context: LoopContext) -> Iterator[LoopStep]:
 BALANCE = {
     "even": BalanceSettings(by_speed=False),
     "by speed": BalanceSettings(by_speed=True),
-    "claims": BalanceSettings(by_speed=True, work_stealing=True),
+    "work stealing": BalanceSettings(by_speed=True, work_stealing=True),
 }
 
 
@@ -117,12 +117,14 @@ SCENES = {
         16,
     ),
     "random slow": (
-        Comparison("random slow", {"claims": "DDP", "by speed": "DDP"}, build, 4, 24, slow_random_rank, TASKS_HERE),
+        Comparison(
+            "random slow", {"work stealing": "DDP", "by speed": "DDP"}, build, 4, 24, slow_random_rank, TASKS_HERE
+        ),
         "device",
         32,
     ),
     "nobody slow": (
-        Comparison("nobody slow", {"claims": "even", "by speed": "even"}, build, 2, 4, None, TASKS_HERE),
+        Comparison("nobody slow", {"work stealing": "even", "by speed": "even"}, build, 2, 4, None, TASKS_HERE),
         "GPT",
         16,
     ),

@@ -103,7 +103,7 @@ class Race:
         """Write a row per arm, with ratios to plain torch: of turns, and of the quickest turns."""
         hand = columns[HAND]
         ratios = {arm: ratio(column, hand) for arm, column in columns.items()}
-        self.write("| | median (quartiles) | least | over by hand | ratio, turn by turn | least to least |")
+        self.write("| | median (quartiles) | least | more than by hand | ratio of turns | ratio of least |")
         self.write("|---|---|---|---|---|---|")
         for arm in sorted(columns, key=lambda name: (name != HAND, ratios[name].median)):
             column = [value * unit for value in columns[arm]]
@@ -117,29 +117,29 @@ class Race:
 
     def overhead(self) -> None:
         self.write(
-            "## Overhead a step: one process, batch 8, no accumulation, AdamW",
+            "## Overhead per step: one process, batch 8, no accumulation, AdamW",
             "",
-            "Networks so small that a step is Python and dispatch: microseconds a step, in turns of 150 steps.",
+            "Networks so small that a step is Python and dispatch: microseconds per step, in turns of 150 steps.",
             "",
         )
         for task, rows in ONE:
-            data = "a TensorDataset" if rows else "a data set of one's own"
+            data = "a TensorDataset" if rows else "a custom data set"
             self.write(f"{task}, {data}:", "")
             turns, steps = (3, 20) if self.quick else (40, 150)
             self.table(self.laps(1, 1, task=task, virtual_ranks=1, turns=turns, steps=steps, rows=rows), 1e6, 0)
 
     def steps(self, task: str, virtual_ranks: int) -> None:
-        self.write(f"## A step on two processes: {task}, V = {virtual_ranks}", "", "Milliseconds a step.", "")
+        self.write(f"## Step time on two processes: {task}, V = {virtual_ranks}", "", "Milliseconds per step.", "")
         rounds, turns = (1, 2) if self.quick else ROUNDS[task]
         self.table(self.laps(2, rounds, task=task, virtual_ranks=virtual_ranks, turns=turns), 1e3, 0)
 
     def starts(self) -> None:
         self.write(
-            "## Time to the first step, and memory: two processes, each arm in new ones",
+            "## Time to the first step, and memory: two new processes for each arm",
             "",
-            "Seconds from the command (torchrun; ours: `unisono run`) until both have done a step of the CNN; then the"
-            " resident memory of the larger process at its peak, in MiB, libraries included (GPT, V = 2, 4 steps); what"
-            " two processes share counts in both.",
+            "Seconds from the command (torchrun; Unisono: `unisono run`) to the end of the first step of the CNN on "
+            "both processes; then the peak resident memory of the larger process, in MiB, including libraries "
+            "(GPT, V = 2, 4 steps). Shared memory counts in both processes.",
             "",
         )
         arms = [HAND, OURS, *MODULES]
@@ -151,8 +151,8 @@ class Race:
         self.table({arm: [self.alone(arm, "GPT")[1] for _ in range(2)] for arm in arms}, 1.0, 0)
 
     def imports(self) -> None:
-        self.write("## Import", "", "Milliseconds of `python -c 'import ...'`, beside `import torch`.", "")
-        lines = {"by hand": "import torch", "Unisono": "import unisono", "Unisono, and torch": "import unisono, torch"}
+        self.write("## Import", "", "Milliseconds of `python -c 'import ...'`; baseline: `import torch`.", "")
+        lines = {"by hand": "import torch", "Unisono": "import unisono", "Unisono and torch": "import unisono, torch"}
         lines |= {arm: f"import {module}" for arm, module in MODULES.items()}
         seconds: dict[str, list[float]] = {name: [] for name in lines}
         for i in range(3 if self.quick else 7):
@@ -173,16 +173,16 @@ class Race:
         return "; ".join(process.stdout.strip() for process in processes)
 
 
-HEAD = """# The race
+HEAD = """# Comparison with other libraries
 
-The same model, data, precision (fp32), threads (one a process) and batch through plain torch, its peers and Unisono, in
-turns, in the same processes; every arm as its documentation advises ([arms.py](race/arms.py)), with AdamW. A ratio is
-the median (quartiles), over turns, of an arm over plain torch in the same turn; what others do on the machine only
-makes turns longer, so the quickest ones are set side by side as well. All arms end with the same weights, up to
-rounding. Each part says what it was measured on; `python -m benchmarks.race` wrote it.
+Plain torch, other libraries and Unisono train the same model with the same data, precision (fp32), threads (one per
+process), batch and AdamW, in alternating turns in the same processes. Each library is used as its documentation advises
+([arms.py](race/arms.py)). A ratio is the median (quartiles), over turns, of an arm over plain torch in the same turn.
+Other load on the machine can only make turns longer, so the quickest turns are compared as well. All arms end with the
+same weights, up to rounding. Each part names its machine. `python -m benchmarks.race` writes this page.
 
-On two processes *by hand* is DistributedDataParallel with no_sync and gradient_as_bucket_view; V is how many
-micro-batches both take together in a step, in ours the virtual ranks. Ignite's trainer has no place for no_sync.
+On two processes, *by hand* is DistributedDataParallel with no_sync and gradient_as_bucket_view. V is the number of
+micro-batches of both processes in a step, in Unisono the virtual ranks. Ignite's trainer does not support no_sync.
 """
 PARTS: dict[str, Callable[[Race], None]] = {
     "overhead": Race.overhead,
